@@ -1,0 +1,31 @@
+"""Pure arithmetic of sharding: one parameter, one unit, two layouts of a tensor, and bytes.
+
+Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
+(one parameter), `pack` (one unit and its messages), `gather` (direct or packed), `region` (two layouts of
+one tensor), `memory` (expected bytes).
+"""
+
+from .dtypes import itemsize as itemsize
+from .dtypes import known_dtypes as known_dtypes
+from .gather import GatherPlan as GatherPlan
+from .gather import Span as Span
+from .gather import direct_indices as direct_indices
+from .gather import plan_gather as plan_gather
+from .memory import Term as Term
+from .memory import UnitMemory as UnitMemory
+from .memory import backward_terms as backward_terms
+from .memory import forward_terms as forward_terms
+from .memory import peak as peak
+from .memory import shard_terms as shard_terms
+from .memory import total as total
+from .pack import Pack as Pack
+from .pack import ReduceLayout as ReduceLayout
+from .pack import Segment as Segment
+from .pack import align_numel as align_numel
+from .pack import align_up as align_up
+from .region import BoxRoute as BoxRoute
+from .region import Route as Route
+from .region import box_routes as box_routes
+from .region import routes as routes
+from .shard import ShardLayout as ShardLayout
+from .shard import contiguous_stride as contiguous_stride

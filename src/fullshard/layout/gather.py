@@ -1,0 +1,133 @@
+"""Which parameters of a unit are gathered straight into final memory, and which travel in one message.
+
+A decision as data: made once per unit, from bytes and backend, and executed elsewhere.
+
+    direct   one gather per parameter; its output is the padded full parameter; nothing is copied afterwards
+    packed   one gather of a contiguous range of the flat local buffer into a staging buffer, then a copy-out
+
+The measured reasons: on gloo one packed gather and its copy-out beat several small gathers; on NCCL gathers
+can be grouped into one launch, so large parameters save the staging bytes and the copy. A world of one
+gathers nothing, so nothing is ever staged there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .pack import Pack
+from .shard import ShardLayout, require_int
+
+# Backends that can launch many gathers as one grouped operation.
+GROUPING_BACKENDS = frozenset({"nccl"})
+
+
+class Span(NamedTuple):
+    """A range [start, stop) of elements of the flat local buffer."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Positions of parameters in the pack's layouts, by how they are gathered; each in buffer order."""
+
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        both = (*self.direct, *self.packed)
+        if len(set(both)) != len(both):
+            raise ValueError(
+                f"direct, packed: expected each parameter once, found direct {self.direct} and "
+                f"packed {self.packed}; use plan_gather"
+            )
+
+    def packed_span(self, pack: Pack) -> Span:
+        """The range of the flat local buffer that is the packed message; Span(0, 0) when nothing is packed.
+
+        Raises `ValueError` when the packed segments do not follow each other in the buffer.
+        """
+        if not self.packed:
+            return Span(0, 0)
+        places = sorted(pack.order.index(index) for index in self.packed)
+        if places != list(range(places[0], places[0] + len(places))):
+            between = [
+                pack.segments[i].name for i in pack.order[places[0] : places[-1]] if i not in self.packed
+            ]
+            raise ValueError(
+                f"packed: expected one contiguous range of the flat buffer, found {', '.join(between)} "
+                f"in between; build the pack with first=direct_indices(...)"
+            )
+        after = places[-1] + 1
+        stop = pack.segments[pack.order[after]].offset if after < len(pack.order) else pack.padded_local_numel
+        return Span(pack.segments[pack.order[places[0]]].offset, stop)
+
+    def staging_numel(self, pack: Pack) -> int:
+        """Elements of the rank-major buffer that receives the packed message; 0 when nothing is packed."""
+        return pack.world * self.packed_span(pack).numel
+
+    def staged_segment(self, pack: Pack, index: int, rank: int) -> int:
+        """First element, in the staging buffer, of the shard of packed parameter `index` from `rank`."""
+        if index not in self.packed:
+            raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
+        span = self.packed_span(pack)
+        return pack.gathered_segment(index, rank) - span.start - rank * (pack.padded_local_numel - span.numel)
+
+
+def direct_indices(
+    layouts: Sequence[ShardLayout], itemsize: int, *, backend: str, direct_threshold_nbytes: int
+) -> tuple[int, ...]:
+    """Positions of the parameters that will be gathered directly: give them to `Pack.build(first=...)`.
+
+    `itemsize`: bytes per element of what travels, the compute dtype. `direct_threshold_nbytes` is compared
+    with the bytes of the padded full parameter. A parameter that is alone in its unit is always direct; one
+    whose gathered chunks are not its memory (`ShardLayout.gathers_in_place`) never is, unless nothing is
+    gathered (world 1).
+
+    >>> layouts = [ShardLayout((8,), world=2), ShardLayout((64, 64), world=2)]
+    >>> direct_indices(layouts, 4, backend="nccl", direct_threshold_nbytes=4096)
+    (1,)
+    >>> direct_indices(layouts, 4, backend="gloo", direct_threshold_nbytes=4096)
+    ()
+    """
+    require_int("itemsize", itemsize, 1, "use layout.itemsize(dtype)")
+    require_int("direct_threshold_nbytes", direct_threshold_nbytes, 0, "0 gathers everything directly")
+    if not backend.isidentifier():
+        raise ValueError(
+            f"backend: expected the name of one backend such as 'gloo' or 'nccl', found {backend!r}; "
+            f"give the backend of the device that holds the parameters"
+        )
+    if all(layout.world == 1 for layout in layouts):
+        return tuple(range(len(layouts)))
+    if len(layouts) > 1 and backend not in GROUPING_BACKENDS:
+        return ()
+    return tuple(
+        index
+        for index, layout in enumerate(layouts)
+        if layout.gathers_in_place
+        and (len(layouts) == 1 or layout.padded_full_numel * itemsize >= direct_threshold_nbytes)
+    )
+
+
+def plan_gather(pack: Pack, itemsize: int, *, backend: str, direct_threshold_nbytes: int) -> GatherPlan:
+    """The plan for `pack`; arguments as for `direct_indices`.
+
+    Raises `ValueError` when the packed ones are not contiguous: build with `first=direct_indices(...)`.
+    """
+    layouts = [segment.layout for segment in pack.segments]
+    direct = frozenset(
+        direct_indices(layouts, itemsize, backend=backend, direct_threshold_nbytes=direct_threshold_nbytes)
+    )
+    plan = GatherPlan(
+        direct=tuple(index for index in pack.order if index in direct),
+        packed=tuple(index for index in pack.order if index not in direct),
+    )
+    plan.packed_span(pack)  # proves that the packed ones are one message
+    return plan

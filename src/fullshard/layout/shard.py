@@ -1,0 +1,156 @@
+"""The rows of one parameter that each rank owns: pure arithmetic, no tensors.
+
+Every rank but the last ones owns the same number of rows of the sharded dim, as `torch.chunk` cuts them;
+the local buffers are padded to that number, so that one gather moves equal messages and its result, read in
+rank order, *is* the padded full tensor (for dim 0). Shape (5, 3) on 4 ranks, dim 0; `#` is an element, `.`
+is padding:
+
+    rank 0   # # #     rank 1   # # #     rank 2   # # #     rank 3   . . .
+             # # #              # # #              . . .              . . .
+    rows     2                  2                  1                  0        padded_rows 2 everywhere
+    start    0                  2                  4                  5
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def require_int(field: str, value: object, at_least: int, remedy: str) -> int:
+    """`value` as an int of at least `at_least`, or a `ValueError` with `field`, the value and `remedy`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{field}: expected an int >= {at_least}, found {value!r}; {remedy}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """How one parameter of `shape` is cut along `dim` over `world` ranks.
+
+    >>> layout = ShardLayout((5, 3), world=4)
+    >>> [layout.rows(rank) for rank in range(4)]
+    [2, 2, 1, 0]
+    >>> [layout.start(rank) for rank in range(4)]
+    [0, 2, 4, 5]
+    >>> layout.padded_local_shape, layout.padded_full_shape, layout.padding_numel
+    ((2, 3), (8, 3), 9)
+
+    The padding of the sharded dim is at most `world - 1` rows over all ranks (and none of it lies before a
+    row that is owned). Two layouts are equal when shape, dim and world are.
+    """
+
+    # Shape of the full parameter, at least one dimension.
+    shape: tuple[int, ...]
+    # The sharded dim; a negative one is counted from the end and stored as its positive equal.
+    dim: int = 0
+    # Number of ranks that share the parameter.
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        if not shape:
+            raise ValueError(
+                "shape: expected at least one dimension to shard, found (); "
+                "change the 0-dim parameter to a 1-dim tensor with one element"
+            )
+        for position, size in enumerate(shape):
+            require_int(f"shape[{position}] of {shape}", size, 0, "give the sizes of the full parameter")
+        require_int("world", self.world, 1, "give the number of ranks that share the parameter")
+        dim = self.dim
+        if isinstance(dim, bool) or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+            raise ValueError(
+                f"dim: expected an int in [{-len(shape)}, {len(shape) - 1}] for shape {shape}, "
+                f"found {dim!r}; give a dimension that the parameter has"
+            )
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "dim", dim % len(shape))
+
+    # ---- along the sharded dim, in rows -------------------------------------------------------------------
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of every rank's padded shard: ceil(shape[dim] / world)."""
+        return -(-self.shape[self.dim] // self.world)
+
+    def start(self, rank: int) -> int:
+        """First row of the full parameter that `rank` owns; shape[dim] for a rank past the end."""
+        return min(self._checked(rank) * self.padded_rows, self.shape[self.dim])
+
+    def rows(self, rank: int) -> int:
+        """Rows that `rank` owns, without padding; 0 for a rank past the end."""
+        return min(self.padded_rows, self.shape[self.dim] - self.start(rank))
+
+    # ---- shapes -------------------------------------------------------------------------------------------
+
+    @property
+    def padded_local_shape(self) -> tuple[int, ...]:
+        """Shape of every rank's shard with padding."""
+        return self._with_rows(self.padded_rows)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the shard of `rank` without padding."""
+        return self._with_rows(self.rows(rank))
+
+    @property
+    def padded_full_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter with dim made divisible by the world: all padded shards in order."""
+        return self._with_rows(self.padded_rows * self.world)
+
+    # ---- elements -----------------------------------------------------------------------------------------
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def padded_local_numel(self) -> int:
+        """Elements of every rank's shard with padding."""
+        return math.prod(self.padded_local_shape)
+
+    def local_numel(self, rank: int) -> int:
+        """Elements that `rank` owns, without padding."""
+        return math.prod(self.local_shape(rank))
+
+    @property
+    def padded_full_numel(self) -> int:
+        """Elements of the padded full parameter: world * padded_local_numel."""
+        return self.padded_local_numel * self.world
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that exist only as padding, over all ranks; at most (world - 1) rows."""
+        return self.padded_full_numel - self.numel
+
+    @property
+    def gathers_in_place(self) -> bool:
+        """Whether the padded shards behind each other in rank order are the padded full parameter in memory.
+
+        So for dim 0, and for a later dim when all dims before it have size 1. Otherwise a gather has to be
+        copied out, chunk by chunk, because the chunks of the ranks interleave in the full parameter.
+        """
+        return math.prod(self.shape[: self.dim]) == 1
+
+    def _with_rows(self, rows: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world:
+            raise ValueError(
+                f"rank: expected 0 <= rank < {self.world} for shape {self.shape}, found {rank!r}; "
+                f"give a rank of the group that shards the parameter, not a global one"
+            )
+        return rank
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of `shape`.
+
+    >>> contiguous_stride((4, 3, 2))
+    (6, 2, 1)
+    """
+    stride = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(stride)

@@ -1,0 +1,61 @@
+"""Which unit is needed next: the recorded order, or the user's lists.
+
+    forward    the user's list for this unit; otherwise the units that followed it in the previous pass. The first pass,
+               and a pass that leaves the recorded order, gather each unit when it is needed: late, but right.
+    backward   the user's list for this unit; otherwise the unit whose forward ended before this use of it.
+
+A wrong guess costs a gather: it is found full when needed, or dropped at the end of the backward. It never costs a
+result, because nothing is computed before a `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .state import RunRecord, UnitRecord
+
+
+def begin_forward(run: RunRecord) -> None:
+    """The outermost forward begins: a new log; the plan is that of the last pass."""
+    run.forward_log = []
+    run.order_mark = len(run.order)
+
+
+def next_in_forward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
+    """Note that `unit` began its forward; the units worth gathering now."""
+    log, plan = run.forward_log, run.forward_plan
+    position = len(log)
+    log.append(unit)
+    if unit.forward_prefetch:
+        return unit.forward_prefetch
+    if not plan or not run.prefetch_depth:
+        return ()
+    if position >= len(plan) or plan[position] is not unit:
+        # A changed order. One deviation makes the rest of the plan worthless for this pass.
+        run.forward_plan = []
+        return ()
+    return plan[position + 1 : position + 1 + run.prefetch_depth]
+
+
+def end_forward(run: RunRecord, *, backward_follows: bool) -> None:
+    """The outermost forward ended: what it did is the plan of the next pass.
+
+    When no backward can follow (evaluation), its uses are forgotten; otherwise thousands of evaluation batches would
+    pile up in the order until some backward ends.
+    """
+    run.forward_plan = run.forward_log
+    if not backward_follows:
+        for unit in run.order[run.order_mark :]:
+            unit.uses.pop()
+        del run.order[run.order_mark :]
+
+
+def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
+    """`unit` is needed by the backward now; the units worth gathering behind it."""
+    if unit.backward_prefetch:
+        return unit.backward_prefetch
+    if not unit.uses:
+        # A second backward over the same forward: the uses were counted off by the first.
+        return ()
+    position = unit.uses.pop()
+    return (run.order[position - 1],) if position else ()

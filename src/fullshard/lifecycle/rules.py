@@ -1,0 +1,243 @@
+"""The rules: one function per event. Each returns the commands that follow, and notes what it decided in the records.
+
+There are no tensors, streams or hooks here, and no other place decides what to gather, free or reduce. Read from top to
+bottom: this is a step of training. [Rn] marks a rule; `tests/harness/mutate.py` breaks each of them and expects a test
+to go red. The order of gather, wait, free and reduce is that of FSDP2 where nothing is gathered ahead in forward
+(`prefetch_depth` 0), proven against recorded traces (tests/golden).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .events import Command
+from .prefetch import begin_forward, end_forward, next_in_backward, next_in_forward
+from .state import Full, Phase, RunRecord, UnitRecord
+
+Commands = list[Command]
+_NOTHING: Commands = []
+
+
+# ---- forward ------------------------------------------------------------------------------------------------
+
+
+def pre_forward(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, stale: bool = False) -> Commands:
+    """`in_backward`: a backward is running, so this is recomputation. `stale`: shards were written since the gather."""
+    commands: Commands = []
+    if in_backward and unit.in_backward:
+        # [R1] Recomputation after the backward of the unit began: it may have been freed by the backward of another
+        # use, and must be full again. It is no new use, so nothing else changes.
+        _make_full(unit, commands)
+        return commands
+    if run.forward_root is None:
+        run.forward_root = unit
+        if not in_backward:
+            begin_forward(run)
+    unit.phase = Phase.FORWARD
+    if stale and unit.full in (Full.FULL, Full.SHELVED):
+        # [R2] Kept full parameters are not used again once their shards changed.
+        _free(unit, commands)
+    _make_full(unit, commands)
+    # [R3] Gathers are issued before the compute that hides them, and in the order in which they will be needed.
+    ahead = unit.forward_prefetch if in_backward else next_in_forward(run, unit)
+    _gather_ahead(ahead, commands)
+    return commands
+
+
+def post_forward(
+    run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, inputs: bool = True, outputs: bool = True
+) -> Commands:
+    """`outputs`: some output requires a gradient, so that a backward through this forward may come. `inputs`: some
+    input does too, so that `inputs_reached` will follow."""
+    commands: Commands = []
+    if in_backward and unit.in_backward:
+        # [R4] Recomputation: the backward that asked for it needs the parameters at once.
+        return commands
+    unit.inputs_hooked = inputs
+    is_forward_root = run.forward_root is unit
+    if not in_backward:
+        if unit.full is Full.FULL:
+            if unit.reshard_after_forward:
+                # [R5] Memory is held for one unit at a time.
+                _free(unit, commands)
+            elif not outputs:
+                # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now),
+                # while the next forward may find its memory.
+                unit.full = Full.SHELVED
+                commands.append(Command("shelve", unit))
+        # [R7] Backward visits uses in reverse, so each use has its own place in the order.
+        unit.uses.append(len(run.order))
+        run.order.append(unit)
+    unit.phase = Phase.IDLE
+    if is_forward_root:
+        run.forward_root = None
+        if not in_backward:
+            end_forward(run, backward_follows=outputs)
+    return commands
+
+
+def forward_failed(run: RunRecord, unit: UnitRecord) -> Commands:
+    """The forward of `unit` raised. Everything is left for `abandon`: a caller may still catch it inside the root."""
+    unit.phase = Phase.IDLE
+    return _NOTHING
+
+
+# ---- backward -----------------------------------------------------------------------------------------------
+
+
+def pre_backward(run: RunRecord, unit: UnitRecord, *, create_graph: bool = False) -> Commands:
+    """`create_graph`: the backward records a graph, whose own backward will need the weights again."""
+    run.in_backward = True
+    run.keep_full = run.keep_full or create_graph
+    unit.in_backward = True
+    commands: Commands = []
+    if unit.phase is Phase.BACKWARD:
+        # [R8] Only the first of several outputs counts; but weights needed again are gathered again.
+        _make_full(unit, commands)
+        return commands
+    unit.phase = Phase.BACKWARD
+    _make_full(unit, commands)
+    # [R9] The next unit of the backward travels while this one computes.
+    _gather_ahead(next_in_backward(run, unit), commands)
+    return commands
+
+
+def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
+    """All gradients that this backward will bring to the unit's parameters are there."""
+    if unit.frees_late and unit.inputs_hooked and unit.phase is Phase.BACKWARD:
+        # [R10] A frozen weight may still be needed for the gradient of the inputs.
+        return _NOTHING
+    return _hand_over(run, unit, present=True)
+
+
+def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
+    """The backward of one use is over. `present`: there are gradients that were not handed over yet."""
+    return _hand_over(run, unit, present=present)
+
+
+def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> Commands:
+    """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over."""
+    commands: Commands = []
+    for unit in run.units:
+        if unit.phase is not Phase.DONE or present[unit.index]:
+            # [R11] Units whose inputs needed no gradient, or with parameters that got none.
+            commands += _hand_over(run, unit, present=present[unit.index])
+        unit.phase = Phase.IDLE
+        unit.in_backward = False
+        unit.inputs_hooked = False
+        if run.is_last_backward:
+            if unit.full is Full.PENDING:
+                # [R12] A prefetch that nobody needed. Every rank issued it, so every rank waits for it.
+                unit.full = Full.SHARDED
+                commands.append(Command("drop", unit))
+            unit.uses.clear()
+    if run.is_last_backward:
+        # [R13] The next forward starts a new order.
+        run.order.clear()
+    run.in_backward = False
+    run.keep_full = False
+    commands.append(Command("finish", root))
+    return commands
+
+
+# ---- the user's calls, and failure --------------------------------------------------------------------------
+
+
+def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Commands:
+    """Issue the gather; `wait_unshard` makes it usable."""
+    commands: Commands = []
+    if stale and unit.full in (Full.FULL, Full.SHELVED):
+        _free(unit, commands)
+    if unit.full is Full.SHARDED:
+        _gather(unit, commands)
+    return commands
+
+
+def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
+    """The user needs the full parameters now; nothing to do when a forward used and freed them in between."""
+    commands: Commands = []
+    if unit.full is not Full.SHARDED:
+        _make_full(unit, commands)
+    return commands
+
+
+def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
+    """Back to sharded parameters, except in a forward of a unit that is to stay full (as FSDP2)."""
+    commands: Commands = []
+    if unit.phase is Phase.FORWARD and not unit.reshard_after_forward:
+        return commands
+    if unit.full is Full.PENDING:
+        unit.full = Full.SHARDED
+        commands.append(Command("drop", unit))
+    elif unit.full is not Full.SHARDED:
+        _free(unit, commands)
+    return commands
+
+
+def abandon(run: RunRecord, root: UnitRecord) -> Commands:
+    """[R14] A step did not come to its end: afterwards nothing of it is left, as if it had not been tried."""
+    commands: Commands = []
+    for unit in run.units:
+        if unit.full is Full.PENDING:
+            unit.full = Full.SHARDED
+            commands.append(Command("drop", unit))
+        elif unit.full is not Full.SHARDED:
+            _free(unit, commands)
+        unit.phase = Phase.IDLE
+        unit.in_backward = False
+        unit.inputs_hooked = False
+        unit.uses.clear()
+    run.order.clear()
+    run.forward_root = None
+    run.forward_log = []
+    # [R15] A half-recorded order is no plan.
+    run.forward_plan = []
+    run.in_backward = False
+    run.keep_full = False
+    run.generation += 1
+    commands.append(Command("discard", root))
+    return commands
+
+
+# ---- shared by the rules ------------------------------------------------------------------------------------
+
+
+def _gather(unit: UnitRecord, commands: Commands) -> None:
+    unit.full = Full.PENDING
+    commands.append(Command("gather", unit))
+
+
+def _make_full(unit: UnitRecord, commands: Commands) -> None:
+    """[R16] From any state to FULL, with what is missing and nothing more."""
+    if unit.full is Full.SHARDED:
+        _gather(unit, commands)
+    if unit.full is Full.PENDING:
+        unit.full = Full.FULL
+        commands.append(Command("wait", unit))
+    elif unit.full is Full.SHELVED:
+        unit.full = Full.FULL
+        commands.append(Command("expose", unit))
+
+
+def _gather_ahead(units: Sequence[UnitRecord], commands: Commands) -> None:
+    for unit in units:
+        if unit.full is Full.SHARDED:
+            _gather(unit, commands)
+
+
+def _free(unit: UnitRecord, commands: Commands) -> None:
+    unit.full = Full.SHARDED
+    commands.append(Command("free", unit))
+
+
+def _hand_over(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
+    """The gradients of a use are complete: free the weights, then send the gradients."""
+    commands: Commands = []
+    unit.phase = Phase.DONE
+    # [R17] Weights go before the messages come, so that both need not exist together.
+    if unit.full in (Full.FULL, Full.SHELVED) and unit.reshard_after_backward and not run.keep_full:
+        _free(unit, commands)
+    if present:
+        # [R18] Gradients are sent, or kept whole for a backward that sends.
+        commands.append(Command("reduce" if unit.sync else "hold", unit))
+    return commands
