@@ -1,0 +1,124 @@
+"""Every private torch name this package uses: one place, with the reason and the versions it was tried on.
+
+    name                                        why                                                     tried on
+    torch._C._current_graph_task_id             "is a backward running in this thread" cannot be asked  2.13
+                                                otherwise, and a flag of our own outlives an exception
+    Variable._execution_engine.queue_callback   the only notice that a whole backward is over (DDP too) 2.13
+    DTensor(local, spec), ._local_tensor,       the public from_local takes nine times as long, and     2.13
+    ._spec                                      shards must stay views of one flat buffer
+    torch._C._autograd.*_saved_tensors_*        whether somebody else's hooks are active, which ours    2.13
+                                                must not hide; push and pop from two callbacks
+    ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
+    ._reduce_scatter_base                       microseconds a call and rename these in 2.13
+    tensor._post_accumulate_grad_hooks          hooks of the sharded parameter are ours to run          2.13
+    torch.distributed.fsdp.FSDPModule           base class, so that isinstance checks elsewhere hold    2.13
+
+torch's own FSDP2 is never called from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "TorchFSDPModule",
+    "current_backward",
+    "dtensor_like",
+    "full_storage_nbytes",
+    "local_of",
+    "pop_saved_tensor_hooks",
+    "post_accumulate_grad_hooks",
+    "push_saved_tensor_hooks",
+    "queue_backward_callback",
+    "saved_tensor_hooks_allowed",
+    "set_local",
+    "sharded_parameter",
+    "top_saved_tensor_hooks",
+]
+
+
+def current_backward() -> int:
+    """The number of the backward that is running in this thread, or -1. A nested one has a number of its own."""
+    return cast(int, torch._C._current_graph_task_id())
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that is running in this thread ends without an exception."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+# ---- DTensor ------------------------------------------------------------------------------------------------
+
+
+def sharded_parameter(
+    local: Tensor,
+    *,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> nn.Parameter:
+    """A DTensor parameter whose local tensor *is* `local` (not a copy or a detached alias)."""
+    dtensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
+    set_local(parameter, local)
+    return parameter
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """The local tensor of a DTensor as it is held, without a view or autograd in between."""
+    return cast(Tensor, cast(Any, parameter)._local_tensor)
+
+
+def set_local(parameter: Tensor, local: Tensor) -> None:
+    """Let a DTensor hold `local`, which must have the same shape and dtype."""
+    cast(Any, parameter)._local_tensor = local
+
+
+def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:
+    """A DTensor with the spec of `parameter` and another local tensor: no checks, no communication, no copy."""
+    return DTensor(local, cast(Any, parameter)._spec, requires_grad=False)
+
+
+def full_storage_nbytes(tensor: Tensor) -> int:
+    """Bytes that the storage of `tensor` holds right now (a freed full parameter has 0)."""
+    return tensor.untyped_storage().size()
+
+
+def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """The hooks registered with `register_post_accumulate_grad_hook`, in order."""
+    hooks = cast(Any, parameter)._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
+# ---- saved-tensor hooks -------------------------------------------------------------------------------------
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether saved tensors of this thread may go through hooks now; not so inside functorch transforms."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+
+
+def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The (pack, unpack) pair through which saved tensors of this thread go now."""
+    return cast("tuple[Any, Any] | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()

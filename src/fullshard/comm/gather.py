@@ -1,0 +1,188 @@
+"""From the flat local buffers of all ranks to the full parameters of one group, by the plan in `layout.gather`.
+
+    channel          when                                   messages               copies afterwards
+    SharedGather     one rank, compute dtype = storage      none                   none: full parameters are the shards
+    CastGather       one rank, another compute dtype        none                   none: one cast, shards to full
+    PlannedGather    otherwise                              one per direct         packed parameters only, out of the
+                                                            parameter and one      staging buffer
+                                                            for the packed ones
+
+A channel knows buffers, never parameters or phases. `issue`, then `complete` or `cancel`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..layout import GatherPlan, Pack
+from .group import ShardGroup, Work
+from .pool import BufferPool, Slot
+
+
+class FullMemory(Protocol):
+    """The memory of all full parameters of a group (param/memory.py)."""
+
+    @property
+    def flat(self) -> Tensor: ...
+    def allocate(self) -> None: ...
+    def release(self) -> None: ...
+
+
+class GatherChannel(Protocol):
+    """How the full parameters of one group come to be."""
+
+    def issue(self) -> None:
+        """Send the local shards as they are now. The result may not be used before `complete`."""
+        ...
+
+    def complete(self) -> None:
+        """The full memory is allocated and holds the parameters."""
+        ...
+
+    def cancel(self) -> None:
+        """Wait for what was issued and throw it away; the full memory is released."""
+        ...
+
+
+class SharedGather:
+    """One rank, one dtype: the full parameters share the memory of the shards. Nothing is moved or allocated."""
+
+    def issue(self) -> None:
+        pass
+
+    def complete(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
+class CastGather:
+    """One rank, two dtypes: one kernel casts all shards into the full memory, which has the same offsets."""
+
+    def __init__(self, flat: Tensor, full: FullMemory) -> None:
+        self._flat = flat
+        self._full = full
+
+    def issue(self) -> None:
+        pass
+
+    def complete(self) -> None:
+        self._full.allocate()
+        self._full.flat.copy_(self._flat)
+
+    def cancel(self) -> None:
+        pass
+
+
+class PlannedGather:
+    """Several ranks: direct parameters into their final memory, packed ones through a staging buffer."""
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        pack: Pack,
+        plan: GatherPlan,
+        flat: Tensor,  # (padded_local_numel,) storage dtype
+        full: FullMemory,
+        pool: BufferPool,
+    ) -> None:
+        self._group = group
+        self._flat = flat
+        self._full = full
+        self._pool = pool
+        self._dtype = full.flat.dtype
+        self._casts = flat.dtype is not self._dtype
+        self._span = plan.packed_span(pack)
+        # Both buffers are keyed by what they are used for: equal layouts share them, other layouts never see them.
+        self._staging_key = pool.key("staging", pack, plan, self._dtype)
+        self._cast_key = pool.key("cast", pack.padded_local_numel, self._dtype)
+        self._direct = [
+            (
+                pack.full_offsets[i],
+                pack.segments[i].layout.padded_full_numel,
+                pack.segments[i].offset,
+                pack.segments[i].padded_numel,
+            )
+            for i in plan.direct
+        ]
+        # (offset in one rank's part of the staging, elements of one rank, offset in the full memory), alive as long
+        # as the group.
+        self._packed = [
+            (
+                plan.staged_segment(pack, i, 0),
+                pack.segments[i].padded_numel,
+                pack.full_offsets[i],
+            )
+            for i in plan.packed
+        ]
+        full.allocate()  # views can be made only of memory that exists
+        self._destinations = [
+            full.flat.as_strided((group.world, numel), (numel, 1), full_offset)
+            for _, numel, full_offset in self._packed
+        ]
+        full.release()
+        self._works: list[Work] = []
+        self._staging: Slot | None = None
+        self._cast: Slot | None = None
+
+    def issue(self) -> None:
+        source = self._flat
+        if self._casts:
+            self._cast = self._pool.take(self._cast_key, source.numel(), self._dtype, source.device)
+            self._cast.tensor.copy_(source)
+            source = self._cast.tensor
+        if self._direct:
+            # Allocated here, because the message arrives in it. Nobody reads it before `complete`.
+            self._full.allocate()
+            flat = self._full.flat
+            for full_offset, full_numel, offset, numel in self._direct:
+                self._works.append(
+                    self._group.gather_into(
+                        flat[full_offset : full_offset + full_numel], source[offset : offset + numel]
+                    )
+                )
+        if self._packed:
+            self._staging = self._pool.take(
+                self._staging_key,
+                self._group.world * self._span.numel,
+                self._dtype,
+                source.device,
+                self._staging_views,
+            )
+            self._works.append(
+                self._group.gather_into(self._staging.tensor, source[self._span.start : self._span.stop])
+            )
+
+    def complete(self) -> None:
+        self._wait()
+        if self._staging is not None:
+            if not self._direct:
+                self._full.allocate()
+            torch._foreach_copy_(self._destinations, self._staging.views)
+        self._give_back()
+
+    def cancel(self) -> None:
+        self._wait()
+        self._give_back()
+        self._full.release()
+
+    def _staging_views(self, staging: Tensor) -> list[Tensor]:
+        return [
+            staging.as_strided((self._group.world, numel), (self._span.numel, 1), offset)
+            for offset, numel, _ in self._packed
+        ]
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def _give_back(self) -> None:
+        for slot in (self._staging, self._cast):
+            if slot is not None:
+                self._pool.give(slot)
+        self._staging = self._cast = None

@@ -1,0 +1,72 @@
+"""The ranks that share a unit's parameters, and the four messages they exchange.
+
+    gather_into       every rank's piece, one behind the other in rank order, on every rank
+    exchange          piece r of my buffer to rank r; the pieces for me, in rank order
+    reduce_scatter    the sum over ranks of piece r of their buffers, on rank r
+
+All are asynchronous: they return a `Work`, whose `wait()` makes the result usable for what is computed afterwards on
+the current stream (on a CPU: blocks). On a CUDA device the backend's own stream waits for what was computed before the
+call, and buffers are kept alive by whoever holds the `Work`; so overlap needs no streams of ours, only that a message
+is issued before the compute that is to hide it (ADR 0003).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+
+
+class Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object: ...
+
+
+class ShardGroup:
+    """A process group as the engine uses it. `backend` is that of `device`: "gloo", "nccl", "fake", "threaded" ..."""
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.process_group = process_group
+        self.device = device
+        self.world = process_group.size()
+        self.rank = process_group.rank()
+        self.backend = _backend_name(process_group, device)
+
+    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
+        """`piece` (n,) of all ranks into `out` (world * n,); both contiguous, the same dtype."""
+        options = AllgatherOptions()
+        options.asyncOp = True
+        return self.process_group._allgather_base(out, piece, options)
+
+    def exchange(self, out: Tensor, pieces: Tensor) -> Work:
+        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r."""
+        options = AllToAllOptions()
+        options.asyncOp = True
+        return self.process_group.alltoall_base(out, pieces, [], [], options)
+
+    def reduce_scatter(self, out: Tensor, pieces: Tensor) -> Work:
+        """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
+        options = ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        options.asyncOp = True
+        return self.process_group._reduce_scatter_base(out, pieces, options)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """In place, and finished on return."""
+        dist.all_reduce(tensor, op=op, group=self.process_group)
+
+
+def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+    """In place over any process group, and finished on return."""
+    dist.all_reduce(tensor, op=op, group=process_group)
+
+
+def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    # A group may have one backend per device ("cpu:gloo,cuda:nccl"); the one of our device decides.
+    config = str(dist.get_backend_config(process_group))
+    names = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return names.get(device.type, config).replace(":", "_")

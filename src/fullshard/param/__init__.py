@@ -1,0 +1,15 @@
+"""The tensors of parameters: shards, full parameters, gradients, and which of them stands on the modules.
+
+`sharded` (one parameter), `group` (those that travel together), `memory` (of full parameters), `swap` (module slots),
+`pending` (what stands for a gradient that was not reduced yet).
+"""
+
+from .group import DtypeChanged as DtypeChanged
+from .group import ParamGroup as ParamGroup
+from .group import Placing as Placing
+from .pending import PendingGrad as PendingGrad
+from .sharded import ShardedParam as ShardedParam
+from .swap import Found as Found
+from .swap import Slot as Slot
+from .swap import managed_modules as managed_modules
+from .swap import managed_parameters as managed_parameters

@@ -1,0 +1,214 @@
+"""The parameters of one unit that travel together: equal storage dtype, one flat buffer, one plan.
+
+    flat    (padded_local_numel,) storage dtype    this rank's shards; every `local` is a view of it
+    full    `param.memory`, compute dtype          the padded full parameters; every `full` parameter is a view of it
+
+Knows tensors and layouts; no phases, no collectives (a `comm` channel is handed in), no policy beyond dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .._torch_compat import local_of, set_local, sharded_parameter
+from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
+from ..policy import Precision
+from .memory import OwnedMemory, SharedMemory
+from .sharded import ShardedParam
+from .swap import Found
+
+
+class Placing(NamedTuple):
+    """Where a group's shards live and who shares them."""
+
+    mesh: DeviceMesh
+    rank: int
+    world: int
+    device: torch.device
+    backend: str
+    # Full parameters of at least so many bytes are gathered straight into place, where the backend can group.
+    direct_nbytes: int
+
+
+class ParamGroup:
+    """See the module. `params` keep the order of the modules; `trainable` are the positions that get gradients."""
+
+    def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing) -> None:
+        self.precision = precision
+        self.placing = placing
+        self.params = [
+            ShardedParam(f.name, f.slots, ShardLayout(tuple(f.parameter.shape), world=placing.world))
+            for f in found
+        ]
+        self._make_plan()
+        on_meta = any(f.parameter.is_meta for f in found)
+        self._make_flat(torch.device("meta") if on_meta else placing.device)
+        for param, source in zip(self.params, found, strict=True):
+            self._fill(param, source.parameter)
+            param.sharded = self._dtensor(param, source.parameter.requires_grad)
+            # Marks that callers left on the parameter object (optimizer groups, initialisers) stay with it.
+            param.sharded.__dict__.update(source.parameter.__dict__)
+            param.show(param.sharded)
+        self._make_full()
+
+    def converted(self, precision: Precision) -> ParamGroup:
+        """This group for parameters that stand on the modules in another storage dtype now."""
+        group = object.__new__(ParamGroup)
+        group.precision = precision
+        group.placing = self.placing
+        group.params = self.params
+        group._make_plan()
+        group.rebase()
+        return group
+
+    # ---- making --------------------------------------------------------------------------------------------
+
+    def _make_plan(self) -> None:
+        precision, placing = self.precision, self.placing
+        layouts = [param.layout for param in self.params]
+        alignment = align_numel(dtype.itemsize for dtype in (precision.storage, precision.compute, precision.wire))
+        itemsize, backend, threshold = precision.compute.itemsize, placing.backend, placing.direct_nbytes
+        self.pack = Pack.build(
+            layouts,
+            alignment,
+            first=direct_indices(layouts, itemsize, backend=backend, direct_threshold_nbytes=threshold),
+            names=[param.name for param in self.params],
+            # With one rank the full tensors have the offsets of the shards: the same memory, or one cast.
+            full_align_numel=alignment if placing.world == 1 else None,
+        )
+        self.plan = plan_gather(self.pack, itemsize, backend=backend, direct_threshold_nbytes=threshold)
+
+    def _make_flat(self, device: torch.device) -> None:
+        self.flat = torch.zeros(self.pack.padded_local_numel, dtype=self.precision.storage, device=device)
+        for param, segment in zip(self.params, self.pack.segments, strict=True):
+            shape = segment.layout.local_shape(self.placing.rank)
+            part = self.flat[segment.offset : segment.offset + segment.layout.local_numel(self.placing.rank)]
+            param.local = part.view(shape)
+
+    def _make_full(self) -> None:
+        shared = self.placing.world == 1 and self.precision.storage is self.precision.compute
+        self.memory: OwnedMemory | SharedMemory
+        if shared:
+            self.memory = SharedMemory(self.flat)
+        else:
+            self.memory = OwnedMemory(self.pack.full_numel, self.precision.compute, self.flat.device)
+        storage = self.memory.flat.untyped_storage()
+        base = self.memory.flat.storage_offset()
+        for param, offset in zip(self.params, self.pack.full_offsets, strict=True):
+            shape = param.layout.shape
+            view = torch.empty(0, dtype=self.precision.compute, device=self.flat.device)
+            # Tensors of their own on the same storage: autograd counts the versions of each by itself, so that filling
+            # the memory again is no edit of what was saved in forward.
+            view.set_(storage, base + offset, shape, contiguous_stride(shape))
+            param.full = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+        self.memory.release()
+        self.trainable: tuple[int, ...] = ()
+        self.full_ids = {id(param.full) for param in self.params}
+
+    def _dtensor(self, param: ShardedParam, requires_grad: bool) -> nn.Parameter:
+        return sharded_parameter(
+            param.local,
+            mesh=self.placing.mesh,
+            placements=(Shard(0),),
+            shape=param.layout.shape,
+            stride=contiguous_stride(param.layout.shape),
+            requires_grad=requires_grad,
+        )
+
+    def _fill(self, param: ShardedParam, source: Tensor) -> None:
+        if source.is_meta or self.flat.is_meta:
+            return
+        rank, layout = self.placing.rank, param.layout
+        start = layout.start(rank)
+        with torch.no_grad():
+            param.local.copy_(source.detach()[start : start + layout.rows(rank)])
+
+    # ---- alias repair --------------------------------------------------------------------------------------
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether every sharded parameter is still a view of `flat` and stands on its modules."""
+        return all(param.is_aliased for param in self.params)
+
+    def rebase(self) -> None:
+        """Make a new flat buffer of what users put in the place of our views, and let them hold views of it again.
+
+        After `to_empty`, `.to(device or dtype)`, `load_state_dict(assign=True)` or a swapped parameter. The parameter
+        objects that stand on the modules now are kept, so an optimizer that holds them goes on.
+        """
+        current = []
+        for param in self.params:
+            standing = param.slots[0].get()
+            self._check_standing(param, standing)
+            assert standing is not None
+            param.sharded = standing
+            current.append(local_of(standing))
+        dtypes = {local.dtype for local in current}
+        devices = {local.device for local in current}
+        if len(dtypes) > 1 or len(devices) > 1:
+            raise RuntimeError(
+                f"{self.params[0].name} and the parameters sharded with it: expected one dtype and one device, found "
+                f"{sorted(map(str, dtypes))} on {sorted(map(str, devices))}; convert the whole module at once"
+            )
+        storage = current[0].dtype
+        if storage is not self.precision.storage:
+            raise DtypeChanged(storage)
+        self._make_flat(current[0].device)
+        with torch.no_grad():
+            for param, local in zip(self.params, current, strict=True):
+                if not local.is_meta:
+                    param.local.copy_(local)
+                set_local(param.sharded, param.local)
+                param.show(param.sharded)
+        self._make_full()
+
+    def _check_standing(self, param: ShardedParam, standing: nn.Parameter | None) -> None:
+        if isinstance(standing, DTensor) and standing.shape == param.layout.shape:
+            local = local_of(standing)
+            if tuple(local.shape) == param.layout.local_shape(self.placing.rank):
+                return
+        found = "nothing" if standing is None else f"{type(standing).__name__} of shape {tuple(standing.shape)}"
+        raise RuntimeError(
+            f"{param.name}: expected the sharded DTensor parameter of shape {param.layout.shape} on its module, found "
+            f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into the parameter "
+            f"in place"
+        )
+
+    # ---- what stands on the modules ------------------------------------------------------------------------
+
+    def show_full(self) -> bool:
+        """Put the full parameters on the modules; whether some parameter's requires_grad changed since last time."""
+        changed = False
+        for param in self.params:
+            full, sharded = param.full, param.sharded
+            if full.requires_grad != sharded.requires_grad:
+                full.requires_grad_(sharded.requires_grad)
+                changed = True
+            for slot in param.slots:
+                slot.put(full)
+        return changed
+
+    def show_shards(self) -> None:
+        """Put the sharded parameters on the modules."""
+        for param in self.params:
+            sharded = param.sharded
+            for slot in param.slots:
+                slot.put(sharded)
+
+    def versions(self) -> tuple[int, ...]:
+        """Changes whenever a shard is written, through the DTensor or through the flat buffer (not through .data)."""
+        return (self.flat._version, *(param.sharded._version for param in self.params))
+
+
+class DtypeChanged(Exception):
+    """The parameters have another storage dtype now: the group has to be made anew."""
+
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__(storage)
+        self.storage = storage

@@ -1,0 +1,49 @@
+"""The memory of the full parameters of one group: there while they are needed, zero bytes otherwise.
+
+Autograd saves views of full parameters in forward and reads them in backward, after the memory was given back and
+filled again. They must therefore keep their storage *object*: its bytes are resized, it is never replaced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class OwnedMemory:
+    """A storage of its own for `numel` elements; `allocate` and `release` resize it. On a meta device they do too.
+
+    It begins allocated: views of it can only be made while its bytes exist (torch checks bounds, and `set_` even grows
+    a storage that is too small). They stay valid when it is released and allocated again.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.size()
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes held right now."""
+        return self._storage.size()
+
+    def allocate(self) -> None:
+        if self._storage.size() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        self._storage.resize_(0)
+
+
+class SharedMemory:
+    """One rank, one dtype: the memory is that of the shards. It is never given back and costs nothing."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat.detach()
+        self.live_nbytes = 0
+
+    def allocate(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass

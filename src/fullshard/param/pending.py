@@ -1,0 +1,73 @@
+"""What stands on a sharded parameter's `.grad` while its gradient is kept unreduced between micro-batches.
+
+FSDP2 leaves `.grad` at None there, so `zero_grad()` cannot clear an abandoned accumulation window and `step()` with
+synchronisation left off silently does nothing. A `PendingGrad` has the shape and dtype of the gradient and no data:
+
+    zero_grad()                    removes it (or zeroes it): the kept gradient is dropped before the next backward
+    step(), clip, any arithmetic   RuntimeError that says what to do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PendingGrad(Tensor):
+    """Stands for a gradient that exists on each rank but was not reduced yet. Shape and dtype are the parameter's."""
+
+    cleared: bool
+    parameter_name: str
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, name: str) -> PendingGrad:
+        made: PendingGrad = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=False
+        )
+        made.cleared = False
+        made.parameter_name = name
+        return made
+
+    def __init__(self, parameter: Tensor, name: str) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"PendingGrad({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        pending = _pending(args, kwargs or {})
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func in _ZEROING:
+            for gradient in pending:
+                gradient.cleared = True
+            return args[0] if func is torch.ops.aten.zero_.default else None
+        names = ", ".join(dict.fromkeys(gradient.parameter_name for gradient in pending))
+        raise RuntimeError(
+            f"expected a reduced gradient, found one that was only accumulated on each rank, of {names}: the last backward ran "
+            f"with set_requires_gradient_sync(False); run the last micro-batch of the step with "
+            f"set_requires_gradient_sync(True) before reading gradients, clipping or optimizer.step()"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+_ZEROING: tuple[Callable[..., Any], ...] = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+
+
+def _pending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PendingGrad]:
+    found: list[PendingGrad] = []
+    stack: list[Any] = [*args, *kwargs.values()]
+    while stack:
+        value = stack.pop(0)
+        if isinstance(value, PendingGrad):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+    return found

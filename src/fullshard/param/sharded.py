@@ -1,0 +1,139 @@
+"""The tensors of one parameter.
+
+    sharded   the DTensor parameter that users and optimizers hold; registered on the module outside of compute
+    local     its local tensor: this rank's rows, a view of the group's flat buffer
+    full      the plain parameter that stands on the module in forward and backward; memory of `param.memory`
+    fresh     the full gradient of the running backward, taken from autograd
+    held      full gradients of earlier backwards that were not reduced, in the reduce dtype
+    reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
+
+The step between `fresh` or `reduced` and `held` or `.grad` is taken only at the end of a backward, so a backward that
+fails leaves what earlier micro-batches brought exactly as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks
+from ..layout import ShardLayout
+from .pending import PendingGrad
+from .swap import Slot
+
+
+class ShardedParam:
+    """See the module's table. Made and re-made by `ParamGroup`; `name` is relative to the unit."""
+
+    __slots__ = (
+        "fresh",
+        "full",
+        "held",
+        "layout",
+        "local",
+        "marker",
+        "name",
+        "reduced",
+        "sharded",
+        "slots",
+    )
+
+    def __init__(self, name: str, slots: tuple[Slot, ...], layout: ShardLayout) -> None:
+        self.name = name
+        self.slots = slots
+        self.layout = layout
+        self.sharded: nn.Parameter
+        self.local: Tensor
+        self.full: nn.Parameter
+        self.fresh: Tensor | None = None
+        self.held: Tensor | None = None
+        self.reduced: Tensor | None = None
+        # The `.grad` under which `held` was kept; another one there means that the user cleared the window.
+        self.marker: Tensor | None = None
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Put `parameter` (sharded or full) on the modules."""
+        for slot in self.slots:
+            slot.put(parameter)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether users still hold the view of the flat buffer. `to_empty`, `assign=True` and swaps break this."""
+        return local_of(self.sharded) is self.local and all(s.get() is self.sharded for s in self.slots)
+
+    # ---- gradients ---------------------------------------------------------------------------------------
+
+    def take_fresh(self) -> None:
+        """Take the gradient that autograd just accumulated. A second one in the same backward is added."""
+        gradient = self.full.grad
+        if gradient is None:
+            return
+        self.full.grad = None
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self.name}: expected a dense gradient, found layout {gradient.layout}; "
+                f"use sparse=False in the embedding that owns this parameter"
+            )
+        self.fresh = gradient if self.fresh is None else self.fresh + gradient
+
+    def live_held(self) -> Tensor | None:
+        """`held`, unless the user cleared it with `zero_grad()`."""
+        held = self.held
+        if held is not None:
+            marker = self.marker
+            if self.sharded.grad is not marker or (isinstance(marker, PendingGrad) and marker.cleared):
+                self.held = held = None
+                self.marker = None
+        return held
+
+    def to_send(self, reduce_dtype: torch.dtype, *, accumulated: bool) -> Tensor | None:
+        """The full gradient to reduce: what this backward brought and what earlier ones left, or None.
+
+        `accumulated`: earlier ones may have left something, on some rank: the result is in `reduce_dtype`.
+        """
+        fresh = self.fresh
+        self.fresh = None
+        if not accumulated:
+            return fresh
+        held = self.live_held()
+        if held is None or fresh is None:
+            gradient = fresh if held is None else held
+            return None if gradient is None else gradient.to(reduce_dtype)
+        # Not in place: should this backward fail later, `held` is to be what it was.
+        return held + fresh.to(reduce_dtype)
+
+    def commit(self, reduce_dtype: torch.dtype) -> None:
+        """The backward ended: hand over what it brought."""
+        if self.reduced is not None:
+            self._commit_reduced(self.reduced)
+        if self.fresh is not None:
+            self._commit_held(self.fresh, reduce_dtype)
+
+    def _commit_held(self, fresh: Tensor, reduce_dtype: torch.dtype) -> None:
+        """No reduction took place: `fresh` joins `held`, and `.grad` says so."""
+        self.fresh = None
+        held = self.live_held()
+        if held is not None:
+            held.add_(fresh)
+            return
+        self.held = fresh.to(reduce_dtype) if fresh.dtype is not reduce_dtype else fresh.detach()
+        if self.sharded.grad is None or isinstance(self.sharded.grad, PendingGrad):
+            self.sharded.grad = PendingGrad(self.sharded, self.name)
+        self.marker = self.sharded.grad
+
+    def _commit_reduced(self, reduced: Tensor) -> None:
+        """The reduced gradient becomes, or is added to, `sharded.grad`."""
+        self.reduced = None
+        self.held = self.marker = None
+        gradient = self.sharded.grad
+        if gradient is None or isinstance(gradient, PendingGrad):
+            self.sharded.grad = dtensor_like(self.sharded, reduced)
+        else:
+            local_of(gradient).add_(reduced)
+        for hook in post_accumulate_grad_hooks(self.sharded):
+            hook(self.sharded)
+
+    def discard(self) -> None:
+        """Forget what the running backward brought; `held` and `.grad` stay."""
+        self.full.grad = None
+        self.fresh = self.reduced = None

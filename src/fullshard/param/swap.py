@@ -1,0 +1,64 @@
+"""Which tensor stands on a module under a parameter's name: the one place that writes `module._parameters`.
+
+A parameter that several modules share (tied weights) has one slot per module and name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Slot(NamedTuple):
+    """A place where a parameter is registered."""
+
+    module: nn.Module
+    name: str
+
+    def put(self, parameter: nn.Parameter) -> None:
+        # Not setattr: it walks all registries and costs thirty times as much.
+        self.module._parameters[self.name] = parameter
+
+    def get(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.name)
+
+
+class Found(NamedTuple):
+    """A parameter of a unit before it is sharded."""
+
+    parameter: nn.Parameter
+    # Dotted name below the unit's module, of the first slot.
+    name: str
+    slots: tuple[Slot, ...]
+
+
+def managed_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """`root` and the modules below it that no other unit manages, each once, with dotted names, in definition order."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(module)
+        yield prefix, module
+        for name, child in module.named_children():
+            if child not in seen and not is_unit(child):
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    yield from walk("", root)
+
+
+def managed_parameters(
+    modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[nn.Parameter] = ()
+) -> list[Found]:
+    """The parameters registered on `modules`, each once with all its slots, except the ignored ones."""
+    skip = {id(parameter) for parameter in ignored}
+    found: dict[int, tuple[nn.Parameter, str, list[Slot]]] = {}
+    for prefix, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in skip:
+                continue
+            dotted = f"{prefix}.{name}" if prefix else name
+            entry = found.setdefault(id(parameter), (parameter, dotted, []))
+            entry[2].append(Slot(module, name))
+    return [Found(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
