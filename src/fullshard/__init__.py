@@ -1,0 +1,27 @@
+"""Fully sharded data parallel training for PyTorch. `from fullshard import fully_shard`; see the README."""
+
+from ._version import __version__ as __version__
+from .api import FSDPModule as FSDPModule
+from .api import UnitInfo as UnitInfo
+from .api import UnshardHandle as UnshardHandle
+from .api import clip_grad_norm_ as clip_grad_norm_
+from .api import fully_shard as fully_shard
+from .api import inspect_units as inspect_units
+from .api import register_fsdp_forward_method as register_fsdp_forward_method
+from .policy import CPUOffloadPolicy as CPUOffloadPolicy
+from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .policy import OffloadPolicy as OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnitInfo",
+    "UnshardHandle",
+    "__version__",
+    "clip_grad_norm_",
+    "fully_shard",
+    "inspect_units",
+    "register_fsdp_forward_method",
+]

@@ -1,0 +1,9 @@
+"""The public surface: thin, and the only place that raises errors about what the caller gave."""
+
+from .clip import clip_grad_norm_ as clip_grad_norm_
+from .fully_shard import fully_shard as fully_shard
+from .info import UnitInfo as UnitInfo
+from .info import inspect_units as inspect_units
+from .module import FSDPModule as FSDPModule
+from .module import UnshardHandle as UnshardHandle
+from .module import register_fsdp_forward_method as register_fsdp_forward_method

@@ -1,0 +1,102 @@
+"""Gradient clipping over sharded parameters: local norms, one message, one scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from .._torch_compat import local_of
+from ..comm import all_reduce_over
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients in place so that their global norm is at most `max_norm`; that norm before scaling.
+
+    Same result as `torch.nn.utils.clip_grad_norm_`, whose cost on sharded parameters is a DTensor dispatch and a message
+    per parameter; here local norms are taken in float32 and one message is exchanged per process group.
+
+    parameters: sharded parameters, plain ones (counted once, as equal on every rank), or both; those without `.grad` are
+        skipped. norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.
+    Returns a plain 0-dim float32 tensor on the gradients' device, equal on every rank.
+    Raises `RuntimeError` on every rank alike when the norm is not finite and `error_if_nonfinite` is set, and when a
+    gradient was accumulated but not reduced.
+    """
+    items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [p.grad for p in items if p.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    norm_type = float(norm_type)
+    plain, by_group = _split(gradients)
+    device = (plain or [t for _, tensors in by_group.values() for t in tensors])[0].device
+    # The norm of norms, as torch takes it, of what this rank sees whole; then the parts of the others.
+    norms = [_norm(plain, norm_type, device)] if plain else []
+    for group, tensors in by_group.values():
+        value = _norm(tensors, norm_type, device)
+        if math.isinf(norm_type):
+            all_reduce_over(value, group, dist.ReduceOp.MAX)
+        else:
+            value = value.pow(norm_type)
+            all_reduce_over(value, group, dist.ReduceOp.SUM)
+            value = value.pow(1.0 / norm_type)
+        norms.append(value)
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped; "
+            f"look for the first parameter with a NaN or inf, or pass error_if_nonfinite=False to scale anyway"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    locals_ = plain + [t for _, tensors in by_group.values() for t in tensors]
+    if foreach is False:
+        for tensor in locals_:
+            tensor.mul_(scale.to(tensor.dtype))
+    else:
+        torch._foreach_mul_(locals_, scale)
+    return norm
+
+
+def _split(gradients: list[Tensor]) -> tuple[list[Tensor], dict[int, tuple[dist.ProcessGroup, list[Tensor]]]]:
+    """Local tensors: those equal on every rank, and those of which each rank of a group holds a part."""
+    plain: list[Tensor] = []
+    by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            # A PendingGrad refuses this, with the reason.
+            plain.append(gradient.detach())
+            continue
+        axes = [axis for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
+        if not axes:
+            plain.append(local_of(gradient))
+            continue
+        if len(axes) > 1 or not gradient.placements[axes[0]].is_shard():
+            raise NotImplementedError(
+                f"expected gradients sharded over one mesh axis, found placements {gradient.placements}; "
+                f"use torch.nn.utils.clip_grad_norm_ for these"
+            )
+        if gradient.device_mesh.size(axes[0]) == 1:
+            plain.append(local_of(gradient))
+            continue
+        group = gradient.device_mesh.get_group(axes[0])
+        by_group.setdefault(id(group), (group, []))[1].append(local_of(gradient))
+    return plain, by_group
+
+
+def _norm(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of all elements of `tensors` on this rank; float32, 0-dim."""
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = [n.to(device) for n in torch._foreach_norm(tensors, norm_type, dtype=torch.float32)]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

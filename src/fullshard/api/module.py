@@ -1,0 +1,215 @@
+"""`FSDPModule`: what a sharded module can do. Every method is ours; torch's class is a base for `isinstance` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+from torch import nn
+
+from .._torch_compat import TorchFSDPModule
+from ..runtime import Unit, unit_of
+from ..runtime.root import early_root_of, module_units
+from . import validate
+
+# The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
+_SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns: the parameters are usable after `wait()`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Put the full parameters on the module. Later calls do nothing."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            early_root_of(unit).wait_unshard(unit)
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module to which `fully_shard` was applied: base class beside the module's own class.
+
+    The setters act on this module, or with `recurse=True` also on all sharded modules below it. What this version does
+    not have yet raises `NotImplementedError`.
+    """
+
+    # Position of the module's own class in the method resolution order of FSDP<Class>.
+    _orig_cls_mro_index = 3
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `type(module)(...)`, as slicing a container does, makes an unsharded module of the original class.
+        original = cls.__mro__[cls._orig_cls_mro_index]
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    # ---- full parameters -----------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters (not those of units below) and put them on the module.
+
+        async_op: return at once with a handle; the parameters are full after `handle.wait()` or in the next forward.
+        They stay full until `reshard()` or the end of the next forward or backward that frees them.
+        """
+        unit = self._unit()
+        early_root_of(unit).unshard(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's full parameters and put the sharded ones on the module."""
+        unit = self._unit()
+        if unit.root is not None:
+            unit.root.reshard(unit)
+
+    # ---- when to communicate -------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: the following backwards keep whole gradients on each rank instead of reducing them.
+
+        The first backward with True reduces what they brought together with its own (seed 001: `no_sync`). Held
+        gradients take the bytes of the unsharded model in the reduce dtype. While they are held, `.grad` is a marker
+        that `zero_grad()` clears and everything else refuses.
+        """
+        for unit in self._units(recurse):
+            unit.record.sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: more backwards through the forwards already run will follow; keep what they need of the order."""
+        early_root_of(self._unit()).run.is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether to free full parameters after forward, from the next forward on."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}; "
+                f"degrees are given to fully_shard"
+            )
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            unit.record.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether to free full parameters after backward. When kept, they are gathered again once shards change."""
+        for unit in self._units(recurse):
+            unit.record.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Gather the parameters of `modules` when this module's forward begins, instead of the recorded order."""
+        units = validate.check_prefetch(modules, "set_modules_to_forward_prefetch", unit_of)
+        self._unit().record.forward_prefetch = tuple(unit.record for unit in units)
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Gather the parameters of `modules` when this module's backward begins, instead of the recorded order."""
+        units = validate.check_prefetch(modules, "set_modules_to_backward_prefetch", unit_of)
+        self._unit().record.backward_prefetch = tuple(unit.record for unit in units)
+
+    def reset_iter_state(self) -> None:
+        """Discard what a failed step left. Never needed: the next forward does it. Harmless (root only, as torch)."""
+        unit = self._unit()
+        if unit.root is None:
+            return
+        if unit.root.units[0] is not unit:
+            raise RuntimeError(
+                f"reset_iter_state: expected the root module, found {unit.record.name} below it; call it on the root"
+            )
+        unit.root.abandon()
+
+    # ---- what surrounds a module ---------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """`to`, `to_empty`, `float`, ...: on sharded parameters, which afterwards are views of one buffer again."""
+        self.reshard()
+        # Past torch's class, to that of the module.
+        result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        unit = self._unit()
+        if unit.root is not None:
+            unit.root.repair(unit)
+        else:
+            unit.repair()
+        return result
+
+    def _unit(self) -> Unit:
+        unit = unit_of(cast(nn.Module, self))
+        if unit is None:
+            raise RuntimeError(
+                f"expected a module that fully_shard was applied to, found an unsharded {type(self).__name__}; "
+                f"apply fully_shard to it"
+            )
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return module_units(cast(nn.Module, self)) if recurse else [self._unit()]
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise AssertionError(
+            "FSDP does not support deepcopy: a sharded module shares process groups and buffers. Build the model again "
+            "and load the state dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AssertionError(
+            "a sharded module cannot be pickled: it shares process groups and buffers. Save its state_dict()"
+        )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise validate.not_built(f"FSDPModule.{name}", args or kwargs or "a call", "it has no effect to rely on")
+
+    refuse.__name__ = name
+    refuse.__qualname__ = f"FSDPModule.{name}"
+    refuse.__doc__ = "Not built in this version: raises `NotImplementedError`."
+    return refuse
+
+
+# torch's public methods that this version does not have: refused by name, never inherited and never ignored.
+NOT_BUILT = (
+    "set_all_reduce_hook",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+    "set_post_optim_event",
+    "set_reduce_scatter_divide_factor",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+    "set_unshard_in_backward",
+    "_set_unshard_async_op",
+    "_get_fsdp_state",
+)
+for _name in NOT_BUILT:
+    setattr(FSDPModule, _name, _refusing(_name))
+
+
+def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    """FSDP<Original>: a subclass of `FSDPModule` and `original`, made once per class."""
+    made = _SHARDED_CLASSES.get(original)
+    if made is None:
+        made = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
+        _SHARDED_CLASSES[original] = made
+    return made
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.method_name(...)` gather and free parameters as `module(...)` does (`generate`, `encode`, ...).
+
+    Does nothing for a module that is not sharded. Raises `ValueError` when there is no such method.
+    """
+    if unit_of(module) is None:
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(
+            f"method_name: expected a method of {type(module).__name__}, found {method_name!r}; check its spelling"
+        )
+    raise validate.not_built("register_fsdp_forward_method", method_name, "call the module's forward")

@@ -1,0 +1,177 @@
+"""What `fully_shard` refuses, and why: every error of the caller is raised here, before anything is changed.
+
+Types are torch's where programs depend on them (torch 2.13, `fully_shard` and FSDPParam).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ..param import Found
+from ..policy import CPUOffloadPolicy
+from ..runtime import unit_of
+
+
+def not_built(argument: str, value: object, instead: str) -> NotImplementedError:
+    """The refusal of something that torch accepts and this version does not have."""
+    return NotImplementedError(
+        f"{argument}: expected what this version of fullshard has, found {value!r}; {instead}"
+    )
+
+
+def check_module(module: object) -> nn.Module:
+    """The module to shard."""
+    if isinstance(module, (list, tuple)):
+        raise not_built("module", f"a list of {len(module)} modules", "shard their parent, or each by itself")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, found {type(module).__name__}; pass the module itself")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(module):
+        raise ValueError(
+            f"module: expected one with a forward, found {type(module).__name__}, whose forward never runs; "
+            f"call fully_shard on each of its {len(module)} modules"
+        )
+    if unit_of(module) is not None:
+        raise AssertionError(
+            f"module: expected one that is not sharded yet, found {type(module).__name__}, to which fully_shard was "
+            f"applied before; apply it once to each module"
+        )
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is not None and unit.root is not None:
+            raise RuntimeError(
+                f"module: expected parts that did not run yet, found {name}, which ran (or was unsharded) before; "
+                f"shard the whole model bottom-up before its first forward"
+            )
+    return module
+
+
+def check_reshard(value: object) -> bool | None:
+    """`reshard_after_forward`."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        raise not_built("reshard_after_forward", value, "use True, False or None")
+    raise ValueError(
+        f"reshard_after_forward: expected None, a bool or an int, found {value!r}; use None for torch's default"
+    )
+
+
+def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any, dp_mesh_dims: Any) -> None:
+    """The arguments that are policies: the wrong type, or not built yet."""
+    for field in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"):
+        if not hasattr(mp_policy, field):
+            raise TypeError(
+                f"mp_policy: expected a MixedPrecisionPolicy, found {mp_policy!r}; "
+                f"use fullshard.MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)"
+            )
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, field)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"mp_policy.{field}: expected a floating-point torch.dtype or None, found {dtype!r}")
+    if isinstance(offload_policy, CPUOffloadPolicy) or type(offload_policy).__name__ == "CPUOffloadPolicy":
+        raise not_built("offload_policy", offload_policy, "leave it out: shards stay on the mesh's device")
+    if type(offload_policy).__name__ != "OffloadPolicy":
+        raise TypeError(f"offload_policy: expected an OffloadPolicy, found {offload_policy!r}; leave it out for none")
+    if shard_placement_fn is not None:
+        raise not_built("shard_placement_fn", shard_placement_fn, "parameters are sharded on dim 0")
+    if dp_mesh_dims is not None:
+        raise not_built("dp_mesh_dims", dp_mesh_dims, "pass a 1-D mesh and plain parameters")
+
+
+def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The 1-D mesh to shard over; without one, all ranks of the default group, which is set up when needed."""
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator()
+        device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, found {type(mesh).__name__}; use init_device_mesh")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh: expected 1 axis (shard) or 2 (replicate, shard), found {mesh.ndim}; pass the axes to shard over"
+        )
+    if mesh.ndim == 2:
+        raise not_built("mesh", mesh, "pass a 1-D mesh: replication is not built yet")
+    return mesh
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank on `mesh`."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def check_ignored(ignored_params: Iterable[object] | None, module: nn.Module) -> set[nn.Parameter]:
+    """`ignored_params` as a set of the module's parameters."""
+    ignored: set[nn.Parameter] = set()
+    for parameter in ignored_params or ():
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"ignored_params: expected nn.Parameters, found {type(parameter).__name__}")
+        ignored.add(parameter)
+    return ignored
+
+
+_OWNER = "_fullshard_owner"
+
+
+def check_parameters(found: Iterable[Found], module_name: str) -> None:
+    """The parameters of one unit, before any of them is sharded."""
+    for item in found:
+        parameter, name = item.parameter, item.name
+        owner = getattr(parameter, _OWNER, None)
+        if owner is not None:
+            raise ValueError(
+                f"{name}: expected each parameter in one unit, found it tied to {owner[1]} of {owner[0]}, which was sharded "
+                f"before; apply fully_shard to a module that contains both places, and not to {owner[0]} alone"
+            )
+        if isinstance(parameter, DTensor):
+            raise not_built(f"parameter {name}", f"a DTensor with placements {parameter.placements}", _NO_DTENSOR)
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"{name}: expected a parameter with at least one dim, found a scalar. "
+                f"Change {name} to a 1D tensor with numel equal to 1"
+            )
+        if not parameter.is_contiguous():
+            raise NotImplementedError(
+                f"{name}: expected a contiguous parameter, found strides {parameter.stride()} for shape "
+                f"{tuple(parameter.shape)}; make it contiguous before fully_shard"
+            )
+
+
+_NO_DTENSOR = "shard before tensor parallelism is applied, or leave the module out: 2-D sharding is not built yet"
+
+
+def mark_owner(found: Iterable[Found], module_name: str) -> None:
+    """Remember on the original parameters who sharded them, so that a tie in another unit is noticed."""
+    for item in found:
+        setattr(item.parameter, _OWNER, (module_name, item.name))
+
+
+def check_prefetch(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:
+    """The units of a prefetch list."""
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(f"{what}: expected a list of sharded modules, found {type(modules).__name__}")
+    units = []
+    for module in modules:
+        found = unit(module) if isinstance(module, nn.Module) else None
+        if found is None:
+            raise ValueError(
+                f"{what}: expected modules to which fully_shard was applied, found {type(module).__name__}; "
+                f"apply it first"
+            )
+        units.append(found)
+    return units
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)

@@ -1,0 +1,133 @@
+"""Commands to actions: one method per command, nothing decided. The only place where tensors and messages meet.
+
+After `run` returned, the commands given to it have been done on this rank: messages are issued in the order of the
+commands, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..comm import BufferPool, Reduction
+from ..lifecycle import Command, CommandChecker
+from ..param import ParamGroup
+from .unit import Unit
+
+
+class _InFlight(NamedTuple):
+    group: ParamGroup
+    trainable: tuple[int, ...]
+    reduction: Reduction
+
+
+class Executor:
+    """Runs commands for the units of one root. `units[i]` is the unit of record index i."""
+
+    def __init__(self, units: Sequence[Unit], pool: BufferPool, *, reductions_in_flight: int, check: bool) -> None:
+        self.units = list(units)
+        self.pool = pool
+        self._limit = reductions_in_flight
+        self._in_flight: deque[_InFlight] = deque()
+        # Units with gradients to commit when the backward ends, in the order of their commands.
+        self._touched: dict[Unit, None] = {}
+        self._checker = CommandChecker() if check else None
+        self.listeners: list[Callable[[Command], None]] = []
+        self._actions: dict[str, Callable[[Unit], None]] = {
+            "gather": self._gather,
+            "wait": self._wait,
+            "free": self._free,
+            "drop": self._drop,
+            "shelve": self._shelve,
+            "expose": self._expose,
+            "reduce": self._reduce,
+            "hold": self._hold,
+            "finish": self._finish,
+            "discard": self._discard,
+        }
+
+    def run(self, commands: Sequence[Command]) -> None:
+        """Do the commands, in order."""
+        for command in commands:
+            if self._checker is not None:
+                self._checker.command(command.kind, command.unit.name)
+            for listener in self.listeners:
+                listener(command)
+            self._actions[command.kind](self.units[command.unit.index])
+
+    # ---- full parameters -----------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        unit.repair()
+        unit.gathered_versions = unit.versions()
+        for channel in unit.gathers:
+            channel.issue()
+
+    def _wait(self, unit: Unit) -> None:
+        for channel in unit.gathers:
+            channel.complete()
+        unit.show_full()
+
+    def _free(self, unit: Unit) -> None:
+        unit.show_shards()
+        for group in unit.groups:
+            group.memory.release()
+
+    def _drop(self, unit: Unit) -> None:
+        for channel in unit.gathers:
+            channel.cancel()
+
+    def _shelve(self, unit: Unit) -> None:
+        unit.show_shards()
+
+    def _expose(self, unit: Unit) -> None:
+        unit.show_full()
+
+    # ---- gradients -----------------------------------------------------------------------------------------
+
+    def _reduce(self, unit: Unit) -> None:
+        self._touched[unit] = None
+        accumulated, unit.window_open = unit.window_open, False
+        unit.arrived = 0
+        for position, group in enumerate(unit.groups):
+            if not group.trainable:
+                continue
+            dtype = group.precision.reduce
+            gradients = [group.params[i].to_send(dtype, accumulated=accumulated) for i in group.trainable]
+            reduction = unit.reduce_channel(position).issue(gradients, accumulated=accumulated)
+            self._in_flight.append(_InFlight(group, group.trainable, reduction))
+        while len(self._in_flight) > self._limit:
+            self._collect_oldest()
+
+    def _hold(self, unit: Unit) -> None:
+        self._touched[unit] = None
+        unit.arrived = 0
+
+    def _collect_oldest(self) -> None:
+        group, trainable, reduction = self._in_flight.popleft()
+        for i, part in zip(trainable, reduction.collect(), strict=True):
+            if part is not None:
+                param = group.params[i]
+                param.reduced = part if param.reduced is None else param.reduced + part
+
+    def _finish(self, root: Unit) -> None:
+        while self._in_flight:
+            self._collect_oldest()
+        for unit in self._touched:
+            for group in unit.groups:
+                for i in group.trainable:
+                    group.params[i].commit(group.precision.reduce)
+        self._touched.clear()
+        for unit in self.units:
+            unit.arrived = 0
+            unit.window_open = unit.window_open or not unit.record.sync
+
+    def _discard(self, root: Unit) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().reduction.abandon()
+        self._touched.clear()
+        for unit in self.units:
+            unit.arrived = 0
+            for param in unit.params:
+                param.discard()

@@ -1,0 +1,149 @@
+"""What modules and autograd report, and nothing else: no decision about sharding is taken here.
+
+    module pre-hook    (first)  -> pre_forward; inputs are cast, hooks put on those that require a gradient
+    module hook        (last)   -> post_forward; hooks put on the nodes of outputs that require a gradient
+    output's node, before it runs in backward -> pre_backward
+    input tensor, when its gradient is complete -> inputs_reached
+    full parameter, when its gradient is accumulated -> Unit._hook_gradient -> grads_ready
+
+The hook of an output is put on its autograd *node*, which an in-place edit of the output leaves in the graph. The hook of
+an input is a hook of the *tensor*: those run before the hooks of its node, so the end of this unit's backward is
+reported before the beginning of that of the unit which made the input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .root import Root, root_of
+from .tree import cast_floating, tensors_requiring_grad, to_device
+from .unit import Unit
+
+
+class _Running(NamedTuple):
+    """One forward of the unit that has begun."""
+
+    # The exception that was being handled when it began; another one at its end is its own.
+    handling: BaseException | None
+    own_use: bool
+    watched: bool
+    inputs: bool
+
+
+class UnitHooks:
+    """The hooks of one unit's module. Holds the forwards that are running, innermost last."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._running: list[_Running] = []
+        self._generation = 0
+        unit.module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        # always_call: a forward that raises must give back the saved-tensor hooks it pushed.
+        unit.module.register_forward_hook(self._after, prepend=False, with_kwargs=True, always_call=True)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self._unit
+        root = unit.root
+        if root is None or root.provisional:
+            root = root_of(unit)
+        if unit.record.index == 0 and unit.placing.device.type != "cpu":
+            args, kwargs = to_device(args, unit.placing.device), to_device(kwargs, unit.placing.device)
+        policy = unit.policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+        own_use = root.pre_forward(unit)
+        if root.run.generation != self._generation:
+            # What an abandoned step left running ended without its hook (KeyboardInterrupt).
+            self._generation = root.run.generation
+            self._running.clear()
+        watched = inputs = False
+        if own_use and torch.is_grad_enabled():
+            inputs = self._hook_inputs(root, args, kwargs)
+            watched = root.watch.begin(unit)
+        self._running.append(_Running(sys.exception(), own_use, watched, inputs))
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        unit = self._unit
+        root = unit.root
+        if root is None or not self._running:
+            return None  # the pre-hook itself raised: nothing was begun
+        running = self._running.pop()
+        if running.watched:
+            root.watch.end()
+        if sys.exception() is not running.handling:
+            root.forward_failed(unit)
+            return None
+        outputs: list[Tensor] = []
+        if running.own_use and torch.is_grad_enabled():
+            outputs = tensors_requiring_grad(output)
+        root.post_forward(unit, inputs=running.inputs, outputs=bool(outputs))
+        self._hook_outputs(root, outputs)
+        if unit.policy.output_dtype is not None:
+            output = cast_floating(output, unit.policy.output_dtype)
+        return output
+
+    def _hook_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        # A leaf keeps its hooks from step to step, and nothing runs in backward behind it: the end of the backward
+        # serves for it.
+        inputs = [t for t in tensors_requiring_grad(args) if not t.is_leaf]
+        if kwargs:
+            inputs += [t for t in tensors_requiring_grad(kwargs) if not t.is_leaf]
+        if inputs:
+            reached = _InputsReached(root, self._unit, len(inputs))
+            for tensor in inputs:
+                tensor.register_hook(reached)
+        return bool(inputs)
+
+    def _hook_outputs(self, root: Root, outputs: Sequence[Tensor]) -> None:
+        nodes = {id(node): node for t in outputs if (node := t.grad_fn) is not None}
+        if nodes:
+            needed = _OutputNeeded(root, self._unit)
+            for node in nodes.values():
+                node.register_prehook(needed)
+
+
+class _OutputNeeded:
+    """Called before the node of an output runs in backward."""
+
+    __slots__ = ("_root", "_unit")
+
+    def __init__(self, root: Root, unit: Unit) -> None:
+        self._root = root
+        self._unit = unit
+
+    def __call__(self, _gradients: object) -> None:
+        self._root.pre_backward(self._unit)
+
+
+class _InputsReached:
+    """Called when the gradient of one of `count` inputs is complete; reports when that holds for all."""
+
+    __slots__ = ("_count", "_left", "_root", "_unit")
+
+    def __init__(self, root: Root, unit: Unit, count: int) -> None:
+        self._root = root
+        self._unit = unit
+        self._count = self._left = count
+
+    def __call__(self, _gradient: Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._left = self._count  # a retained graph may be run through again
+            self._root.inputs_reached(self._unit)
+
+
+def hook_state_dict(unit: Unit) -> None:
+    """A state dict holds sharded parameters, also when it is taken while the full ones stand on the module."""
+
+    def before(module: nn.Module, *_: object) -> None:
+        if unit.root is not None:
+            unit.root.reshard(unit)
+
+    unit.module.register_state_dict_pre_hook(before)
+    unit.module.register_load_state_dict_pre_hook(before)

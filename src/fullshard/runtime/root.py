@@ -1,0 +1,257 @@
+"""The units below one root, and the way from what modules and autograd report to what is done about it.
+
+    report (hooks.py)  ->  event + what the rules must know  ->  lifecycle.rules  ->  commands  ->  executor
+
+A root forms at the first forward (or `unshard`) of a module: that module and every unit below it. A backward is noticed
+by its first report and its end by a callback of the engine. Whether one is *still* running is read off that callback's
+life: the engine drops it when it is done with a backward, also when an exception ended it. So no flag of ours can
+survive a failed step; what survives is found by the next report and discarded (`abandon`), see ADR 0008.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from .._torch_compat import current_backward, queue_backward_callback
+from ..comm import BufferPool
+from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, rules
+from ..param import ShardedParam
+from ..policy import Options
+from .executor import Executor
+from .unit import WATCHED_FORWARDS, Unit, unit_of
+from .watch import Watch
+
+# Names that wrappers insert into dotted names.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+class Root:
+    """`units[0]` is the unit of the root module, when that module is one. Make it with `root_of`."""
+
+    def __init__(self, units: Sequence[Unit], names: Sequence[str], *, provisional: bool) -> None:
+        self.units = list(units)
+        # Made for one unit by an early `unshard`; gives way to the real one.
+        self.provisional = provisional
+        options = Options.from_environment()
+        device = self.units[0].placing.device
+        self.pool = BufferPool(keep=device.type == "cpu")
+        self.executor = Executor(
+            self.units, self.pool, reductions_in_flight=options.reductions_in_flight, check=options.check
+        )
+        self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
+        self.watch = Watch(self._weight_needed)
+        self._backward: weakref.ref[_BackwardEnd] | None = None
+        # Called with every event and every command, as they happen (observe/trace.py).
+        self.event_listeners: list[Callable[[Event], None]] = []
+        for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
+            unit.record.index = index
+            unit.record.name = name
+            unit.on_gradient = self._gradient_arrived
+            unit.attach(self, self.pool, options.communication)
+            self.watch.learn(unit)
+
+    # ---- forward -------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> bool:
+        """Report that `unit`'s forward begins; whether this is a use of its own, not a repetition in backward."""
+        record, run = unit.record, self.run
+        in_backward = current_backward() != -1
+        if not in_backward and run.has_leftovers and (run.forward_root in (None, record) or record.index == 0):
+            self.abandon()
+        repeated = in_backward and record.in_backward
+        stale = record.full in (Full.FULL, Full.SHELVED) and unit.is_stale()
+        commands = rules.pre_forward(run, record, in_backward=in_backward, stale=stale)
+        self._do("pre_forward", record, commands, in_backward=in_backward, stale=stale)
+        return not repeated
+
+    def post_forward(self, unit: Unit, *, inputs: bool, outputs: bool) -> None:
+        """Report that `unit`'s forward is over. `outputs`: some output requires a gradient; `inputs`: the end of its
+        backward will be reported by its inputs."""
+        flags = {"in_backward": current_backward() != -1, "inputs": inputs, "outputs": outputs}
+        self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
+
+    def forward_failed(self, unit: Unit) -> None:
+        """Report that `unit`'s forward raised."""
+        self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record))
+
+    # ---- backward ------------------------------------------------------------------------------------------
+
+    def pre_backward(self, unit: Unit) -> None:
+        """Report that a gradient reached an output of `unit`, or that one of its saved weights is needed."""
+        self._notice_backward()
+        create_graph = torch.is_grad_enabled()
+        commands = rules.pre_backward(self.run, unit.record, create_graph=create_graph)
+        self._do("pre_backward", unit.record, commands, create_graph=create_graph)
+
+    def inputs_reached(self, unit: Unit) -> None:
+        """Report that the gradients of the inputs of one use of `unit` are complete."""
+        present = unit.arrived != 0
+        commands = rules.inputs_reached(self.run, unit.record, present=present)
+        self._do("inputs_reached", unit.record, commands, none=not present)
+
+    def _gradient_arrived(self, unit: Unit, param: ShardedParam, bit: int) -> None:
+        record = unit.record
+        if record.full is not Full.FULL and not record.in_backward:
+            raise RuntimeError(
+                f"{record.name}: expected a gradient of an output of this module before that of its parameter {param.name}, found the "
+                f"parameter's alone, so the backward read weights that were not gathered; use the module's outputs in the "
+                f"loss, or run the step again: the weights of this module are watched from now on"
+            )
+        self._notice_backward()
+        param.take_fresh()
+        unit.arrived |= bit
+        if unit.arrived == unit.expected:
+            self._do("grads_ready", record, rules.grads_ready(self.run, record))
+
+    def _weight_needed(self, unit: Unit) -> None:
+        if unit.record.full is Full.FULL and unit.record.in_backward:
+            return
+        if unit.record.full is not Full.FULL:
+            unit.irregular = True
+        self.pre_backward(unit)
+
+    def _notice_backward(self) -> None:
+        """The first report of a backward: make sure that its end will be noticed."""
+        if self._backward is not None and self._backward() is not None:
+            return
+        if self.run.in_backward:
+            self.abandon()
+        end = _BackwardEnd(self)
+        self._backward = weakref.ref(end)
+        queue_backward_callback(end)
+
+    def backward_end(self) -> None:
+        """Report that the whole backward is over."""
+        self._backward = None
+        present = [unit.arrived != 0 or (unit.window_open and unit.record.sync) for unit in self.units]
+        commands = rules.backward_end(self.run, self.run.units[0], present)
+        self._do("backward_end", self.run.units[0], commands)
+
+    def abandon(self) -> None:
+        """Discard what a step left that did not come to its end."""
+        failed_in_backward = self.run.in_backward
+        self.watch.reset()
+        self._backward = None
+        self._do("abandon", self.run.units[0], rules.abandon(self.run, self.run.units[0]))
+        if failed_in_backward:
+            # It may have failed because weights were read that nothing announced: watch for that.
+            for unit in self.units:
+                unit.watched = max(unit.watched, WATCHED_FORWARDS)
+
+    # ---- the user's calls ----------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Issue the gather of `unit`."""
+        stale = unit.record.full in (Full.FULL, Full.SHELVED) and unit.is_stale()
+        self._do("unshard", unit.record, rules.unshard(self.run, unit.record, stale=stale), stale=stale)
+
+    def wait_unshard(self, unit: Unit) -> None:
+        """Make the gathered parameters usable."""
+        self._do("wait_unshard", unit.record, rules.wait_unshard(self.run, unit.record))
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the full parameters of `unit`."""
+        self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
+
+    def repair(self, unit: Unit) -> None:
+        """Parameters of `unit` may have been replaced: make them views of one buffer again."""
+        if unit.repair():
+            self.watch.learn(unit)
+
+    # ---- event to commands to action -----------------------------------------------------------------------
+
+    def _do(self, kind: str, record: UnitRecord, commands: Sequence[Command], **flags: bool) -> None:
+        if self.event_listeners:
+            event = Event(kind, record.name, tuple(name for name, on in flags.items() if on))
+            for listener in self.event_listeners:
+                listener(event)
+        if commands:
+            self.executor.run(commands)
+
+
+class _BackwardEnd:
+    """What the engine calls when a backward is over. It lives exactly as long as the engine keeps that backward."""
+
+    __slots__ = ("__weakref__", "_root")
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        self._root.backward_end()
+
+
+def root_of(unit: Unit) -> Root:
+    """The root `unit` belongs to; formed from its module and what is below it when there is none yet.
+
+    Raises `RuntimeError` when parameters are still on the meta device, and `ValueError` when a parameter belongs to
+    two units.
+    """
+    root = unit.root
+    if root is not None and not root.provisional:
+        return root
+    names, units = [], []
+    for name, module in unit.module.named_modules():
+        below = unit_of(module)
+        if below is not None and below not in units:
+            if below.root is not None and not below.root.provisional:
+                raise RuntimeError(
+                    f"{name}: expected the outermost sharded module to run first, found that this module already ran as a root; "
+                    f"call the forward of {type(unit.module).__name__} before that of its parts, or do not shard it"
+                )
+            names.append(clean_name(name) or "root")
+            units.append(below)
+    _refuse_meta(names, units)
+    for below in units:
+        _settle(below)
+    if unit.reshard_after_forward is None:
+        # The root's backward follows its forward at once.
+        unit.record.reshard_after_forward = False
+    return Root(units, names, provisional=False)
+
+
+def early_root_of(unit: Unit) -> Root:
+    """The root of `unit`, or a provisional one of its own: `unshard` may come before the root is known."""
+    if unit.root is not None:
+        return unit.root
+    _refuse_meta([unit.record.name], [unit])
+    return Root([unit], [unit.record.name], provisional=True)
+
+
+def _settle(unit: Unit) -> None:
+    """What was gathered under a provisional root is complete before the buffers change hands."""
+    if unit.root is not None and unit.record.full is Full.PENDING:
+        unit.root.wait_unshard(unit)
+
+
+def clean_name(name: str) -> str:
+    """`name` without what recomputation and compile wrappers insert into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
+    return name
+
+
+def _refuse_meta(names: Sequence[str], units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.repair()
+    on_meta = [
+        param.name if name == "root" else f"{name}.{param.name}"
+        for name, unit in zip(names, units, strict=True)
+        for param in unit.params
+        if param.local.is_meta
+    ]
+    if on_meta:
+        shown = ", ".join(on_meta[:8]) + (f" and {len(on_meta) - 8} more" if len(on_meta) > 8 else "")
+        raise RuntimeError(
+            f"expected parameters with data before the first use, found {shown} on the meta device; call "
+            f"module.to_empty(device=...) and initialise the parameters (reset_parameters, init_weights or a checkpoint)"
+        )
+
+
+def module_units(module: nn.Module) -> list[Unit]:
+    """The units of `module` and of everything below it."""
+    return [unit for child in module.modules() if (unit := unit_of(child)) is not None]

@@ -1,0 +1,201 @@
+"""One `fully_shard` call at run time: its modules, its parameter groups, its record, and how they talk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..comm import (
+    BufferPool,
+    CastGather,
+    Dtypes,
+    GatherChannel,
+    PlannedGather,
+    ReduceChannel,
+    SharedGather,
+    ShardGroup,
+    reduce_channel,
+)
+from ..layout import Pack
+from ..lifecycle import UnitRecord
+from ..param import DtypeChanged, Found, ParamGroup, Placing, ShardedParam
+from ..policy import resolve_precision
+from ..policy.precision import MixedPrecisionLike
+
+if TYPE_CHECKING:
+    from .root import Root
+
+_ATTRIBUTE = "_fullshard_unit"
+# Forwards with gradients during which saved weights are watched (runtime/watch.py).
+WATCHED_FORWARDS = 2
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` is the module of, or None."""
+    return cast("Unit | None", module.__dict__.get(_ATTRIBUTE))
+
+
+class Unit:
+    """`reshard_after_forward` is what the user said: None means yes unless the unit turns out to be the root."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        found: Sequence[Found],
+        *,
+        shard_group: ShardGroup,
+        placing: Placing,
+        policy: MixedPrecisionLike,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.module = module
+        self.shard_group = shard_group
+        self.placing = placing
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.record = UnitRecord(
+            type(module).__name__, 0, reshard_after_forward=reshard_after_forward is not False
+        )
+        self.groups = [
+            ParamGroup(part, resolve_precision(policy, part[0].parameter.dtype), placing)
+            for part in _by_dtype(found)
+        ]
+        self.root: Root | None = None
+        self.gathers: list[GatherChannel] = []
+        self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
+        self._pool: BufferPool | None = None
+        self._communication = "auto"
+        # ---- gradients of the running backward: one bit per trainable parameter
+        self.arrived = 0
+        self.expected = 0
+        self.on_gradient: Callable[[Unit, ShardedParam, int], None] | None = None
+        self._gradient_hooks: list[RemovableHandle] = []
+        self._knows_trainable = False
+        # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
+        self.window_open = False
+        # ---- staleness of kept full parameters, and watching
+        self.gathered_versions: tuple[tuple[int, ...], ...] = ()
+        self.watched = WATCHED_FORWARDS
+        self.irregular = False
+        module.__dict__[_ATTRIBUTE] = self
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """All parameters of the unit, group by group."""
+        return [param for group in self.groups for param in group.params]
+
+    # ---- channels ------------------------------------------------------------------------------------------
+
+    def attach(self, root: Root, pool: BufferPool, communication: str) -> None:
+        """Belong to `root`, whose buffers the messages use from now on."""
+        self.root = root
+        self._pool = pool
+        self._communication = communication
+        self._make_channels()
+
+    def _make_channels(self) -> None:
+        assert self._pool is not None
+        self.gathers = [self._gather_channel(group, self._pool) for group in self.groups]
+        self._reduces = [{} for _ in self.groups]
+        self._knows_trainable = False
+
+    def _gather_channel(self, group: ParamGroup, pool: BufferPool) -> GatherChannel:
+        if self.shard_group.world > 1:
+            return PlannedGather(self.shard_group, group.pack, group.plan, group.flat, group.memory, pool)
+        if group.precision.storage is group.precision.compute:
+            return SharedGather()
+        return CastGather(group.flat, group.memory)
+
+    def reduce_channel(self, position: int) -> ReduceChannel:
+        """The channel for the trainable parameters of group `position`, as they are now."""
+        group = self.groups[position]
+        known = self._reduces[position]
+        channel = known.get(group.trainable)
+        if channel is None:
+            assert self._pool is not None
+            segments = [group.pack.segments[i] for i in group.trainable]
+            pack = Pack.build(
+                [s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments]
+            )
+            precision = group.precision
+            dtypes = Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage)
+            channel = known[group.trainable] = reduce_channel(
+                self.shard_group, pack, dtypes, self._pool, communication=self._communication
+            )
+        return channel
+
+    # ---- what changes under us -----------------------------------------------------------------------------
+
+    def repair(self) -> bool:
+        """Make the shards views of a flat buffer again where something replaced them; whether it was needed."""
+        broken = False
+        for position, group in enumerate(self.groups):
+            if group.is_aliased:
+                continue
+            broken = True
+            try:
+                group.rebase()
+            except DtypeChanged as change:
+                self.groups[position] = group.converted(resolve_precision(self.policy, change.storage))
+        if broken:
+            self._drop_gradient_hooks()
+            if self._pool is not None:
+                self._make_channels()
+        return broken
+
+    def is_stale(self) -> bool:
+        """Whether shards were written, or replaced, since the full parameters were gathered."""
+        return self.gathered_versions != self.versions() or not all(g.is_aliased for g in self.groups)
+
+    def versions(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(group.versions() for group in self.groups)
+
+    # ---- which parameters get gradients --------------------------------------------------------------------
+
+    def show_full(self) -> None:
+        """Put the full parameters on the modules, with the requires_grad the user gave the sharded ones."""
+        changed = not self._knows_trainable
+        for group in self.groups:
+            changed |= group.show_full()
+        if changed:
+            self._learn_trainable()
+
+    def show_shards(self) -> None:
+        for group in self.groups:
+            group.show_shards()
+
+    def _learn_trainable(self) -> None:
+        self._drop_gradient_hooks()
+        bit, frozen = 0, False
+        for group in self.groups:
+            group.trainable = tuple(i for i, p in enumerate(group.params) if p.full.requires_grad)
+            frozen = frozen or len(group.trainable) < len(group.params)
+            for i in group.trainable:
+                self._gradient_hooks.append(self._hook_gradient(group.params[i], 1 << bit))
+                bit += 1
+        self.expected = (1 << bit) - 1
+        self.record.frees_late = frozen
+        self._knows_trainable = True
+
+    def _hook_gradient(self, param: ShardedParam, bit: int) -> RemovableHandle:
+        def arrived(_full: Tensor) -> None:
+            assert self.on_gradient is not None
+            self.on_gradient(self, param, bit)
+
+        return param.full.register_post_accumulate_grad_hook(arrived)
+
+    def _drop_gradient_hooks(self) -> None:
+        for handle in self._gradient_hooks:
+            handle.remove()
+        self._gradient_hooks.clear()
+        self._knows_trainable = False
+
+
+def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:
+    groups: dict[object, list[Found]] = {}
+    for item in found:
+        groups.setdefault(item.parameter.dtype, []).append(item)
+    return list(groups.values())

@@ -1,0 +1,106 @@
+"""Weights that are read in backward although no gradient of a unit's output announced it.
+
+Usually the first thing a backward does with a unit is to bring a gradient to one of its outputs, and a hook there
+gathers the parameters in time. Valid programs do otherwise: a loss on an intermediate, an output hidden in an object, an
+output edited in place. What every program has in common is that the saved weight is *unpacked*. So during a unit's first
+forwards its saved tensors go through hooks: weights become tokens, and unpacking a token gathers the unit. A unit for
+which this was ever needed stays watched; the others go without, because the hooks cost about ten microseconds for each
+saved tensor, several times what everything else costs (ADR 0007).
+
+Someone else's hooks (recomputation, offloading of activations) are never hidden: while they are active, nothing is
+watched. Recomputation runs the unit's forward again, which gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .._torch_compat import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+    top_saved_tensor_hooks,
+)
+from .unit import Unit
+
+
+class _Weight(NamedTuple):
+    """A saved full parameter, or a view of one."""
+
+    unit: Unit
+    tensor: Tensor
+
+
+class _Activation(NamedTuple):
+    """Any other saved tensor. Hooks switch off autograd's check for later edits, so the version is kept here."""
+
+    tensor: Tensor
+    version: int
+
+
+class Watch:
+    """The saved-tensor hooks of one root. `needed(unit)` is called when a token of `unit` is unpacked."""
+
+    def __init__(self, needed: Callable[[Unit], None]) -> None:
+        self._needed = needed
+        self._owner: dict[int, Unit] = {}
+        self._active = 0
+
+    def learn(self, unit: Unit) -> None:
+        """`unit`'s full parameters may be new objects."""
+        self._owner = {key: owner for key, owner in self._owner.items() if owner is not unit}
+        for group in unit.groups:
+            for key in group.full_ids:
+                self._owner[key] = unit
+
+    def begin(self, unit: Unit) -> bool:
+        """A forward of `unit` with gradients begins; whether `end` has to be called after it."""
+        if unit.watched <= 0 or unit.shard_group.world == 1:
+            return False
+        if not saved_tensor_hooks_allowed() or top_saved_tensor_hooks() is not None:
+            # Somebody else's, or our own of an enclosing unit, which know the weights of all units.
+            return False
+        if not unit.irregular:
+            unit.watched -= 1
+        push_saved_tensor_hooks(self._pack, self._unpack)
+        self._active += 1
+        return True
+
+    def end(self) -> None:
+        """The forward is over, also when it raised."""
+        pop_saved_tensor_hooks()
+        self._active -= 1
+
+    def reset(self) -> None:
+        """A forward ended without its hooks (KeyboardInterrupt): take back what it left."""
+        while self._active:
+            self.end()
+
+    def _pack(self, tensor: Tensor) -> object:
+        weight = tensor if tensor.is_leaf else tensor._base
+        if weight is not None:
+            unit = self._owner.get(id(weight))
+            if unit is not None:
+                return _Weight(unit, tensor if tensor.is_leaf else tensor.detach())
+        if tensor.is_leaf:
+            return _Activation(tensor, tensor._version)
+        # Detached, or an output saved by its own node would keep that node and all before it alive.
+        return _Activation(tensor.detach(), tensor._version)
+
+    def _unpack(self, saved: object) -> Tensor:
+        if isinstance(saved, _Weight):
+            self._needed(saved.unit)
+            return saved.tensor
+        assert isinstance(saved, _Activation)
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"expected version {saved.version} of a tensor of shape {tuple(saved.tensor.shape)} and dtype "
+                f"{saved.tensor.dtype}, found version {saved.tensor._version}; clone it before the edit, or enable "
+                f"torch.autograd.set_detect_anomaly(True) to see where it was used"
+            )
+        return saved.tensor
+
