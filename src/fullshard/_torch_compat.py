@@ -11,6 +11,8 @@
     ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
     ._reduce_scatter_base                       microseconds a call and rename these in 2.13
     tensor._post_accumulate_grad_hooks          hooks of the sharded parameter are ours to run          2.13
+    tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
+    Tensor._make_wrapper_subclass               a tensor with a shape and no data (PendingGrad)         2.13
     torch.distributed.fsdp.FSDPModule           base class, so that isinstance checks elsewhere hold    2.13
 
 torch's own FSDP2 is never called from here.
@@ -31,10 +33,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "TorchFSDPModule",
+    "base_of",
     "current_backward",
     "dtensor_like",
-    "full_storage_nbytes",
     "local_of",
+    "no_torch_function",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",
     "push_saved_tensor_hooks",
@@ -42,7 +45,9 @@ __all__ = [
     "saved_tensor_hooks_allowed",
     "set_local",
     "sharded_parameter",
+    "tensor_without_data",
     "top_saved_tensor_hooks",
+    "version_of",
 ]
 
 
@@ -69,9 +74,7 @@ def sharded_parameter(
     requires_grad: bool,
 ) -> nn.Parameter:
     """A DTensor parameter whose local tensor *is* `local` (not a copy or a detached alias)."""
-    dtensor = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
     set_local(parameter, local)
     return parameter
@@ -92,9 +95,26 @@ def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:
     return DTensor(local, cast(Any, parameter)._spec, requires_grad=False)
 
 
-def full_storage_nbytes(tensor: Tensor) -> int:
-    """Bytes that the storage of `tensor` holds right now (a freed full parameter has 0)."""
-    return tensor.untyped_storage().size()
+def version_of(tensor: Tensor) -> int:
+    """Counts the in-place writes to a tensor and its views, except those through `.data`."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that `tensor` is a view of, or None."""
+    return tensor._base
+
+
+def tensor_without_data(cls: type[Tensor], like: Tensor) -> Tensor:
+    """An instance of the subclass `cls` with the shape, dtype and device of `like`, and no memory."""
+    made: Tensor = torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
+    )
+    return made
+
+
+# For tensor subclasses that only intercept what reaches the dispatcher.
+no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import ShardGroup
-from ..param import Placing, managed_modules, managed_parameters
+from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..runtime import Unit, unit_of
 from ..runtime.hooks import UnitHooks, hook_state_dict
@@ -70,7 +70,7 @@ def fully_shard(
 
     device = validate.device_of(mesh)
     group = ShardGroup(mesh.get_group(), device)
-    _move(modules, ignored, device)
+    move_unsharded(modules, ignored, device)
     placing = Placing(mesh, group.rank, group.world, device, group.backend, DIRECT_GATHER_NBYTES)
     validate.mark_owner(found, name)
     unit = Unit(
@@ -85,16 +85,3 @@ def fully_shard(
     hook_state_dict(unit)
     module.__class__ = sharded_class(type(module))
     return module
-
-
-def _move(
-    modules: list[tuple[str, nn.Module]], ignored: set[nn.Parameter], device: Any
-) -> None:
-    """Buffers and ignored parameters go where the shards are; parameters follow shard by shard."""
-    for _, module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter in ignored and not parameter.is_meta:
-                parameter.data = parameter.data.to(device)

@@ -21,9 +21,7 @@ from ..runtime import unit_of
 
 def not_built(argument: str, value: object, instead: str) -> NotImplementedError:
     """The refusal of something that torch accepts and this version does not have."""
-    return NotImplementedError(
-        f"{argument}: expected what this version of fullshard has, found {value!r}; {instead}"
-    )
+    return NotImplementedError(f"{argument}: expected what this version of fullshard has, found {value!r}; {instead}")
 
 
 def check_module(module: object) -> nn.Module:

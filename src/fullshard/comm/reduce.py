@@ -153,9 +153,7 @@ class MessageReduce:
         if complete:
             presence.fill_(1)
         else:
-            presence.copy_(
-                torch.tensor([float(g is not None) for g in gradients], dtype=dtype, device=self.device)
-            )
+            presence.copy_(torch.tensor([float(g is not None) for g in gradients], dtype=dtype, device=self.device))
         return slot, complete
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
@@ -165,19 +163,13 @@ class MessageReduce:
             if target.ranks:
                 views.append(send.as_strided((target.ranks, target.numel), (chunk, 1), target.offset))
             if target.rest_numel:
-                views.append(
-                    send.as_strided((target.rest_numel,), (1,), target.ranks * chunk + target.offset)
-                )
-        views.append(
-            send.as_strided((self._world, self._all_present), (chunk, 1), self.layout.presence_offset)
-        )
+                views.append(send.as_strided((target.rest_numel,), (1,), target.ranks * chunk + target.offset))
+        views.append(send.as_strided((self._world, self._all_present), (chunk, 1), self.layout.presence_offset))
         return views
 
     def split(self, mean: Tensor, complete: bool) -> list[Tensor | None]:
         """The parameters' parts of the reduced chunk. `complete`: this rank had all gradients, so all are present."""
-        parts: list[Tensor | None] = [
-            mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts
-        ]
+        parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
         if not complete:
             start = self.layout.presence_offset
             present = mean[start : start + self._all_present].tolist()
@@ -200,9 +192,7 @@ class ExchangeReduce(MessageReduce):
 
 
 class _Exchange:
-    def __init__(
-        self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot, complete: bool
-    ) -> None:
+    def __init__(self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot, complete: bool) -> None:
         self._channel = channel
         self._work = work
         self._send = send

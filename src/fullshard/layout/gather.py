@@ -58,9 +58,7 @@ class GatherPlan:
             return Span(0, 0)
         places = sorted(pack.order.index(index) for index in self.packed)
         if places != list(range(places[0], places[0] + len(places))):
-            between = [
-                pack.segments[i].name for i in pack.order[places[0] : places[-1]] if i not in self.packed
-            ]
+            between = [pack.segments[i].name for i in pack.order[places[0] : places[-1]] if i not in self.packed]
             raise ValueError(
                 f"packed: expected one contiguous range of the flat buffer, found {', '.join(between)} "
                 f"in between; build the pack with first=direct_indices(...)"

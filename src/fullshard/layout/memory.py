@@ -88,9 +88,7 @@ def forward_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth: 
     """While units[current] computes its forward and the next `prefetch_depth` units are being gathered."""
     _check(units, current, prefetch_depth)
     ahead = range(current + 1, min(current + 1 + prefetch_depth, len(units)))
-    kept = [
-        Term(f"full {unit.name} (kept)", unit.full_nbytes) for unit in units[:current] if not unit.reshard
-    ]
+    kept = [Term(f"full {unit.name} (kept)", unit.full_nbytes) for unit in units[:current] if not unit.reshard]
     return [
         *shard_terms(units),
         *kept,
@@ -111,9 +109,7 @@ def backward_terms(
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
     ahead = [i for i in range(current - 1, max(-1, current - 1 - prefetch_depth), -1) if units[i].reshard]
     sending = range(current + 1, min(current + 1 + reductions_in_flight, len(units)))
-    kept = [
-        Term(f"full {unit.name} (kept)", unit.full_nbytes) for unit in units[:current] if not unit.reshard
-    ]
+    kept = [Term(f"full {unit.name} (kept)", unit.full_nbytes) for unit in units[:current] if not unit.reshard]
     return [
         *shard_terms(units),
         *kept,
@@ -130,14 +126,11 @@ def peak(
 ) -> tuple[str, list[Term]]:
     """The largest of all these moments: its name (`forward layers.3`) and its terms; of equals the first."""
     moments = [
-        (f"forward {unit.name}", forward_terms(units, i, prefetch_depth=prefetch_depth))
-        for i, unit in enumerate(units)
+        (f"forward {unit.name}", forward_terms(units, i, prefetch_depth=prefetch_depth)) for i, unit in enumerate(units)
     ] + [
         (
             f"backward {units[i].name}",
-            backward_terms(
-                units, i, prefetch_depth=prefetch_depth, reductions_in_flight=reductions_in_flight
-            ),
+            backward_terms(units, i, prefetch_depth=prefetch_depth, reductions_in_flight=reductions_in_flight),
         )
         for i in reversed(range(len(units)))
     ]
@@ -155,6 +148,4 @@ def _gathering(units: Sequence[UnitMemory], indices: Sequence[int]) -> list[Term
 def _check(units: Sequence[UnitMemory], current: int, prefetch_depth: int) -> None:
     require_int("prefetch_depth", prefetch_depth, 0, "0 gathers each unit when it is needed")
     if not 0 <= current < len(units):
-        raise ValueError(
-            f"current: expected 0 <= current < {len(units)}, found {current!r}; give a unit's position"
-        )
+        raise ValueError(f"current: expected 0 <= current < {len(units)}, found {current!r}; give a unit's position")

@@ -33,14 +33,10 @@ def align_numel(itemsizes: Iterable[int]) -> int:
     """
     sizes = tuple(itemsizes)
     if not sizes:
-        raise ValueError(
-            "itemsizes: expected at least one, found none; give the bytes per element of each dtype"
-        )
+        raise ValueError("itemsizes: expected at least one, found none; give the bytes per element of each dtype")
     for size in sizes:
         if size not in (1, 2, 4, 8, 16):
-            raise ValueError(
-                f"itemsizes: expected each in 1, 2, 4, 8, 16, found {sizes}; use layout.itemsize(dtype)"
-            )
+            raise ValueError(f"itemsizes: expected each in 1, 2, 4, 8, 16, found {sizes}; use layout.itemsize(dtype)")
     return SEGMENT_ALIGN_NBYTES // min(sizes)
 
 
@@ -120,17 +116,13 @@ class Pack:
         positions.
         """
         if not layouts:
-            raise ValueError(
-                "layouts: expected at least one, found none; a unit without parameters has no pack"
-            )
+            raise ValueError("layouts: expected at least one, found none; a unit without parameters has no pack")
         require_int("align_numel", align_numel, 1, "use layout.align_numel(itemsizes)")
         full_align = 4 * align_numel if full_align_numel is None else full_align_numel
         require_int("full_align_numel", full_align, 1, "give the alignment of full tensors in elements")
         labels = tuple(map(str, range(len(layouts)))) if names is None else tuple(names)
         if len(labels) != len(layouts):
-            raise ValueError(
-                f"names: expected {len(layouts)}, one per layout, found {len(labels)}; give all or none"
-            )
+            raise ValueError(f"names: expected {len(layouts)}, one per layout, found {len(labels)}; give all or none")
         front = tuple(first)
         if len(set(front)) != len(front) or not set(front) <= set(range(len(layouts))):
             raise ValueError(
@@ -145,9 +137,7 @@ class Pack:
             offsets[index], full_offsets[index] = local_total, full_total
             local_total = align_up(local_total + layouts[index].padded_local_numel, align_numel)
             full_total = align_up(full_total + layouts[index].padded_full_numel, full_align)
-        segments = tuple(
-            Segment(index, offsets[index], layout, labels[index]) for index, layout in enumerate(layouts)
-        )
+        segments = tuple(Segment(index, offsets[index], layout, labels[index]) for index, layout in enumerate(layouts))
         return cls(
             segments=segments,
             order=order,
@@ -162,9 +152,7 @@ class Pack:
     def __post_init__(self) -> None:
         count = len(self.segments)
         require_int("align_numel", self.align_numel, 1, "use layout.align_numel(itemsizes)")
-        require_int(
-            "full_align_numel", self.full_align_numel, 1, "give the alignment of full tensors in elements"
-        )
+        require_int("full_align_numel", self.full_align_numel, 1, "give the alignment of full tensors in elements")
         if sorted(self.order) != list(range(count)) or len(self.full_offsets) != count:
             raise ValueError(
                 f"order, full_offsets: expected each of {count} indices once and {count} offsets, found "
@@ -172,9 +160,7 @@ class Pack:
             )
         for index, segment in enumerate(self.segments):
             if segment.index != index:
-                raise ValueError(
-                    f"segments[{index}]: expected index {index}, found {segment.index}; use Pack.build"
-                )
+                raise ValueError(f"segments[{index}]: expected index {index}, found {segment.index}; use Pack.build")
             if segment.layout.world != self.world:
                 raise ValueError(
                     f"{segment.name}: expected world {self.world} as for the whole pack, found "
@@ -218,9 +204,7 @@ class Pack:
     def gathered_segment(self, index: int, rank: int) -> int:
         """First element, in the rank-major gathered buffer, of the shard of parameter `index` from `rank`."""
         if not 0 <= rank < self.world:
-            raise ValueError(
-                f"rank: expected 0 <= rank < {self.world}, found {rank!r}; give a rank of the group"
-            )
+            raise ValueError(f"rank: expected 0 <= rank < {self.world}, found {rank!r}; give a rank of the group")
         return rank * self.padded_local_numel + self.segments[index].offset
 
 
@@ -285,7 +269,5 @@ class ReduceLayout:
 
     def _chunk(self, rank: int) -> int:
         if not 0 <= rank < self.pack.world:
-            raise ValueError(
-                f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group"
-            )
+            raise ValueError(f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group")
         return rank * self.chunk_numel

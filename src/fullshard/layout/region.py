@@ -63,9 +63,7 @@ def routes(src: ShardLayout, dst: ShardLayout) -> tuple[Route, ...]:
     while row < rows:
         src_rank, dst_rank = row // src.padded_rows, row // dst.padded_rows
         stop = min(src.start(src_rank) + src.rows(src_rank), dst.start(dst_rank) + dst.rows(dst_rank))
-        found.append(
-            Route(src_rank, row - src.start(src_rank), dst_rank, row - dst.start(dst_rank), stop - row)
-        )
+        found.append(Route(src_rank, row - src.start(src_rank), dst_rank, row - dst.start(dst_rank), stop - row))
         row = stop
     return tuple(found)
 
@@ -103,8 +101,7 @@ def _box(layout: ShardLayout, rank: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) in every dim of the full tensor of what `rank` owns."""
     begin = layout.start(rank)
     return tuple(
-        (begin, begin + layout.rows(rank)) if dim == layout.dim else (0, size)
-        for dim, size in enumerate(layout.shape)
+        (begin, begin + layout.rows(rank)) if dim == layout.dim else (0, size) for dim, size in enumerate(layout.shape)
     )
 
 

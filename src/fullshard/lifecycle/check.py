@@ -1,9 +1,9 @@
 """Invariants of a sequence of commands: used by tests, by a simulator, and in debug mode by the executor.
 
-    1  gather only what is sharded; wait and drop only what is pending; free only what has memory; expose only shelved
-    2  gradients are reduced or held only in a backward, and a backward ends with nothing pending
-    3  every rank that sees equal events issues equal commands (compare two `CommandChecker.log`s)
-    4  no more than `max_full` units have memory at once, beside those that are to stay full
+1  gather only what is sharded; wait and drop only what is pending; free only what has memory; expose only shelved
+2  gradients are reduced or held only in a backward, and a backward ends with nothing pending
+3  every rank that sees equal events issues equal commands (compare two `CommandChecker.log`s)
+4  no more than `max_full` units have memory at once, beside those that are to stay full
 """
 
 from __future__ import annotations

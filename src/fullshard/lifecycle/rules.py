@@ -65,9 +65,10 @@ def post_forward(
                 # while the next forward may find its memory.
                 unit.full = Full.SHELVED
                 commands.append(Command("shelve", unit))
-        # [R7] Backward visits uses in reverse, so each use has its own place in the order.
-        unit.uses.append(len(run.order))
-        run.order.append(unit)
+        if not unit.empty:
+            # [R7] Backward visits uses in reverse, so each use has its own place in the order.
+            unit.uses.append(len(run.order))
+            run.order.append(unit)
     unit.phase = Phase.IDLE
     if is_forward_root:
         run.forward_root = None
@@ -76,9 +77,13 @@ def post_forward(
     return commands
 
 
-def forward_failed(run: RunRecord, unit: UnitRecord) -> Commands:
-    """The forward of `unit` raised. Everything is left for `abandon`: a caller may still catch it inside the root."""
-    unit.phase = Phase.IDLE
+def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False) -> Commands:
+    """The forward of `unit` raised. Nothing is freed here: a caller may still catch it inside the root's forward.
+
+    In a backward this is also how recomputation ends once it has what it needs.
+    """
+    if not in_backward:
+        unit.phase = Phase.IDLE
     return _NOTHING
 
 
@@ -111,7 +116,10 @@ def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
 
 
 def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
-    """The backward of one use is over. `present`: there are gradients that were not handed over yet."""
+    """The gradients of a use's inputs are complete. `present`: there are gradients that were not handed over yet."""
+    if unit.phase is not Phase.BACKWARD and not present:
+        # [R19] They came by another way: this use is not part of the backward, or was handed over already.
+        return _NOTHING
     return _hand_over(run, unit, present=present)
 
 
@@ -148,8 +156,7 @@ def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Command
     commands: Commands = []
     if stale and unit.full in (Full.FULL, Full.SHELVED):
         _free(unit, commands)
-    if unit.full is Full.SHARDED:
-        _gather(unit, commands)
+    _gather_ahead((unit,), commands)
     return commands
 
 
@@ -209,7 +216,7 @@ def _gather(unit: UnitRecord, commands: Commands) -> None:
 
 def _make_full(unit: UnitRecord, commands: Commands) -> None:
     """[R16] From any state to FULL, with what is missing and nothing more."""
-    if unit.full is Full.SHARDED:
+    if unit.full is Full.SHARDED and not unit.empty:
         _gather(unit, commands)
     if unit.full is Full.PENDING:
         unit.full = Full.FULL
@@ -221,7 +228,7 @@ def _make_full(unit: UnitRecord, commands: Commands) -> None:
 
 def _gather_ahead(units: Sequence[UnitRecord], commands: Commands) -> None:
     for unit in units:
-        if unit.full is Full.SHARDED:
+        if unit.full is Full.SHARDED and not unit.empty:
             _gather(unit, commands)
 
 

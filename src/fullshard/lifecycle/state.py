@@ -49,6 +49,7 @@ class UnitRecord:
 
     __slots__ = (
         "backward_prefetch",
+        "empty",
         "forward_prefetch",
         "frees_late",
         "full",
@@ -67,6 +68,8 @@ class UnitRecord:
         self.name = name
         # Position in `RunRecord.units`; the root is 0.
         self.index = index
+        # A unit without parameters takes part in the step, but there is nothing to gather.
+        self.empty = False
         self.full = Full.SHARDED
         self.phase = Phase.IDLE
         # From the first gradient of an output until the end of that backward: a forward in between is recomputation.

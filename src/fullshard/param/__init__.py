@@ -7,9 +7,11 @@
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
 from .group import Placing as Placing
+from .memory import OwnedMemory as OwnedMemory
 from .pending import PendingGrad as PendingGrad
 from .sharded import ShardedParam as ShardedParam
 from .swap import Found as Found
 from .swap import Slot as Slot
 from .swap import managed_modules as managed_modules
 from .swap import managed_parameters as managed_parameters
+from .swap import move_unsharded as move_unsharded

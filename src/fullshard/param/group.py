@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch_compat import local_of, set_local, sharded_parameter
+from .._torch_compat import local_of, set_local, sharded_parameter, version_of
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
@@ -43,8 +43,7 @@ class ParamGroup:
         self.precision = precision
         self.placing = placing
         self.params = [
-            ShardedParam(f.name, f.slots, ShardLayout(tuple(f.parameter.shape), world=placing.world))
-            for f in found
+            ShardedParam(f.name, f.slots, ShardLayout(tuple(f.parameter.shape), world=placing.world)) for f in found
         ]
         self._make_plan()
         on_meta = any(f.parameter.is_meta for f in found)
@@ -131,10 +130,9 @@ class ParamGroup:
 
     # ---- alias repair --------------------------------------------------------------------------------------
 
-    @property
-    def is_aliased(self) -> bool:
-        """Whether every sharded parameter is still a view of `flat` and stands on its modules."""
-        return all(param.is_aliased for param in self.params)
+    def is_aliased(self, *, showing_full: bool = False) -> bool:
+        """Whether every sharded parameter is still a view of `flat`, and ours stand on the modules."""
+        return all(param.is_aliased(showing_full=showing_full) for param in self.params)
 
     def rebase(self) -> None:
         """Make a new flat buffer of what users put in the place of our views, and let them hold views of it again.
@@ -203,7 +201,7 @@ class ParamGroup:
 
     def versions(self) -> tuple[int, ...]:
         """Changes whenever a shard is written, through the DTensor or through the flat buffer (not through .data)."""
-        return (self.flat._version, *(param.sharded._version for param in self.params))
+        return (version_of(self.flat), *[version_of(param.sharded) for param in self.params])
 
 
 class DtypeChanged(Exception):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import no_torch_function, tensor_without_data
+
 
 class PendingGrad(Tensor):
     """Stands for a gradient that exists on each rank but was not reduced yet. Shape and dtype are the parameter's."""
@@ -24,9 +26,8 @@ class PendingGrad(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str) -> PendingGrad:
-        made: PendingGrad = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=False
-        )
+        made = tensor_without_data(cls, parameter)
+        assert isinstance(made, PendingGrad)
         made.cleared = False
         made.parameter_name = name
         return made
@@ -55,10 +56,13 @@ class PendingGrad(Tensor):
             f"set_requires_gradient_sync(True) before reading gradients, clipping or optimizer.step()"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function
 
 
-_ZEROING: tuple[Callable[..., Any], ...] = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+_ZEROING: tuple[Callable[..., Any], ...] = (
+    torch.ops.aten.zero_.default,
+    torch.ops.aten._foreach_zero_.default,
+)
 
 
 def _pending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PendingGrad]:

@@ -56,10 +56,13 @@ class ShardedParam:
         for slot in self.slots:
             slot.put(parameter)
 
-    @property
-    def is_aliased(self) -> bool:
-        """Whether users still hold the view of the flat buffer. `to_empty`, `assign=True` and swaps break this."""
-        return local_of(self.sharded) is self.local and all(s.get() is self.sharded for s in self.slots)
+    def is_aliased(self, *, showing_full: bool) -> bool:
+        """Whether users still hold the view of the flat buffer, and what we put on the modules still stands there.
+
+        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this.
+        """
+        standing = self.full if showing_full else self.sharded
+        return local_of(self.sharded) is self.local and all(slot.get() is standing for slot in self.slots)
 
     # ---- gradients ---------------------------------------------------------------------------------------
 

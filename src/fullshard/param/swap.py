@@ -5,9 +5,10 @@ A parameter that several modules share (tied weights) has one slot per module an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -48,9 +49,7 @@ def managed_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> It
     yield from walk("", root)
 
 
-def managed_parameters(
-    modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[nn.Parameter] = ()
-) -> list[Found]:
+def managed_parameters(modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[nn.Parameter] = ()) -> list[Found]:
     """The parameters registered on `modules`, each once with all its slots, except the ignored ones."""
     skip = {id(parameter) for parameter in ignored}
     found: dict[int, tuple[nn.Parameter, str, list[Slot]]] = {}
@@ -62,3 +61,16 @@ def managed_parameters(
             entry = found.setdefault(id(parameter), (parameter, dotted, []))
             entry[2].append(Slot(module, name))
     return [Found(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
+
+
+def move_unsharded(
+    modules: Iterable[tuple[str, nn.Module]], ignored: Collection[nn.Parameter], device: torch.device
+) -> None:
+    """Buffers and ignored parameters go to `device`; what is on the meta device stays there."""
+    for _, module in modules:
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(module, name, buffer.to(device))
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter in ignored and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)

@@ -1,10 +1,10 @@
 """Choices of the runtime that are not arguments of `fully_shard`: read once, when a root first runs.
 
-    FULLSHARD_PREFETCH        how many units a forward gathers ahead along the recorded order (default 1; 0: none)
-    FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2)
-    FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend;
-                              "torch": one all-gather and one reduce-scatter per unit, as FSDP2
-    FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
+FULLSHARD_PREFETCH        how many units a forward gathers ahead along the recorded order (default 1; 0: none)
+FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2)
+FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend;
+                          "torch": one all-gather and one reduce-scatter per unit, as FSDP2
+FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 COMMUNICATION = ("auto", "torch")
+WATCH = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -23,23 +24,27 @@ class Options:
     prefetch_depth: int = 1
     reductions_in_flight: int = 2
     communication: str = "auto"
+    watch: str = "auto"
     check: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Options:
         """Read the variables above; `ValueError` names the variable, its value and what it may be."""
         source = os.environ if environ is None else environ
-        communication = source.get("FULLSHARD_COMMUNICATION", "auto")
-        if communication not in COMMUNICATION:
-            raise ValueError(
-                f"FULLSHARD_COMMUNICATION: expected one of {', '.join(COMMUNICATION)}, found {communication!r}"
-            )
         return cls(
             prefetch_depth=_count(source, "FULLSHARD_PREFETCH", 1, at_least=0),
             reductions_in_flight=_count(source, "FULLSHARD_REDUCTIONS", 2, at_least=1),
-            communication=communication,
+            communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
+            watch=_choice(source, "FULLSHARD_WATCH", WATCH),
             check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
         )
+
+
+def _choice(source: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    value = source.get(name) or choices[0]
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
+    return value
 
 
 def _count(source: Mapping[str, str], name: str, default: int, *, at_least: int) -> int:

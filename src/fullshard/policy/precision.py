@@ -1,11 +1,11 @@
 """Dtypes of a unit: what the user asks for, and what follows for storage, compute, wire and sum.
 
-    storage   the dtype of the original parameter; sharded parameters, gradients and optimizer state have it
-    compute   the dtype of the gathered full parameters and of the gradients autograd makes
-    reduce    the dtype in which gradients are kept between micro-batches
-    wire      the dtype in which gradients travel: the narrower of compute and reduce, because widening before the
-              message adds bytes and no information; reduce, once gradients were accumulated
-    sum       the dtype in which messages are added: reduce, but at least float32, so that a sum rounds once
+storage   the dtype of the original parameter; sharded parameters, gradients and optimizer state have it
+compute   the dtype of the gathered full parameters and of the gradients autograd makes
+reduce    the dtype in which gradients are kept between micro-batches
+wire      the dtype in which gradients travel: the narrower of compute and reduce, because widening before the
+          message adds bytes and no information; reduce, once gradients were accumulated
+sum       the dtype in which messages are added: reduce, but at least float32, so that a sum rounds once
 """
 
 from __future__ import annotations

@@ -36,14 +36,14 @@ class Root:
         self.units = list(units)
         # Made for one unit by an early `unshard`; gives way to the real one.
         self.provisional = provisional
-        options = Options.from_environment()
+        self.options = options = Options.from_environment()
         device = self.units[0].placing.device
         self.pool = BufferPool(keep=device.type == "cpu")
         self.executor = Executor(
             self.units, self.pool, reductions_in_flight=options.reductions_in_flight, check=options.check
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
-        self.watch = Watch(self._weight_needed)
+        self.watch = Watch(self._weight_needed, always=options.watch == "always")
         self._backward: weakref.ref[_BackwardEnd] | None = None
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
@@ -52,6 +52,8 @@ class Root:
             unit.record.name = name
             unit.on_gradient = self._gradient_arrived
             unit.attach(self, self.pool, options.communication)
+            if options.watch == "never":
+                unit.watched = 0
             self.watch.learn(unit)
 
     # ---- forward -------------------------------------------------------------------------------------------
@@ -76,7 +78,9 @@ class Root:
 
     def forward_failed(self, unit: Unit) -> None:
         """Report that `unit`'s forward raised."""
-        self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record))
+        in_backward = current_backward() != -1
+        commands = rules.forward_failed(self.run, unit.record, in_backward=in_backward)
+        self._do("forward_failed", unit.record, commands, in_backward=in_backward)
 
     # ---- backward ------------------------------------------------------------------------------------------
 
@@ -95,11 +99,13 @@ class Root:
 
     def _gradient_arrived(self, unit: Unit, param: ShardedParam, bit: int) -> None:
         record = unit.record
-        if record.full is not Full.FULL and not record.in_backward:
+        if record.full is Full.PENDING and not record.in_backward and unit.may_read_early:
+            # The memory exists and its message is still arriving: whether the weights were read is not known.
+            unit.irregular = True
             raise RuntimeError(
-                f"{record.name}: expected a gradient of an output of this module before that of its parameter {param.name}, found the "
-                f"parameter's alone, so the backward read weights that were not gathered; use the module's outputs in the "
-                f"loss, or run the step again: the weights of this module are watched from now on"
+                f"{record.name}: expected the gradient of an output of this module before that of its parameter "
+                f"{param.name}, found the parameter's alone while its weights were being gathered; run the step again: "
+                f"from now on this module's weights are watched, and such a backward is right"
             )
         self._notice_backward()
         param.take_fresh()
@@ -137,7 +143,7 @@ class Root:
         self.watch.reset()
         self._backward = None
         self._do("abandon", self.run.units[0], rules.abandon(self.run, self.run.units[0]))
-        if failed_in_backward:
+        if failed_in_backward and self.options.watch == "auto":
             # It may have failed because weights were read that nothing announced: watch for that.
             for unit in self.units:
                 unit.watched = max(unit.watched, WATCHED_FORWARDS)
@@ -237,7 +243,8 @@ def clean_name(name: str) -> str:
 
 def _refuse_meta(names: Sequence[str], units: Sequence[Unit]) -> None:
     for unit in units:
-        unit.repair()
+        if unit.record.full is Full.SHARDED:
+            unit.repair()
     on_meta = [
         param.name if name == "root" else f"{name}.{param.name}"
         for name, unit in zip(names, units, strict=True)

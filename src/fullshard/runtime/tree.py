@@ -43,9 +43,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         changes = {
-            name: new
-            for name, old in fields.items()
-            if (new := map_tensors(function, old, depth + 1)) is not old
+            name: new for name, old in fields.items() if (new := map_tensors(function, old, depth + 1)) is not old
         }
         return dataclasses.replace(value, **changes) if changes else value
     return value

@@ -20,8 +20,8 @@ from ..comm import (
     reduce_channel,
 )
 from ..layout import Pack
-from ..lifecycle import UnitRecord
-from ..param import DtypeChanged, Found, ParamGroup, Placing, ShardedParam
+from ..lifecycle import Full, UnitRecord
+from ..param import DtypeChanged, Found, OwnedMemory, ParamGroup, Placing, ShardedParam
 from ..policy import resolve_precision
 from ..policy.precision import MixedPrecisionLike
 
@@ -56,13 +56,11 @@ class Unit:
         self.placing = placing
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
-        self.record = UnitRecord(
-            type(module).__name__, 0, reshard_after_forward=reshard_after_forward is not False
-        )
+        self.record = UnitRecord(type(module).__name__, 0, reshard_after_forward=reshard_after_forward is not False)
         self.groups = [
-            ParamGroup(part, resolve_precision(policy, part[0].parameter.dtype), placing)
-            for part in _by_dtype(found)
+            ParamGroup(part, resolve_precision(policy, part[0].parameter.dtype), placing) for part in _by_dtype(found)
         ]
+        self.record.empty = not self.groups
         self.root: Root | None = None
         self.gathers: list[GatherChannel] = []
         self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
@@ -80,7 +78,19 @@ class Unit:
         self.gathered_versions: tuple[tuple[int, ...], ...] = ()
         self.watched = WATCHED_FORWARDS
         self.irregular = False
+        # The saved weights of the last forward with gradients were watched.
+        self.is_watched = False
         module.__dict__[_ATTRIBUTE] = self
+
+    @property
+    def releases(self) -> bool:
+        """Whether full parameters have memory of their own, which comes and goes."""
+        return any(isinstance(group.memory, OwnedMemory) for group in self.groups)
+
+    @property
+    def may_read_early(self) -> bool:
+        """Whether a backward that nothing announced could read weights while they arrive in their final memory."""
+        return not self.is_watched and self.shard_group.world > 1 and any(g.plan.direct for g in self.groups)
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -117,9 +127,7 @@ class Unit:
         if channel is None:
             assert self._pool is not None
             segments = [group.pack.segments[i] for i in group.trainable]
-            pack = Pack.build(
-                [s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments]
-            )
+            pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
             precision = group.precision
             dtypes = Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage)
             channel = known[group.trainable] = reduce_channel(
@@ -133,7 +141,7 @@ class Unit:
         """Make the shards views of a flat buffer again where something replaced them; whether it was needed."""
         broken = False
         for position, group in enumerate(self.groups):
-            if group.is_aliased:
+            if group.is_aliased():
                 continue
             broken = True
             try:
@@ -148,7 +156,10 @@ class Unit:
 
     def is_stale(self) -> bool:
         """Whether shards were written, or replaced, since the full parameters were gathered."""
-        return self.gathered_versions != self.versions() or not all(g.is_aliased for g in self.groups)
+        showing_full = self.record.full is Full.FULL
+        return self.gathered_versions != self.versions() or not all(
+            group.is_aliased(showing_full=showing_full) for group in self.groups
+        )
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
         return tuple(group.versions() for group in self.groups)

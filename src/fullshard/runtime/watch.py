@@ -19,10 +19,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._torch_compat import (
+    base_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
     top_saved_tensor_hooks,
+    version_of,
 )
 from .unit import Unit
 
@@ -44,8 +46,11 @@ class _Activation(NamedTuple):
 class Watch:
     """The saved-tensor hooks of one root. `needed(unit)` is called when a token of `unit` is unpacked."""
 
-    def __init__(self, needed: Callable[[Unit], None]) -> None:
+    def __init__(self, needed: Callable[[Unit], None], *, always: bool) -> None:
         self._needed = needed
+        self._always = always
+        # One pair of objects, so that it can be recognised on torch's stack of hooks.
+        self._hooks = (self._pack, self._unpack)
         self._owner: dict[int, Unit] = {}
         self._active = 0
 
@@ -58,14 +63,18 @@ class Watch:
 
     def begin(self, unit: Unit) -> bool:
         """A forward of `unit` with gradients begins; whether `end` has to be called after it."""
-        if unit.watched <= 0 or unit.shard_group.world == 1:
+        unit.is_watched = False
+        if unit.watched <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
             return False
-        if not saved_tensor_hooks_allowed() or top_saved_tensor_hooks() is not None:
-            # Somebody else's, or our own of an enclosing unit, which know the weights of all units.
-            return False
-        if not unit.irregular:
+        if not (unit.irregular or self._always):
             unit.watched -= 1
-        push_saved_tensor_hooks(self._pack, self._unpack)
+        top = top_saved_tensor_hooks()
+        if top is not None:
+            # Our own of an enclosing unit know the weights of all units; somebody else's are not to be hidden.
+            unit.is_watched = top[0] is self._hooks[0]
+            return False
+        unit.is_watched = True
+        push_saved_tensor_hooks(*self._hooks)
         self._active += 1
         return True
 
@@ -80,27 +89,26 @@ class Watch:
             self.end()
 
     def _pack(self, tensor: Tensor) -> object:
-        weight = tensor if tensor.is_leaf else tensor._base
+        weight = tensor if tensor.is_leaf else base_of(tensor)
         if weight is not None:
             unit = self._owner.get(id(weight))
             if unit is not None:
                 return _Weight(unit, tensor if tensor.is_leaf else tensor.detach())
         if tensor.is_leaf:
-            return _Activation(tensor, tensor._version)
+            return _Activation(tensor, version_of(tensor))
         # Detached, or an output saved by its own node would keep that node and all before it alive.
-        return _Activation(tensor.detach(), tensor._version)
+        return _Activation(tensor.detach(), version_of(tensor))
 
     def _unpack(self, saved: object) -> Tensor:
         if isinstance(saved, _Weight):
             self._needed(saved.unit)
             return saved.tensor
         assert isinstance(saved, _Activation)
-        if saved.tensor._version != saved.version:
+        if version_of(saved.tensor) != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"expected version {saved.version} of a tensor of shape {tuple(saved.tensor.shape)} and dtype "
-                f"{saved.tensor.dtype}, found version {saved.tensor._version}; clone it before the edit, or enable "
+                f"{saved.tensor.dtype}, found version {version_of(saved.tensor)}; clone it before the edit, or enable "
                 f"torch.autograd.set_detect_anomaly(True) to see where it was used"
             )
         return saved.tensor
-

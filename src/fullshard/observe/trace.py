@@ -1,0 +1,69 @@
+"""The events and commands of a run as text, one a line: what the golden files and the documents are made of.
+
+with fullshard.observe.record(model) as trace:
+    model(batch).sum().backward()
+print("\\n".join(trace.lines))
+
+> pre_forward root
+  gather root
+  wait root
+...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ..lifecycle import Command, Event
+from ..runtime import Root, root_of
+from ..runtime.root import module_units
+
+
+class Trace:
+    """What was recorded so far. `lines` is the text; `commands` the (kind, unit) pairs alone."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def event(self, event: Event) -> None:
+        self.lines.append(str(event))
+
+    def command(self, command: Command) -> None:
+        self.lines.append(f"  {command}")
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """(kind, unit name) of each command, in order."""
+        words = (line.split() for line in self.lines if not line.startswith(">"))
+        return [(kind, unit) for kind, unit in words]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Trace]:
+    """Record the units of `model` while the context is open. Forms the root when there was no forward yet.
+
+    Raises `ValueError` when nothing in `model` is sharded.
+    """
+    trace = Trace()
+    roots: list[Root] = []
+    for unit in module_units(model):
+        root = root_of(unit)
+        if root not in roots:
+            roots.append(root)
+    if not roots:
+        raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
+    for root in roots:
+        root.event_listeners.append(trace.event)
+        root.executor.listeners.append(trace.command)
+    try:
+        yield trace
+    finally:
+        for root in roots:
+            root.event_listeners.remove(trace.event)
+            root.executor.listeners.remove(trace.command)
