@@ -89,14 +89,12 @@ class ShardedParam:
                 self.marker = None
         return held
 
-    def to_send(self, reduce_dtype: torch.dtype, *, accumulated: bool) -> Tensor | None:
-        """The full gradient to reduce: what this backward brought and what earlier ones left, or None.
-
-        `accumulated`: earlier ones may have left something, on some rank: the result is in `reduce_dtype`.
-        """
+    def to_send(self, reduce_dtype: torch.dtype, *, with_held: bool) -> Tensor | None:
+        """The full gradient to reduce: what this backward brought, and with `with_held` what earlier ones left (then in
+        `reduce_dtype`); None when there is nothing."""
         fresh = self.fresh
         self.fresh = None
-        if not accumulated:
+        if not with_held:
             return fresh
         held = self.live_held()
         if held is None or fresh is None:

@@ -32,6 +32,8 @@ class Executor:
         self._in_flight: deque[_InFlight] = deque()
         # Units with gradients to commit when the backward ends, in the order of their commands.
         self._touched: dict[Unit, None] = {}
+        # Units whose held gradients are under way: their accumulation window closes with this backward.
+        self._closing: dict[Unit, None] = {}
         self._checker = CommandChecker() if check else None
         self.listeners: list[Callable[[Command], None]] = []
         self._actions: dict[str, Callable[[Unit], None]] = {
@@ -55,6 +57,10 @@ class Executor:
             for listener in self.listeners:
                 listener(command)
             self._actions[command.kind](self.units[command.unit.index])
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether some rank may hold gradients of earlier backwards that no message of this one carries yet."""
+        return unit.window_open and unit not in self._closing
 
     # ---- full parameters -----------------------------------------------------------------------------------
 
@@ -88,13 +94,16 @@ class Executor:
 
     def _reduce(self, unit: Unit) -> None:
         self._touched[unit] = None
-        accumulated, unit.window_open = unit.window_open, False
+        accumulated, with_held = unit.window_open, self.holds(unit)
+        # Only the first message of a backward carries what earlier ones left. The window closes when it ends well.
+        if with_held:
+            self._closing[unit] = None
         unit.arrived = 0
         for position, group in enumerate(unit.groups):
             if not group.trainable:
                 continue
             dtype = group.precision.reduce
-            gradients = [group.params[i].to_send(dtype, accumulated=accumulated) for i in group.trainable]
+            gradients = [group.params[i].to_send(dtype, with_held=with_held) for i in group.trainable]
             reduction = unit.reduce_channel(position).issue(gradients, accumulated=accumulated)
             self._in_flight.append(_InFlight(group, group.trainable, reduction))
         while len(self._in_flight) > self._limit:
@@ -121,12 +130,14 @@ class Executor:
         self._touched.clear()
         for unit in self.units:
             unit.arrived = 0
-            unit.window_open = unit.window_open or not unit.record.sync
+            unit.window_open = not unit.record.sync or (unit.window_open and unit not in self._closing)
+        self._closing.clear()
 
     def _discard(self, root: Unit) -> None:
         while self._in_flight:
             self._in_flight.popleft().reduction.abandon()
         self._touched.clear()
+        self._closing.clear()
         for unit in self.units:
             unit.arrived = 0
             for param in unit.params:

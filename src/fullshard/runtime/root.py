@@ -44,6 +44,7 @@ class Root:
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.watch = Watch(self._weight_needed, always=options.watch == "always")
+        self._watches_left = 8
         self._backward: weakref.ref[_BackwardEnd] | None = None
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
@@ -64,6 +65,8 @@ class Root:
         in_backward = current_backward() != -1
         if not in_backward and run.has_leftovers and (run.forward_root in (None, record) or record.index == 0):
             self.abandon()
+        if self.run.order and record.index == 0 and not in_backward:
+            self._watch_again()
         repeated = in_backward and record.in_backward
         stale = record.full in (Full.FULL, Full.SHELVED) and unit.is_stale()
         commands = rules.pre_forward(run, record, in_backward=in_backward, stale=stale)
@@ -133,7 +136,8 @@ class Root:
     def backward_end(self) -> None:
         """Report that the whole backward is over."""
         self._backward = None
-        present = [unit.arrived != 0 or (unit.window_open and unit.record.sync) for unit in self.units]
+        waiting = self.executor.holds
+        present = [unit.arrived != 0 or (unit.record.sync and waiting(unit)) for unit in self.units]
         commands = rules.backward_end(self.run, self.run.units[0], present)
         self._do("backward_end", self.run.units[0], commands)
 
@@ -147,6 +151,14 @@ class Root:
             # It may have failed because weights were read that nothing announced: watch for that.
             for unit in self.units:
                 unit.watched = max(unit.watched, WATCHED_FORWARDS)
+
+    def _watch_again(self) -> None:
+        """A forward follows a forward. A backward between them may have failed before it reported anything, because it
+        read a weight that nothing announced; so watch this one. Programs that run two forwards pay a few times."""
+        if self.options.watch == "auto" and self._watches_left:
+            self._watches_left -= 1
+            for unit in self.units:
+                unit.watched = max(unit.watched, 1)
 
     # ---- the user's calls ----------------------------------------------------------------------------------
 

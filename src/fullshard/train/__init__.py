@@ -1,0 +1,17 @@
+"""The trainer: `fullshard train` and `fullshard generate`.
+
+It uses the public interface of `fullshard` only, like any other program would; nothing in the package imports
+this room. Every file has one subject:
+
+| file | subject |
+|---|---|
+| `cli` | commands, help, exit codes |
+| `config`, `config_load` | the keys and their rules; reading TOML and `--set`, printing |
+| `launch`, `process` | starting N processes; what one process does to join, to stop and to fail |
+| `model`, `recompute` | the Llama-like model, which knows nothing of sharding; recomputed activations |
+| `tokenizer`, `data` | bytes or BPE; corpus, split, which samples belong to which step |
+| `shard`, `loop` | model -> sharded model; the steps |
+| `metrics`, `console`, `plot` | what is recorded, shown and drawn |
+| `table`, `facts` | bytes per rank, expected and measured; FLOP and peak rates |
+| `artifacts`, `safetensors_file`, `sample` | the run folder; trained weights; text from a model |
+"""

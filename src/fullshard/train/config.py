@@ -1,0 +1,223 @@
+"""Every key of a training run, with its default, its meaning and its limits.
+
+The tree is made of frozen dataclasses: one per TOML section, `Config` for the whole. A key carries its documentation
+and its limits as field metadata, so that the reader (`config_load`), `fullshard train --print-config` and the
+documentation all tell the same. Rules between keys are in `Config.check`, rules that need to know how many
+processes there are in `Config.check_world`; both raise `ConfigError`, whose text is one line that names the key, the
+value and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(Exception):
+    """The user's configuration cannot be run. The text is one line: key, value, what is wrong, nearest valid choice."""
+
+
+def invalid(key: str, value: object, problem: str, nearest: str = "") -> ConfigError:
+    """`invalid("training.steps", 0, "expected at least 1", "1")` -> the one line that the user sees."""
+    line = f"{key} = {show(value)}: {problem}"
+    return ConfigError(f"{line}; nearest valid: {nearest}" if nearest else line)
+
+
+def show(value: object) -> str:
+    """A value in TOML spelling (JSON's, for the scalar types that a config can hold)."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,  # inclusive lower limit
+    above: float | None = None,  # exclusive lower limit
+    most: float | None = None,  # inclusive upper limit
+) -> Any:
+    limits = {"doc": doc, "choices": choices, "least": least, "above": above, "most": most}
+    return field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    dir: str = _key("", 'folder of this run, must be new or empty; "" makes runs/<date>-<time>')
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKeys:
+    layers: int = _key(4, "number of transformer blocks; each is one sharded unit", least=1)
+    dim: int = _key(128, "width of the residual stream", least=2)
+    heads: int = _key(4, "query heads; must divide dim", least=1)
+    kv_heads: int = _key(2, "key and value heads (grouped-query attention); must divide heads", least=1)
+    ffn_dim: int = _key(0, "width of the SwiGLU layer; 0 = 8/3 of dim, rounded up to a multiple of 32", least=0)
+    tie_embeddings: bool = _key(True, "use the token embedding as the output projection too")
+    rope_theta: float = _key(10000.0, "base of the rotary position frequencies", above=0.0)
+    norm_eps: float = _key(1e-5, "epsilon of RMSNorm", above=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingKeys:
+    steps: int = _key(300, "optimizer steps", least=1)
+    global_batch: int = _key(16, "sequences per optimizer step over all processes together", least=1)
+    micro_batch: int = _key(4, "most sequences in one forward pass of a process; 0 = its whole share", least=0)
+    sequence_length: int = _key(128, "tokens per sequence, also the longest context of the model", least=2)
+    clip_norm: float = _key(1.0, "largest global gradient norm; 0 = do not clip", least=0.0)
+    accumulate: str = _key(
+        "local",
+        'several micro-batches: "local" reduces gradients once, after the last; "reduce" after each, in less memory',
+        choices=("local", "reduce"),
+    )
+    recompute: str = _key(
+        "none",
+        'activations: "none" keeps all; "block" keeps block inputs and recomputes',
+        choices=("none", "block"),
+    )
+    device: str = _key("auto", '"auto" = cuda where there is a device, else cpu', choices=("auto", "cpu", "cuda"))
+    seed: int = _key(0, "seed of initial weights, sample order and generated text", least=0)
+    threads: int = _key(0, "CPU threads per process; 0 = cores / processes", least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKeys:
+    lr: float = _key(2e-3, "highest learning rate of AdamW", above=0.0)
+    min_lr_ratio: float = _key(0.1, "the cosine ends at this part of lr", least=0.0, most=1.0)
+    warmup_steps: int = _key(20, "steps of linear warm-up", least=0)
+    beta1: float = _key(0.9, "decay of the first moment", least=0.0, most=0.9999999)
+    beta2: float = _key(0.95, "decay of the second moment", least=0.0, most=0.9999999)
+    eps: float = _key(1e-8, "added to the root of the second moment", above=0.0)
+    weight_decay: float = _key(0.1, "decoupled decay of matrices; norm weights are not decayed", least=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelismKeys:
+    data_parallel_shard_degree: int = _key(-1, "processes that share one copy of the state; -1 = all", least=-1)
+    data_parallel_replicate_degree: int = _key(1, "copies of that group (HSDP); only 1 so far", least=1)
+    reshard_after_forward: str = _key(
+        "default",
+        'free full parameters after forward: "default" = all but the root\'s, "always", "never"',
+        choices=("default", "always", "never"),
+    )
+    timeout_seconds: float = _key(300.0, "a collective that takes longer ends the run", above=0.0)
+
+
+_DTYPES = ("default", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionKeys:
+    param: str = _key("default", "dtype of gathered parameters and of compute", choices=_DTYPES)
+    reduce: str = _key(
+        "default",
+        "dtype in which gradients are summed over micro-batches and processes",
+        choices=(*_DTYPES, "float64"),
+    )
+    output: str = _key("default", "dtype of the logits that the model returns", choices=_DTYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class DataKeys:
+    corpus: str = _key("builtin", '"builtin" = the documentation inside Python; "path:FILE" = text or .jsonl')
+    text_key: str = _key("text", "where the text is in an object of a .jsonl corpus")
+    validation_fraction: float = _key(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
+    tokenizer: str = _key(
+        "bytes", '"bytes", or "bpe" trained on the corpus (needs fullshard[bpe])', choices=("bytes", "bpe")
+    )
+    bpe_vocab: int = _key(1024, "vocabulary of the BPE tokenizer", least=260)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsKeys:
+    log_every: int = _key(10, "steps between two lines on a console that is no terminal", least=1)
+    eval_every: int = _key(50, "steps between two validations; the last step always validates", least=1)
+    eval_windows: int = _key(128, "sequences of one validation; 0 = the whole validation part", least=0)
+    tensorboard: bool = _key(True, "also write TensorBoard files, where tensorboard is installed")
+    plot: bool = _key(True, "draw loss.png at the end, where matplotlib is installed")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKeys:
+    prompt: str = _key("The ", "beginning of the text generated at the end")
+    tokens: int = _key(200, "tokens to generate; 0 = none", least=0)
+    temperature: float = _key(0.7, "0 = always the most likely token", least=0.0)
+    top_k: int = _key(40, "choose among the k most likely tokens; 0 = all", least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration. Valid in itself once `check` has passed; `check_world` adds the number of processes."""
+
+    run: RunKeys = field(default_factory=RunKeys)
+    model: ModelKeys = field(default_factory=ModelKeys)
+    training: TrainingKeys = field(default_factory=TrainingKeys)
+    optimizer: OptimizerKeys = field(default_factory=OptimizerKeys)
+    parallelism: ParallelismKeys = field(default_factory=ParallelismKeys)
+    precision: PrecisionKeys = field(default_factory=PrecisionKeys)
+    data: DataKeys = field(default_factory=DataKeys)
+    metrics: MetricsKeys = field(default_factory=MetricsKeys)
+    sample: SampleKeys = field(default_factory=SampleKeys)
+
+    @property
+    def ffn_dim(self) -> int:
+        """The SwiGLU width with 0 resolved: 8/3 of dim keeps the parameter count of a plain 4·dim layer."""
+        if self.model.ffn_dim:
+            return self.model.ffn_dim
+        return -(-8 * self.model.dim // 3 // 32) * 32
+
+    def check(self) -> None:
+        """Rules between keys. Raises `ConfigError`."""
+        m, p, d = self.model, self.parallelism, self.data
+        if m.dim % m.heads or (m.dim // m.heads) % 2:
+            heads = [h for h in range(1, m.dim // 2 + 1) if m.dim % h == 0 and (m.dim // h) % 2 == 0]
+            if not heads:
+                raise invalid("model.dim", m.dim, "must be even", str(m.dim + 1))
+            problem = f"must divide model.dim = {m.dim} into heads of even width"
+            raise invalid("model.heads", m.heads, problem, _nearest(m.heads, heads))
+        if m.heads % m.kv_heads:
+            divisors = [k for k in range(1, m.heads + 1) if m.heads % k == 0]
+            problem = f"must divide model.heads = {m.heads}"
+            raise invalid("model.kv_heads", m.kv_heads, problem, _nearest(m.kv_heads, divisors))
+        if p.data_parallel_replicate_degree > 1:
+            problem = "copies of the sharded group (HSDP) are not built yet"
+            raise invalid("parallelism.data_parallel_replicate_degree", p.data_parallel_replicate_degree, problem, "1")
+        if p.data_parallel_shard_degree == 0:
+            raise invalid("parallelism.data_parallel_shard_degree", 0, "expected -1 (all) or at least 1", "-1")
+        if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
+            raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
+
+    def check_world(self, world: int) -> None:
+        """Rules that depend on the number of processes `world`. Raises `ConfigError`."""
+        degree, batch, micro = (
+            self.parallelism.data_parallel_shard_degree,
+            self.training.global_batch,
+            self.training.micro_batch,
+        )
+        if degree not in (-1, world):
+            key = "parallelism.data_parallel_shard_degree"
+            raise invalid(key, degree, f"there are {world} process(es)", f"{world} (or -1 for all)")
+        if batch % world:
+            problem = f"must be a multiple of the {world} processes"
+            multiples = [max(batch // world, 1) * world, (batch // world + 1) * world]
+            raise invalid("training.global_batch", batch, problem, _nearest(batch, multiples))
+        share = batch // world
+        if micro and share % min(micro, share):
+            problem = f"must divide the {share} sequences that each of {world} process(es) has of a step"
+            divisors = [k for k in range(1, share + 1) if share % k == 0]
+            raise invalid("training.micro_batch", micro, problem, _nearest(micro, divisors))
+
+    def micro_batch(self, world: int) -> int:
+        """Sequences in one forward pass of each of `world` processes."""
+        share = self.training.global_batch // world
+        return min(self.training.micro_batch or share, share)
+
+
+def _nearest(value: int, valid: list[int]) -> str:
+    return str(min(valid, key=lambda v: (abs(v - value), v)))
+
+
+def _nearest_corpus(value: str) -> str:
+    # A bare file name is the likely mistake; anything that looks like a path is answered with the same path, prefixed.
+    return show(f"path:{value}" if any(c in value for c in "./\\") else "builtin")

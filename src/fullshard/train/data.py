@@ -1,0 +1,179 @@
+"""The corpus, its split, and which samples belong to which step.
+
+```
+corpus file(s) -> documents -> tokens: BOS doc EOS BOS doc EOS ... -> [ training part | validation part ]
+training part  -> windows of T+1 tokens, T apart -> SampleOrder: (seed, step) -> the step's windows, for all ranks
+```
+
+The windows of a step are a list that every rank computes alike; a rank takes its slice of it. So the data of a step
+does not depend on how many ranks there are, and needs no state but the step number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.train import optional
+from fullshard.train.config import ConfigError, DataKeys, invalid
+from fullshard.train.tokenizer import BPE_HINT, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents in a fixed order, and where they come from."""
+
+    name: str
+    documents: tuple[str, ...]
+    sha256: str  # of the file's bytes; of the joined documents for the built-in corpus
+    nbytes: int
+
+
+def read_corpus(keys: DataKeys) -> Corpus:
+    """The corpus that `data.corpus` names. Raises `ConfigError` where the file cannot be used."""
+    if keys.corpus == "builtin":
+        return _builtin()
+    path = Path(keys.corpus.removeprefix("path:")).expanduser()
+    try:
+        raw = path.read_bytes()
+        text = raw.decode()
+    except OSError as error:
+        raise invalid("data.corpus", keys.corpus, f"cannot read it: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise invalid("data.corpus", keys.corpus, f"not UTF-8 text: byte {error.start} is {raw[error.start]}") from None
+    if path.suffix == ".jsonl":
+        documents = _jsonl_documents(keys, text)
+    else:
+        documents = (text,)
+    if not any(documents):
+        raise invalid("data.corpus", keys.corpus, "there is no text in it")
+    return Corpus(keys.corpus, documents, hashlib.sha256(raw).hexdigest(), len(raw))
+
+
+def _builtin() -> Corpus:
+    from pydoc_data.topics import (
+        topics,
+    )  # about 0.5 MB of English in every Python; the text differs by version
+
+    documents = tuple(topics[name] for name in sorted(topics))
+    raw = "".join(documents).encode()
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Corpus(f"pydoc_data.topics of Python {version}", documents, hashlib.sha256(raw).hexdigest(), len(raw))
+
+
+def _jsonl_documents(keys: DataKeys, text: str) -> tuple[str, ...]:
+    """One document a line: an object with the text under `data.text_key`, or a plain JSON string."""
+    documents = []
+    # Split at line feeds only: `splitlines` would also cut at characters that JSON strings may hold unescaped.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise invalid("data.corpus", keys.corpus, f"line {number} is not JSON: {error.msg}") from None
+        if isinstance(value, dict):
+            if keys.text_key not in value:
+                found = ", ".join(map(str, value)) or "no key"
+                problem = f"line {number} of {keys.corpus} has no such key, but {found}"
+                raise invalid("data.text_key", keys.text_key, problem)
+            value = value[keys.text_key]
+        if not isinstance(value, str):
+            raise invalid("data.corpus", keys.corpus, f"line {number}: expected text, found {type(value).__name__}")
+        documents.append(value)
+    return tuple(documents)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSplit:
+    """Training and validation tokens, int32, each (num_tokens,)."""
+
+    train: Tensor
+    validation: Tensor
+
+
+def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> TokenSplit:
+    """All documents, each between BOS and EOS, cut once: the last `validation_fraction` of the tokens validates."""
+    stream: list[int] = []
+    for document in corpus.documents:
+        stream.append(tokenizer.bos)
+        stream.extend(tokenizer.encode(document))
+        stream.append(tokenizer.eos)
+    tokens = torch.tensor(stream, dtype=torch.int32)
+    cut = len(tokens) - max(round(len(tokens) * validation_fraction), 2)
+    return TokenSplit(tokens[:cut], tokens[cut:])
+
+
+class SampleOrder:
+    """Which training windows each step sees: a function of (seed, step) alone, without replacement in an epoch.
+
+    An epoch is a permutation of the windows, and begins at its own offset below T, so that the borders between
+    windows fall elsewhere each time.
+
+    >>> order = SampleOrder(num_tokens=101, sequence_length=10, seed=0)
+    >>> order.num_windows
+    9
+    >>> starts = [s for step in range(3) for s in order.starts(step, global_batch=3)]
+    >>> len(set(starts)), order.starts(1, global_batch=3) == starts[3:6]
+    (9, True)
+    """
+
+    def __init__(self, *, num_tokens: int, sequence_length: int, seed: int) -> None:
+        # Room for the largest offset (T - 1) and for the one token after the last window, its last target.
+        self.num_windows = (num_tokens - sequence_length) // sequence_length
+        self.sequence_length, self.seed = sequence_length, seed
+        if self.num_windows < 1:
+            problem = f"the training part has only {num_tokens} tokens"
+            raise invalid("training.sequence_length", sequence_length, problem, str(max(num_tokens // 2, 2)))
+        # One epoch is asked for again and again; a batch across an epoch's end alternates between two.
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
+
+    def starts(self, step: int, global_batch: int) -> list[int]:
+        """First token of each window of step `step` (from 0), in order; rank r's share is a slice of this list."""
+        found = []
+        for index in range(step * global_batch, (step + 1) * global_batch):
+            epoch, place = divmod(index, self.num_windows)
+            offset, permutation = self._epoch(epoch)
+            found.append(offset + int(permutation[place]) * self.sequence_length)
+        return found
+
+    def _draw_epoch(self, epoch: int) -> tuple[int, Tensor]:
+        digest = hashlib.sha256(f"{self.seed}:epoch:{epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        offset = int(torch.randint(self.sequence_length, (), generator=generator))
+        return offset, torch.randperm(self.num_windows, generator=generator)
+
+
+def windows(tokens: Tensor, starts: list[int], sequence_length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (len(starts), T) int64; the target of a token is the one after it."""
+    rows = torch.stack([tokens[s : s + sequence_length + 1] for s in starts]).long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def validation_windows(tokens: Tensor, sequence_length: int, limit: int, pad: int) -> tuple[Tensor, Tensor]:
+    """The first `limit` windows of the validation part (all for 0), the last filled up with `pad`.
+
+    Inputs and targets, both (num_windows, T) int64. A target of `pad` does not count.
+    """
+    count = -(-(len(tokens) - 1) // sequence_length)
+    if limit:
+        count = min(count, limit)
+    rows = torch.full((count, sequence_length + 1), pad, dtype=torch.int64)
+    for i in range(count):
+        piece = tokens[i * sequence_length : (i + 1) * sequence_length + 1]
+        rows[i, : len(piece)] = piece
+    return rows[:, :-1], rows[:, 1:]
+
+
+def check_data(keys: DataKeys) -> Corpus:
+    """Read the corpus and find out whether the tokenizer can be had, before any process is started."""
+    if keys.tokenizer == "bpe" and optional.find("tokenizers") is None:
+        raise ConfigError(BPE_HINT)
+    return read_corpus(keys)

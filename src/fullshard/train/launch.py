@@ -1,0 +1,191 @@
+"""Starting the processes of a run with torchrun's elastic agent, and telling how they ended.
+
+The agent starts one process per rank, watches them, and when one fails or a signal arrives ends all of them. Everything
+stays on this machine: the processes meet through a file, and gloo and NCCL are bound to the loopback interface.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fullshard.train.artifacts import close_manifest, discard_run_dir, remove_parts
+from fullshard.train.config import Config, ConfigError, invalid
+from fullshard.train.metrics import read_metrics
+
+STORE_PATH = "FULLSHARD_STORE_PATH"  # set by the launcher: the file through which its processes meet
+LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
+RUN_DIR = "FULLSHARD_RUN_DIR"  # set by the launcher: the run folder, already made
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2  # and 128 + number of the signal for an interrupted run: 130 for Ctrl-C, 143 for SIGTERM
+
+# What a process runs. SIGINT gets its plain meaning first, so that Ctrl-C during the import of torch ends the process
+# without a traceback; `process.stop_on_signals` takes over later.
+_PROGRAM = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    "from fullshard.train.cli import main\n"
+    "raise SystemExit(main())"
+)
+
+
+def joined_from_outside() -> bool:
+    """Whether this process already is one of several (torchrun, or our own launcher): then it starts no others."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def device_kind(config: Config) -> str:
+    """ "cpu" or "cuda", as training.device says. Raises `ConfigError` for a device that is not there."""
+    wanted = config.training.device
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise invalid("training.device", "cuda", "PyTorch finds no CUDA device here", '"cpu"')
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+def num_processes(config: Config, asked: int | None) -> int:
+    """`--nproc`, else the shard degree, else one per CUDA device, else 2. Raises `ConfigError` for what cannot be."""
+    kind = device_kind(config)
+    degree = config.parallelism.data_parallel_shard_degree
+    devices = torch.cuda.device_count() if kind == "cuda" else 0
+    count = asked or (degree if degree > 0 else devices or 2)
+    if asked is not None and asked < 1:
+        raise ConfigError(f"--nproc {asked}: expected at least 1; nearest valid: 1")
+    if devices and count > devices:
+        raise ConfigError(
+            f"--nproc {count}: there are {devices} CUDA device(s) and each process needs one; nearest valid: {devices}"
+        )
+    return count
+
+
+def threads_per_process(config: Config, local_processes: int) -> int:
+    """training.threads, or the cores that this process may use divided by the processes on this machine."""
+    if config.training.threads:
+        return config.training.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // local_processes, 1)
+
+
+def launch(config: Config, run_dir: Path, world: int) -> int:
+    """Run `world` processes to their end and return the exit code of the command. Prints one line when it is not 0."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The agent logs what it does on the way out; what is worth saying is said below, once.
+    agent_log = logging.getLogger("torch.distributed.elastic")
+    agent_log.addHandler(logging.NullHandler())
+    agent_log.propagate = False
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        _prepare_environment(config, run_dir, world, Path(folder) / "store")
+        agent = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder) / "rendezvous"),
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(agent, sys.executable)("-c", _PROGRAM, "train", str(run_dir / "config.toml"))
+            return 0
+        except SignalException as stop:
+            return _interrupted(run_dir, int(stop.sigval))
+        except ChildFailedError as error:
+            return _ended_badly(run_dir, [_Failure.of(rank, f) for rank, f in error.failures.items()])
+
+
+def _prepare_environment(config: Config, run_dir: Path, world: int, store: Path) -> None:
+    os.environ[STORE_PATH] = str(store)
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    os.environ[RUN_DIR] = str(run_dir)
+    # Thread pools are sized when torch is loaded, so this must be in the environment of the new process.
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_process(config, world))
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    # A process that does not end by itself (stopped, or stuck in the kernel) is killed after this.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+
+
+class _Failure(NamedTuple):
+    """How one process ended badly."""
+
+    rank: int
+    exit_code: int  # negative: killed by that signal
+    message: str  # "ValueError: ..." or ""
+    traceback: str
+    seconds: float  # when
+
+    @staticmethod
+    def of(rank: int, failure: object) -> _Failure:
+        data = getattr(failure, "error_file_data", {}).get("message", "")
+        text, extra = (data.get("message", ""), data.get("extraInfo", {})) if isinstance(data, dict) else ("", {})
+        when = float(extra.get("timestamp", getattr(failure, "timestamp", 0)))
+        return _Failure(rank, getattr(failure, "exitcode", 1), text, extra.get("py_callstack", ""), when)
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The stop signal that this process obeyed, if that is how it ended."""
+        number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128
+        return number if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else None
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The cause comes first: an exception of its own, a kill, a stop; then those who only lost their peer."""
+        lost_peer = any(sign in self.message for sign in ("onnection closed", "onnection reset", "onnection refused"))
+        if self.message and not lost_peer:
+            return (0, self.seconds)
+        if self.exit_code < 0 and self.stopped_by is None:
+            return (1, self.seconds)
+        return (2 if self.stopped_by else 3, self.seconds)
+
+
+def _ended_badly(run_dir: Path, failures: list[_Failure]) -> int:
+    cause = min(failures, key=lambda f: f.order)
+    if cause.exit_code == EXIT_USAGE:
+        discard_run_dir(run_dir)
+        print(f"fullshard: {cause.message.partition(': ')[2]}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    if cause.stopped_by is not None and not any(f.message for f in failures if f.order[0] == 0):
+        return _interrupted(run_dir, cause.stopped_by)
+    if cause.traceback and not cause.message.startswith(FloatingPointError.__name__):  # that one explains itself
+        print(cause.traceback.rstrip(), file=sys.stderr)
+    if cause.exit_code < 0:
+        what = f"was killed by {signal.Signals(-cause.exit_code).name}"
+        what += " (out of memory?)" if cause.exit_code == -signal.SIGKILL else ""
+    else:
+        what = f"failed: {cause.message}" if cause.message else f"ended with code {cause.exit_code}"
+    tell_end(run_dir, "failed", f"rank {cause.rank} {what}")
+    return EXIT_FAILED
+
+
+def _interrupted(run_dir: Path, signum: int) -> int:
+    tell_end(run_dir, "interrupted", f"interrupted by {signal.Signals(signum).name}")
+    return 128 + signum
+
+
+def tell_end(run_dir: Path, status: str, what: str) -> None:
+    """Close the folder of a run that did not end well, and say so in one line."""
+    remove_parts(run_dir)
+    path = run_dir / "metrics.jsonl"
+    records = read_metrics(path) if path.exists() else []
+    step = records[-1]["step"] if records else 0
+    close_manifest(run_dir, status, reason=what, last_step=step)
+    where = f"after step {step}; what was written is whole: {run_dir}"
+    print(f"fullshard: {what} ({where})", file=sys.stderr, flush=True)

@@ -1,0 +1,213 @@
+"""The steps of a run, as every rank takes them.
+
+```
+windows of the step (same list on all ranks) -> this rank's slice -> micro-batches: forward, backward
+   -> clip by the global norm -> the loss of the whole batch -> AdamW -> now and then: validation
+```
+
+The mathematics does not know how many ranks there are: the global batch is fixed, each token's loss has the weight
+1 / (tokens of the global batch), and what is reported is summed over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fullshard import clip_grad_norm_
+from fullshard.train.config import Config
+from fullshard.train.console import Console
+from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, windows
+from fullshard.train.facts import flop_per_token, memory_nbytes, peak_flop_per_second
+from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, bits_per_byte
+from fullshard.train.model import Llama
+from fullshard.train.process import World
+from fullshard.train.shard import as_fsdp, compute_dtype
+from fullshard.train.table import StateBytes, measured_local
+from fullshard.train.tokenizer import Tokenizer
+
+
+class Loss(NamedTuple):
+    """A loss over some text: the sum, and over what."""
+
+    nats: float
+    tokens: int
+    nbytes: int
+
+    @property
+    def per_token(self) -> float:
+        return self.nats / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        return bits_per_byte(self.nats, self.nbytes)
+
+
+class Outcome(NamedTuple):
+    """What the loop hands back."""
+
+    last: StepRecord
+    seconds: float
+    held: StateBytes  # parameters, gradients and optimizer of this rank, counted after the first step's update
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Where the figures of a step go. Only rank 0 has files."""
+
+    console: Console
+    metrics: MetricsFile | None = None
+    tensorboard: TensorBoard | None = None
+
+    def step(self, record: StepRecord) -> None:
+        if self.metrics is not None:
+            self.metrics.write(record)
+        if self.tensorboard is not None:
+            self.tensorboard.write(record)
+        self.console.step(record)
+
+    def close(self) -> None:
+        self.console.end()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The rate of step `step` (from 1): linear up to optimizer.lr, then half a cosine down to min_lr_ratio of it."""
+    keys, steps = config.optimizer, config.training.steps
+    if step <= keys.warmup_steps:
+        return keys.lr * step / keys.warmup_steps
+    progress = (step - keys.warmup_steps) / max(steps - keys.warmup_steps, 1)
+    return keys.lr * (keys.min_lr_ratio + (1 - keys.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+class Trainer:
+    """Model, optimizer and data of one rank, and what is done with them in a step."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        model: Llama,
+        optimizer: torch.optim.Optimizer,
+        split: TokenSplit,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
+        keys = config.training
+        self.share = keys.global_batch // world.size
+        self.micro_batch = config.micro_batch(world.size)
+        self.train_tokens = split.train
+        self.order = SampleOrder(num_tokens=len(split.train), sequence_length=keys.sequence_length, seed=keys.seed)
+        self.validation = validation_windows(
+            split.validation, keys.sequence_length, config.metrics.eval_windows, tokenizer.pad
+        )
+        self.pad = tokenizer.pad
+        self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
+        self.flop_per_token = flop_per_token(model.shape, sum(p.numel() for p in model.parameters()))
+        self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
+        self.held = StateBytes(0, 0, 0)
+
+    def run(self, outputs: Outputs) -> Outcome:
+        """All steps. Raises `FloatingPointError`, before the update, when loss or gradient is not finite."""
+        begun = time.monotonic()
+        steps = self.config.training.steps
+        outputs.console.begin(steps)
+        for step in range(1, steps + 1):
+            record = self.step(step)
+            outputs.step(record)
+        return Outcome(record, time.monotonic() - begun, self.held)
+
+    def step(self, step: int) -> StepRecord:
+        begun = time.monotonic()
+        keys = self.config.training
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, step)
+        nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
+        norm = float(clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
+        nats, nbytes = self.world.total([nats, nbytes])
+        tokens = keys.global_batch * keys.sequence_length
+        loss = Loss(nats, tokens, round(nbytes))
+        if not (math.isfinite(nats) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"step {step}: loss is {loss.per_token}, gradient norm is {norm}; nothing was updated. "
+                "A lower optimizer.lr or a longer optimizer.warmup_steps may help"
+            )
+        self.optimizer.step()
+        if step == 1:
+            self.held = measured_local(self.model, self.optimizer)
+        self.optimizer.zero_grad()
+        seconds = time.monotonic() - begun
+        validated = self._validation_due(step)
+        val = self.validate() if validated else None
+        flop_per_second = tokens * self.flop_per_token / seconds
+        peak = self.peak_flop_per_second
+        return StepRecord(
+            step=step,
+            loss=loss.per_token,
+            bits_per_byte=loss.bits_per_byte,
+            grad_norm=norm,
+            lr=learning_rate(self.config, step),
+            tokens=step * tokens,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            tflop_per_second=flop_per_second / 1e12,
+            mfu=flop_per_second / (peak * self.world.size) if peak else None,
+            memory_bytes=memory_nbytes(self.world.device),
+            val_loss=val.per_token if val else None,
+            val_bits_per_byte=val.bits_per_byte if val else None,
+        )
+
+    def _validation_due(self, step: int) -> bool:
+        return step % self.config.metrics.eval_every == 0 or step == self.config.training.steps
+
+    def _backward(self, starts: list[int]) -> tuple[float, float]:
+        """Gradients of this rank's share of the windows; the share's summed loss in nats, and its bytes of text."""
+        own = starts[self.world.rank * self.share : (self.world.rank + 1) * self.share]
+        inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length)
+        # Ranks are averaged in the reduction, so each weighs its tokens by the world's size: the mean over the global
+        # batch, exact for powers of two.
+        weight = self.world.size / (len(starts) * inputs.shape[1])
+        nats = 0.0
+        fsdp = as_fsdp(self.model)
+        for first in range(0, self.share, self.micro_batch):
+            last = first + self.micro_batch == self.share
+            fsdp.set_requires_gradient_sync(last or self.config.training.accumulate == "reduce")
+            piece = slice(first, first + self.micro_batch)
+            losses = self._losses(inputs[piece], targets[piece])
+            torch.autograd.backward(losses.sum() * weight)
+            nats += float(losses.detach().double().sum())
+        return nats, float(self.token_nbytes[targets].sum())
+
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of each token in nats, (B*T,) float32; 0 where the target is padding."""
+        logits = self.model(inputs.to(self.world.device))
+        flat = targets.to(self.world.device).reshape(-1)
+        return F.cross_entropy(logits.flatten(0, 1).float(), flat, reduction="none", ignore_index=self.pad)
+
+    @torch.no_grad()
+    def validate(self) -> Loss:
+        """The loss over the validation windows, the same whatever the number of ranks. Collective."""
+        inputs, targets = self.validation
+        # Every rank must make as many forward passes as the others: filled up with windows that do not count.
+        filling = -len(inputs) % self.world.size
+        inputs, targets = (F.pad(x, (0, 0, 0, filling), value=self.pad) for x in (inputs, targets))
+        share = len(inputs) // self.world.size
+        own = slice(self.world.rank * share, (self.world.rank + 1) * share)
+        nats = 0.0
+        for first in range(own.start, own.stop, self.micro_batch):
+            piece = slice(first, min(first + self.micro_batch, own.stop))
+            nats += float(self._losses(inputs[piece], targets[piece]).double().sum())
+        # The root keeps its full parameters after forward, for a backward that does not come here.
+        as_fsdp(self.model).reshard()
+        counted = targets[own][targets[own] != self.pad]
+        sums = self.world.total([nats, len(counted), float(self.token_nbytes[counted].sum())])
+        return Loss(sums[0], round(sums[1]), round(sums[2]))

@@ -1,0 +1,85 @@
+"""What each step leaves behind: a line of JSON always, TensorBoard files where that package is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.train import optional
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step, over all processes together."""
+
+    step: int  # from 1
+    loss: float  # nats per token, mean over the global batch, before the update
+    bits_per_byte: float  # the same in bits per byte of text
+    grad_norm: float  # global, before clipping
+    lr: float
+    tokens: int  # trained so far
+    seconds: float  # this step, without validation
+    tokens_per_second: float
+    tflop_per_second: float  # see `facts.flop_per_token`
+    mfu: float | None  # part of the devices' peak rate; None where the peak is not known
+    memory_bytes: int  # rank 0, see `facts.memory_nbytes`
+    val_loss: float | None = None  # nats per token, after the update; None where this step does not validate
+    val_bits_per_byte: float | None = None
+
+    def to_json(self) -> str:
+        """One line. Validation fields are there only where the step validated."""
+        fields = {k: v for k, v in asdict(self).items() if v is not None or not k.startswith("val_")}
+        return json.dumps(fields, allow_nan=False)
+
+
+def bits_per_byte(nats: float, nbytes: float) -> float:
+    """`nats` of loss spent on `nbytes` of text, in bits per byte.
+
+    >>> round(bits_per_byte(math.log(256) * 10, 10), 9)
+    8.0
+    """
+    return nats / nbytes / math.log(2) if nbytes else 0.0
+
+
+class MetricsFile:
+    """`metrics.jsonl`: each record is one append of a whole line, so the file is whole whenever the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, record: StepRecord) -> None:
+        os.write(self._descriptor, (record.to_json() + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class TensorBoard:
+    """The same figures as TensorBoard scalars."""
+
+    def __init__(self, folder: Path) -> None:
+        optional.silence_tensorboard()
+        module = optional.find("torch.utils.tensorboard")
+        assert module is not None
+        self._writer: Any = module.SummaryWriter(log_dir=str(folder))
+
+    @staticmethod
+    def installed() -> bool:
+        return optional.find("tensorboard") is not None
+
+    def write(self, record: StepRecord) -> None:
+        for name, value in asdict(record).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, in order."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,162 @@
+"""One process of a run: how it joins the others, how it is told to stop, and how it says that it failed.
+
+A process finds its rank in the environment, whoever started it: `fullshard train` itself (`launch`) or torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, Partial
+
+from fullshard.train.config import Config
+from fullshard.train.launch import LAUNCHER_PID, STORE_PATH, device_kind, threads_per_process
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE_SECONDS = 4.0
+
+
+class Store(Protocol):
+    """What is used of torch's stores; their own type has no public name."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+
+class World(NamedTuple):
+    """The processes of a run, as one of them sees them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh  # one axis, over all processes
+    store: Store  # small strings between the processes, for what must be said before training
+
+    def total(self, values: list[float]) -> list[float]:
+        """The sum of each value over all processes, in float64. Collective."""
+        return self._combine(values, "sum")
+
+    def largest(self, values: list[float]) -> list[float]:
+        """The largest of each value over all processes, in float64. Collective."""
+        return self._combine(values, "max")
+
+    def _combine(self, values: list[float], operation: str) -> list[float]:
+        local = torch.tensor(values, dtype=torch.float64, device=self.device)
+        combined: list[float] = DTensor.from_local(local, self.mesh, [Partial(operation)]).full_tensor().tolist()
+        return combined
+
+    def agree(self, what: str, value: str) -> None:
+        """Raise `RuntimeError` on every process whose `value` is not rank 0's."""
+        if self.rank == 0:
+            self.store.set(what, value)
+            return
+        expected = self.store.get(what).decode()
+        if expected != value:
+            raise RuntimeError(f"{what}: rank 0 has {expected}, rank {self.rank} has {value}; they must be equal")
+
+
+@contextmanager
+def joined_world(config: Config) -> Iterator[World]:
+    """Join the process group that the environment describes; leave it at the end, however that comes."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    kind = device_kind(config)
+    torch.set_num_threads(threads_per_process(config, local_size))
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=config.parallelism.timeout_seconds)
+    store = _store(size)
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if kind == "cuda" else None,
+    )
+    try:
+        mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+        yield World(rank, size, device, mesh, PrefixStore("train", store))
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(size: int) -> Any:  # one of torch's stores
+    if STORE_PATH in os.environ:
+        return FileStore(os.environ[STORE_PATH], size)
+    return next(iter(rendezvous("env://")))[0]
+
+
+class Interrupted(BaseException):
+    """This process was told to stop. Not an `Exception`: nothing between the signal and `main` may swallow it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signum
+
+
+def stop_on_signals() -> None:
+    """From now on SIGINT, SIGTERM and SIGHUP raise `Interrupted` in the main thread, and end the process for sure.
+
+    A Python handler runs only between two bytecodes, so a main thread that waits for a peer inside a collective does
+    not see it. The interpreter writes every signal to a pipe at once, though; a thread reads that pipe and ends the
+    process when the main thread has not done so within a few seconds. The thread also watches the launcher: when
+    that is gone without a word (SIGKILL), this process ends too.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, _raise_interrupted)
+    launcher = int(os.environ.get(LAUNCHER_PID, 0))
+    threading.Thread(target=_watch, args=(read_end, launcher), daemon=True, name="fullshard-signals").start()
+
+
+def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
+    for other in STOP_SIGNALS:  # once is enough: a second signal must not break the clean-up that the first began
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted(signum)
+
+
+def _watch(read_end: int, launcher: int) -> None:
+    while True:
+        readable, _, _ = select.select([read_end], [], [], 1.0)
+        if readable:
+            received = [s for s in os.read(read_end, 64) if s in STOP_SIGNALS]
+            if received:
+                time.sleep(_GRACE_SECONDS)
+                os._exit(128 + received[0])
+        elif launcher and os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def leave(code: int) -> None:
+    """End this process now. Skips the interpreter's tear-down, which may wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

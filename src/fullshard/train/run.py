@@ -1,0 +1,196 @@
+"""One run on one rank, from the joined processes to the finished folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fullshard import inspect_units
+from fullshard.train import optional, plot
+from fullshard.train.artifacts import close_manifest, make_run_dir, open_manifest, save_model, write_text
+from fullshard.train.config import Config, ConfigError
+from fullshard.train.console import Console, clock, console_for
+from fullshard.train.data import Corpus, TokenSplit, read_corpus, tokenize
+from fullshard.train.facts import in_units, peak_memory_nbytes
+from fullshard.train.launch import RUN_DIR
+from fullshard.train.loop import Outcome, Outputs, Trainer
+from fullshard.train.metrics import MetricsFile, TensorBoard, read_metrics
+from fullshard.train.model import Llama
+from fullshard.train.process import World
+from fullshard.train.sample import generate
+from fullshard.train.shard import adamw, as_fsdp, sharded_model
+from fullshard.train.table import add, expected_local, expected_unsharded, memory_lines, unit_table
+from fullshard.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
+
+
+def train(config: Config, world: World, run_dir: Path) -> None:
+    """Train, validate, save, draw and sample. Collective: every rank calls it; rank 0 writes and speaks."""
+    console = console_for(world.rank, config.metrics.log_every)
+    corpus = read_corpus(config.data)
+    world.agree("SHA-256 of the corpus", corpus.sha256)
+    tokenizer = _tokenizer(config, world, corpus, run_dir)
+    split = tokenize(corpus, tokenizer, config.data.validation_fraction)
+    model = sharded_model(config, tokenizer.vocab, world.mesh, world.device)
+    optimizer = adamw(model, config.optimizer)
+    trainer = Trainer(config, world, model, optimizer, split, tokenizer)
+    _introduce(console, world, corpus, split, model)
+    outputs = Outputs(console)
+    if world.rank == 0:
+        open_manifest(run_dir, _facts(config, world, corpus, split, model))
+        outputs = _outputs(config, console, run_dir)
+    try:
+        outcome = trainer.run(outputs)
+    finally:
+        outputs.close()
+    _finish(config, world, console, run_dir, model, tokenizer, outcome)
+
+
+def agreed_run_dir(config: Config, world: World) -> Path:
+    """The run folder, the same on every rank: made by the launcher, or else (torchrun) by rank 0.
+
+    Raises `ConfigError` on rank 0 where it cannot be made, and `ConfigError` without text on the others.
+    """
+    if RUN_DIR in os.environ:
+        return Path(os.environ[RUN_DIR])
+    if world.rank == 0:
+        try:
+            path = make_run_dir(config)
+        except ConfigError:
+            world.store.set("run.dir", "")
+            raise
+        world.store.set("run.dir", str(path))
+        return path
+    answer = world.store.get("run.dir").decode()
+    if not answer:
+        raise ConfigError("")
+    return Path(answer)
+
+
+def _tokenizer(config: Config, world: World, corpus: Corpus, run_dir: Path) -> Tokenizer:
+    """The tokenizer; a BPE is trained by rank 0 alone and sent to the others."""
+    if config.data.tokenizer == "bytes":
+        return ByteTokenizer()
+    if world.rank == 0:
+        json_text = train_bpe(corpus.documents, config.data.bpe_vocab)
+        write_text(run_dir / "tokenizer.json", json_text)
+        world.store.set("tokenizer", json_text)
+    return BPETokenizer(world.store.get("tokenizer").decode())
+
+
+def _introduce(console: Console, world: World, corpus: Corpus, split: TokenSplit, model: nn.Module) -> None:
+    units = inspect_units(model)
+    console.say(
+        f"{corpus.name}: {corpus.nbytes:,} bytes, SHA-256 {corpus.sha256[:12]}.., "
+        f"{len(split.train):,} training and {len(split.validation):,} validation tokens"
+    )
+    console.say(unit_table(units, world.rank))
+
+
+def _outputs(config: Config, console: Console, run_dir: Path) -> Outputs:
+    outputs = Outputs(console, MetricsFile(run_dir / "metrics.jsonl"))
+    if config.metrics.tensorboard:
+        if TensorBoard.installed():
+            outputs.tensorboard = TensorBoard(run_dir / "tensorboard")
+        else:
+            console.say(optional.missing("tensorboard", "tb", "there are no TensorBoard files"))
+    return outputs
+
+
+def _facts(config: Config, world: World, corpus: Corpus, split: TokenSplit, model: nn.Module) -> dict[str, Any]:
+    units = inspect_units(model)
+    return {
+        "world": {"processes": world.size, "device": world.device.type, "backend": _backend(world)},
+        "corpus": {
+            "name": corpus.name,
+            "sha256": corpus.sha256,
+            "bytes": corpus.nbytes,
+            "documents": len(corpus.documents),
+            "training_tokens": len(split.train),
+            "validation_tokens": len(split.validation),
+        },
+        "seed": config.training.seed,
+        "parameters": sum(u.numel for u in units),
+        "units": [asdict(u) for u in units],
+    }
+
+
+def _backend(world: World) -> str:
+    return "nccl" if world.device.type == "cuda" else "gloo"
+
+
+def _finish(
+    config: Config,
+    world: World,
+    console: Console,
+    run_dir: Path,
+    model: Llama,
+    tokenizer: Tokenizer,
+    outcome: Outcome,
+) -> None:
+    units = inspect_units(model)
+    expected, unsharded = add(map(expected_local, units)), add(map(expected_unsharded, units))
+    peak = round(world.largest([peak_memory_nbytes(world.device)])[0])
+    save_model(run_dir, model, rank=world.rank)
+    text = _sample(config, world, model, tokenizer)
+    if world.rank != 0:
+        return
+    last, files = outcome.last, ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors"]
+    console.say("")
+    for line in memory_lines(expected, unsharded, outcome.held):
+        console.say(f"rank 0: {line}")
+    console.say(f"peak memory of a process: {in_units(peak)}")
+    if text:
+        write_text(run_dir / "sample.txt", text + "\n")
+        files.append("sample.txt")
+        console.say(f"\nsample of generated text:\n{text}\n")
+    if config.metrics.plot:
+        if plot.installed():
+            plot.draw_loss(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png")
+            files.append("loss.png")
+        else:
+            console.say(optional.missing("matplotlib", "plot", "there is no loss.png"))
+    assert last.val_loss is not None and last.val_bits_per_byte is not None  # the last step always validates
+    close_manifest(
+        run_dir,
+        "completed",
+        last_step=last.step,
+        seconds=outcome.seconds,
+        loss=last.loss,
+        val_loss=last.val_loss,
+        val_bits_per_byte=last.val_bits_per_byte,
+        memory={
+            "peak_process_bytes": peak,
+            "rank0_measured": outcome.held._asdict(),
+            "rank0_expected": expected._asdict(),
+            "unsharded": unsharded._asdict(),
+        },
+    )
+    console.say(
+        f"{last.step} steps in {clock(outcome.seconds)}: validation loss {last.val_loss:.4f} nats per token, "
+        f"{last.val_bits_per_byte:.4f} bits per byte"
+    )
+    console.say(f"run folder: {run_dir} ({', '.join(files)})")
+    console.say(f'generate:   fullshard generate {run_dir} --prompt "{config.sample.prompt}"')
+
+
+def _sample(config: Config, world: World, model: Llama, tokenizer: Tokenizer) -> str:
+    """Text from the sharded model. Collective; the text is the same everywhere, and used on rank 0."""
+    if not config.sample.tokens:
+        return ""
+    text = generate(
+        model,
+        tokenizer,
+        prompt=config.sample.prompt,
+        num_tokens=config.sample.tokens,
+        context=config.training.sequence_length,
+        temperature=config.sample.temperature,
+        top_k=config.sample.top_k,
+        seed=config.training.seed,
+        device=world.device,
+    )
+    as_fsdp(model).reshard()
+    return text

@@ -1,0 +1,126 @@
+"""What holds for every test: its tier, its hang timer, one thread per process, and no unexplained skip.
+
+A tier is a folder of tests/; the tests in it carry its name as a marker. Limits per tier, in seconds, are in
+`HANG_SECONDS`; `@pytest.mark.hang_after(seconds)` sets another one for a test that needs it.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: it reads these once. More threads than cores make every tier slower and none more telling.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import fnmatch  # noqa: E402
+from collections.abc import Generator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+from tests.harness import hang  # noqa: E402
+
+HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "procs": 120.0, "gpu": 120.0}
+ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
+
+# The quick profile draws the same examples each time: a red test is the change's fault and not the draw's. The full
+# one explores.
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60, database=None)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--allowed-skips",
+        default=str(ALLOWED_SKIPS),
+        help="file of glob patterns of test ids that may be skipped; any other skip fails the run ('' allows all)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # pytest's capture points stderr elsewhere while a test runs; the last words of a hung run must reach the
+    # terminal.
+    config.stash[_TERMINAL] = os.fdopen(os.dup(2), "w")
+    config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
+
+
+_TERMINAL = pytest.StashKey[Any]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tier = _tier(item)
+        if tier:
+            item.add_marker(tier)
+        if tier == "gpu":
+            item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
+
+
+def _tier(item: pytest.Item) -> str | None:
+    here = Path(__file__).parent
+    tier = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+    return tier if tier in HANG_SECONDS else None
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _limited(item: pytest.Item, stage: str) -> Generator[None, Any, Any]:
+    mark = item.get_closest_marker("hang_after")
+    seconds = float(mark.args[0]) if mark else HANG_SECONDS.get(_tier(item) or "", 60.0)
+    with hang.limit(seconds, f"{stage} of {item.nodeid}", terminal=item.config.stash[_TERMINAL]):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _limited(item, "setup"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _limited(item, "call"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _limited(item, "teardown"))
+
+
+class _SkipsNeedAReason:
+    """Fail the run when a test was skipped that the allow-list does not name: it proves nothing, quietly."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        path = config.getoption("--allowed-skips")
+        lines = Path(path).read_text().splitlines() if path else ["*"]
+        self.patterns = [line.split("#")[0].strip() for line in lines]
+        self.patterns = [pattern for pattern in self.patterns if pattern]
+        self.unexplained: list[str] = []
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            if not any(fnmatch.fnmatchcase(report.nodeid, pattern) for pattern in self.patterns):
+                self.unexplained.append(report.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.unexplained and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.unexplained:
+            terminalreporter.section("skipped without being in the allow-list: the run fails", red=True)
+            for nodeid in self.unexplained:
+                terminalreporter.line(nodeid)

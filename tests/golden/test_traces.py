@@ -1,0 +1,120 @@
+"""The committed traces are complete and legal; whether they are true, fake/test_golden_torch.py asks."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden.parse import (
+    COMMANDS,
+    EVENTS,
+    FLAGS,
+    Command,
+    Event,
+    Trace,
+    by_event,
+    commands_of,
+    parse,
+    render,
+)
+from tests.golden.scenarios import RESHARD, SCENARIOS, cases
+
+TRACES = Path(__file__).parent / "traces"
+CASES = [(scenario.name, reshard) for scenario, reshard in cases()]
+
+
+def read(name: str, reshard: str) -> Trace:
+    """The committed trace of a case."""
+    return parse((TRACES / f"{name}__reshard_{reshard}.txt").read_text())
+
+
+def test_there_is_one_file_for_each_case_and_no_other() -> None:
+    """Nine subjects under three values of reshard_after_forward are the least that is promised."""
+    assert {path.name for path in TRACES.iterdir()} == {f"{name}__reshard_{r}.txt" for name, r in CASES}
+    promised = {
+        "two_steps",
+        "two_forwards_one_backward",
+        "checkpoint_inside",
+        "checkpoint_inside_reentrant",
+        "checkpoint_outside",
+        "no_grad_then_train",
+        "branching",
+        "unused_in_backward",
+        "forward_prefetch_lists",
+    }
+    assert promised <= SCENARIOS.keys() and len(RESHARD) == 3
+
+
+@pytest.mark.parametrize(("name", "reshard"), CASES)
+def test_text_and_value_are_each_others_reverse(name: str, reshard: str) -> None:
+    """Nothing in a file is lost by parsing it."""
+    text = (TRACES / f"{name}__reshard_{reshard}.txt").read_text()
+    comment = text.splitlines()[0].removeprefix("# ")
+    assert render(parse(text), comment=comment) == text
+    assert comment == f"{name}: {SCENARIOS[name].about}; reshard_after_forward={RESHARD[reshard]}"
+
+
+@pytest.mark.parametrize(("name", "reshard"), CASES)
+def test_commands_are_legal_in_order(name: str, reshard: str) -> None:
+    """Gather what is sharded, wait for or drop what is gathered, free what is full; nothing stays pending."""
+    state: dict[str, str] = {}
+    legal = {
+        "gather": ("sharded", "pending"),
+        "wait": ("pending", "full"),
+        "drop": ("pending", "sharded"),
+        "free": ("full", "sharded"),
+    }
+    last_backward = name != "interleaved_micro_batches"
+    for event, commands in by_event(read(name, reshard)):
+        for command in commands:
+            if command.kind == "reduce":
+                assert event.kind == "grads_ready" and event.unit == command.unit
+                continue
+            needs, becomes = legal[command.kind]
+            assert state.get(command.unit, "sharded") == needs, f"{event}: {command}"
+            state[command.unit] = becomes
+        if event.kind == "backward_end" and last_backward:
+            assert "pending" not in state.values()
+
+
+def test_every_word_of_the_vocabulary_occurs() -> None:
+    """Each event, command and flag is in some trace; one that is in none would be untested."""
+    items = [item for name, reshard in CASES for item in read(name, reshard)]
+    assert {item.kind for item in items if isinstance(item, Event)} == set(EVENTS)
+    assert {item.kind for item in items if isinstance(item, Command)} == set(COMMANDS)
+    assert {flag for item in items if isinstance(item, Event) for flag in item.flags} == set(FLAGS)
+
+
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_none_differs_from_true_in_the_root_alone(name: str) -> None:
+    """reshard_after_forward=None is True for every unit but the root, which stays full until its backward."""
+    by_value = {
+        reshard: [item for item in read(name, reshard) if isinstance(item, Event) or item.unit != "root"]
+        for reshard in ("none", "true")
+    }
+    assert by_value["none"] == by_value["true"]
+
+
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_reshard_after_forward_never_changes_what_is_reduced(name: str) -> None:
+    """Reductions, their number and their order, are those of the backward alone."""
+    reduced = [commands_of(read(name, reshard), ("reduce",)) for reshard in RESHARD]
+    assert reduced[0] == reduced[1] == reduced[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gather root\n",
+        "  gather root\n",  # a command before any event
+        "> pre_forward\n",
+        "> pre_forward root sometimes\n",
+        "> begin root\n",
+        "> reshard root\n  release root\n",
+        "> reshard root\n   free root\n",
+        "> reshard  root\n",
+    ],
+)
+def test_anything_else_is_refused_with_its_line(text: str) -> None:
+    """A trace that was edited by hand and broken is not read as something else."""
+    with pytest.raises(ValueError, match=f"line {len(text.splitlines())}"):
+        parse(text)

@@ -1,0 +1,177 @@
+"""Ranks as threads of this process, over torch's threaded process group: numerics and parity in milliseconds.
+
+The threaded process group is private to torch; this file is the one place that touches it. Its traps, and what is
+done here:
+
+* Group lookups of functional collectives are per process unless `_set_thread_isolation_mode(True)` is on: without it
+  the ranks share one registry and find each other's groups.
+* A rank that raises leaves the others waiting for ever: `ProcessLocalGroup.exception_handle` wakes those inside a
+  collective.
+* Those that wait inside the creation of a group wait on a store that nobody wakes: `_store_barrier` below looks up
+  now and then.
+* Tensors' random state is one per process: draw test data before the ranks start, or from a generator of the rank's
+  own.
+* torch renamed the methods for one flat tensor in 2.13, and the threaded group has one set of names: `_SAME_METHODS`
+  below gives it both.
+* It has no asynchronous works: what it returns is done. Overlap is a matter for the `procs` tier.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+from tests.harness.errors import RankReport, RanksFailed, format_stacks
+
+# How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
+_RELEASE_SECONDS = 3.0
+# Old and new name of the same method of a process group; real groups answer to both.
+_SAME_METHODS = (
+    ("_allgather_base", "all_gather_single"),
+    ("_reduce_scatter_base", "reduce_scatter_single"),
+    ("alltoall_base", "all_to_all_single"),
+)
+
+
+for _pair in _SAME_METHODS:
+    for _have, _want in (_pair, _pair[::-1]):
+        if _have in vars(threaded.ProcessLocalGroup) and _want not in vars(threaded.ProcessLocalGroup):
+            setattr(threaded.ProcessLocalGroup, _want, vars(threaded.ProcessLocalGroup)[_have])
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call `fn(rank, *args)` on `world` threads joined in one process group; return the results in rank order.
+
+    Inside `fn`, `torch.distributed` is initialised (backend "threaded") with that rank and world. All ranks see the
+    same `args` objects: do not write to them. If a rank raises or does not end within `timeout` seconds, the others
+    are released and one `RanksFailed` tells of all of them. Whatever happens, the next call starts clean.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "run_ranks expects that this process has no process group, but one is initialised; "
+            "leave fake_world() or call destroy_process_group() first"
+        )
+    run = _Run(world, fn, args)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    barrier, threaded._store_based_barrier = threaded._store_based_barrier, _store_barrier
+    try:
+        return run.join(timeout)
+    finally:
+        run.release()  # also when the hang timer or Ctrl-C interrupted the join
+        threaded.ProcessLocalGroup.reset()
+        threaded._store_based_barrier = barrier
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+class _Run:
+    """The threads of one `run_ranks` call and what came of them."""
+
+    def __init__(self, world: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.fn, self.args, self.world = fn, args, world
+        self.store = dist.HashStore()
+        self.results: list[Any] = [None] * world
+        self.reports: dict[int, RankReport] = {}
+        self.failed = threading.Event()
+        self.threads = [
+            threading.Thread(target=self._rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(world)
+        ]
+
+    def join(self, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        for thread in self.threads:
+            thread.start()
+        while any(thread.is_alive() for thread in self.threads) and not self.failed.is_set():
+            if time.monotonic() > deadline:
+                self._report_hung()
+                break
+            for thread in self.threads:
+                thread.join(timeout=0.02)
+        if self.failed.is_set() or self.reports:
+            self.release()
+            self._report_abandoned()
+            raise RanksFailed(
+                f"{getattr(self.fn, '__qualname__', self.fn)} failed", self.world, list(self.reports.values())
+            )
+        return self.results
+
+    def release(self) -> None:
+        """Get every rank that still runs out of its collective, and out of its Python code if need be."""
+        alive = [thread for thread in self.threads if thread.is_alive()]
+        if not alive:
+            return
+        threaded.ProcessLocalGroup.exception_handle(None)
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while any(thread.is_alive() for thread in alive) and time.monotonic() < deadline:
+            # A rank can be between two collectives, or in a loop of its own: wake sleepers again and ask the thread
+            # to end.
+            threaded.ProcessLocalGroup.exception_handle(None)
+            if time.monotonic() > deadline - _RELEASE_SECONDS / 2:
+                for thread in alive:
+                    _raise_in_thread(thread, SystemExit)
+            for thread in alive:
+                thread.join(timeout=0.02)
+
+    def _rank_main(self, rank: int) -> None:
+        torch.set_num_threads(1)  # a setting of each thread: new ones start with one worker per core
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self.store)
+            self.results[rank] = self.fn(rank, *self.args)
+        except SystemExit:
+            where = traceback.format_exc()
+            self.reports.setdefault(rank, RankReport(rank, "released", where, at=time.monotonic()))
+        except BaseException as error:
+            self.reports.setdefault(rank, RankReport(rank, "raised", traceback.format_exc(), error, time.monotonic()))
+        finally:
+            if rank in self.reports:
+                self.failed.set()
+                threaded.ProcessLocalGroup.exception_handle(None)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _report_hung(self) -> None:
+        for rank, thread in enumerate(self.threads):
+            if thread.is_alive() and thread.ident is not None:
+                self.reports.setdefault(
+                    rank, RankReport(rank, "hung", format_stacks({thread.ident}), at=time.monotonic())
+                )
+
+    def _report_abandoned(self) -> None:
+        for rank, thread in enumerate(self.threads):
+            if thread.is_alive() and thread.ident is not None:
+                stack = format_stacks({thread.ident})
+                known = self.reports.get(rank)
+                detail = (known.detail + "\n" if known else "") + f"could not be ended and is left behind, at:\n{stack}"
+                self.reports[rank] = RankReport(rank, "hung", detail, at=time.monotonic())
+
+
+def _store_barrier(
+    rank: int, store: dist.Store, group_name: str, rendezvous_count: int, timeout: timedelta, *_: Any
+) -> None:
+    """Wait until all ranks have made the group, or one of them has failed."""
+    if store.add("arrived", 1) == rendezvous_count:
+        store.set("complete", "1")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(["complete"]):
+        if threaded.ProcessLocalGroup._terminate.is_set():
+            raise SystemExit("another rank failed while this one waited for it in the creation of a group")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank}: not all of {rendezvous_count} ranks made the group within {timeout}")
+        time.sleep(0.0005)
+
+
+def _raise_in_thread(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raise `error` in `thread` at its next Python instruction; nothing happens while it sits in C code."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))

@@ -1,0 +1,140 @@
+"""The process side of the pool: one rank, which runs one job after another until its pipe is closed.
+
+Each job gets a process group of its own (gloo over loopback, met through a file: no port to be taken, none to be
+waited for) and leaves nothing behind: the job's groups, its random state, environment, default dtype and thread
+counts are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The worker dumps the stacks of all its threads to its file of stacks on this signal, also while it sits in C code.
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is asked to do. `rendezvous` is a file name that no other job uses; None: no process group."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world: int
+    rendezvous: str | None
+    group_timeout: float
+    seed: int
+    warning_filters: list[Any]
+
+
+def main(number: int, folder: str, conn: Connection) -> None:
+    """Run the jobs that arrive on `conn`; answer each with (ok, payload). Returns when the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends its workers itself
+    _write_output_to(os.path.join(folder, f"worker{number}.log"))
+    stacks = open(os.path.join(folder, f"worker{number}.stacks"), "w")  # open as long as the process lives
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+    faulthandler.enable(file=sys.__stderr__)  # a crash in C code says where it was, in the log that the error quotes
+    _end_with_parent()
+    # The host name may resolve to an address that nothing routes; ranks of one machine meet on loopback.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    gc.freeze()  # torch's own objects never become garbage; without this a collection takes 150 ms
+    conn.send_bytes(b"ready")
+    while True:
+        try:
+            message = conn.recv_bytes()
+        except (EOFError, OSError):
+            return
+        conn.send_bytes(_answer(message))
+
+
+def _answer(message: bytes) -> bytes:
+    """Run one job; the answer is pickled (True, result) or (False, (traceback text, exception or None, when))."""
+    failed_at: list[float] = []
+    try:
+        job: Job = pickle.loads(message)
+        return pickle.dumps((True, _run(job, failed_at)))
+    except BaseException as error:
+        text, when = traceback.format_exc(), [*failed_at, time.monotonic()][0]
+        error.__traceback__ = None  # it holds the frames of the job, and with them models and groups
+        try:
+            # Not every exception survives: some pickle well and fail when they are read.
+            carried = pickle.dumps((False, (text, error, when)))
+            pickle.loads(carried)
+        except Exception:
+            carried = pickle.dumps((False, (text, None, when)))
+        del error
+        gc.collect()  # what failed in the middle leaves cycles behind; a good job does not pay for this
+        return carried
+
+
+def _run(job: Job, failed_at: list[float]) -> Any:
+    environment, dtype, folder = dict(os.environ), torch.get_default_dtype(), os.getcwd()
+    torch.manual_seed(job.seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.filters[:] = job.warning_filters  # the same strictness as in the test that asked
+            if job.rendezvous is not None:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{job.rendezvous}",
+                    rank=job.rank,
+                    world_size=job.world,
+                    timeout=timedelta(seconds=job.group_timeout),
+                )
+            return job.fn(job.rank, *job.args)
+    except BaseException:
+        # Noted before the group goes: its end makes the peers fail too, and their reports must come after this one.
+        failed_at.append(time.monotonic())
+        raise
+    finally:
+        # Groups go first, and with them every work of theirs that is still pending. On an error the peers, which may
+        # be waiting for this rank, see the connection close and end as well.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+
+
+def _write_output_to(path: str) -> None:
+    """Send both output streams, C++'s included, to a file: the terminal belongs to pytest."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone: a killed pytest must not leave ranks behind that wait for ever."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -1,0 +1,225 @@
+"""The walls between the rooms, each checked on the source as it is and on one that breaks it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.harness import source as src
+from tests.harness.source import Source
+
+SOURCES = src.package_sources()
+
+# Which rooms a room may import. "" is the public surface: `from fullshard import ...`. A room that is not here fails
+# the test.
+LOWER = frozenset({"layout", "lifecycle", "policy", "comm", "param", "_torch_compat"})
+ROOMS: dict[str, frozenset[str]] = {
+    "_version": frozenset(),
+    "_torch_compat": frozenset(),
+    "layout": frozenset(),
+    "lifecycle": frozenset({"layout"}),
+    "policy": frozenset({"layout"}),
+    "comm": frozenset({"layout", "policy", "_torch_compat"}),
+    "param": frozenset({"layout", "policy", "_torch_compat"}),
+    "runtime": LOWER,
+    "compose": LOWER | {"runtime"},
+    "api": LOWER | {"runtime", "compose"},
+    "checkpoint": frozenset({"layout", "param", "_torch_compat", "_version", ""}),
+    "planner": frozenset({"layout", "lifecycle", "policy"}),
+    "observe": LOWER | {"runtime", "planner", ""},
+    "migrate": frozenset({""}),
+    "train": frozenset({""}),
+    "__init__": frozenset({"_version", "api", "policy", "observe", "checkpoint"}),
+    "__main__": frozenset({"train"}),
+}
+# Decided without torch, so that they run anywhere and in microseconds. Modules that do not exist yet are pure once
+# they do.
+PURE = ("fullshard.layout", "fullshard.lifecycle", "fullshard.planner", "fullshard.checkpoint.plan")
+# The one file of the planner that may look at a real model.
+IMPURE_FILES = frozenset({"planner/facts.py"})
+
+MAX_LINES = 400
+# Files over the limit, each with the reason that a reader is asked to accept.
+LONG_FILES: dict[str, str] = {}
+
+# Private names of others that a file other than _torch_compat.py uses, each with its reason.
+PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
+    (
+        "comm/group.py",
+        "._allgather_base",
+    ): "a collective, and those live in comm alone; _torch_compat says why this one",
+    ("comm/group.py", "._reduce_scatter_base"): "the same",
+    ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
+}
+
+
+def _existing(module: str) -> bool:
+    parts = module.split(".")
+    path = src.SRC.joinpath(*parts)
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def _no_findings(findings: list[str]) -> None:
+    assert not findings, "\n" + "\n".join(findings)
+
+
+# ---- the source as it is -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [module for module in PURE if _existing(module)])
+def test_pure_rooms_import_without_torch(module: str) -> None:
+    """In a fresh interpreter, every module of the room; the parent package is a stub, because the real one imports
+    torch.
+    """
+    room = src.SRC.joinpath(*module.split("."))
+    names = [module]
+    if room.is_dir():
+        files = [
+            path
+            for path in sorted(room.rglob("*.py"))
+            if path.relative_to(src.SRC / "fullshard").as_posix() not in IMPURE_FILES
+        ]
+        names = [".".join(path.relative_to(src.SRC).with_suffix("").parts).removesuffix(".__init__") for path in files]
+    code = f"""
+import importlib, sys, types
+for name in ("fullshard", {module.rpartition(".")[0]!r}):
+    stub = sys.modules.setdefault(name, types.ModuleType(name))
+    stub.__path__ = [{str(src.SRC)!r} + "/" + name.replace(".", "/")]
+for name in {names!r}:
+    importlib.import_module(name)
+heavy = sorted({{"torch", "numpy"}} & set(sys.modules))
+assert not heavy, f"{module} imports {{heavy}}"
+"""
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_pure_rooms_name_no_torch() -> None:
+    """Also inside functions, which an import of the module does not reach."""
+    prefixes = tuple(f"{module}." for module in PURE)
+    pure = [s for s in SOURCES if f"{s.module}.".startswith(prefixes) and s.name not in IMPURE_FILES]
+    assert pure
+    _no_findings([finding for source in pure for finding in src.torch_imports(source)])
+
+
+def test_rooms_import_only_what_lies_below() -> None:
+    _no_findings([finding for source in SOURCES for finding in src.layering_violations(source, ROOMS)])
+
+
+def test_collectives_only_in_comm() -> None:
+    own = src.defined_functions(source for source in SOURCES if source.room == "comm")
+    others = [source for source in SOURCES if source.room != "comm"]
+    _no_findings([finding for source in others for finding in src.collective_uses(source, own)])
+
+
+def test_hooks_are_registered_only_in_the_runtime() -> None:
+    others = [source for source in SOURCES if source.room != "runtime"]
+    _no_findings([finding for source in others for finding in src.hook_registrations(source)])
+
+
+def test_private_torch_names_only_in_the_compatibility_file() -> None:
+    own = src.own_private_names(SOURCES)
+    others = [source for source in SOURCES if source.name != "_torch_compat.py"]
+    findings = [finding for source in others for finding in src.private_torch_uses(source, own)]
+    excused = {f: key for f in findings for key in PRIVATE_ALLOWED if f.startswith(key[0]) and f"{key[1]}," in f}
+    _no_findings([finding for finding in findings if finding not in excused])
+    stale = set(PRIVATE_ALLOWED) - set(excused.values())
+    assert not stale, f"no longer needed, take them off the list: {stale}"
+
+
+def test_torch_s_own_fsdp_is_named_only_in_the_compatibility_file() -> None:
+    others = [source for source in SOURCES if source.name != "_torch_compat.py"]
+    _no_findings([finding for source in others for finding in src.torch_fsdp_imports(source)])
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    lines = {source.name: source.text.count("\n") for source in SOURCES}
+    _no_findings(
+        [
+            f"{name}: {n} lines, over {MAX_LINES}"
+            for name, n in lines.items()
+            if n > MAX_LINES and name not in LONG_FILES
+        ]
+    )
+    stale = [name for name in LONG_FILES if lines.get(name, 0) <= MAX_LINES]
+    assert not stale, f"no longer over {MAX_LINES} lines, take them off the list: {stale}"
+
+
+# ---- sources that break a rule: each finder finds them -------------------------------------------------------
+
+OWN = frozenset({"_ours"})
+BREAKS: list[tuple[str, Callable[[Source], list[str]], str]] = [
+    ("layout/a.py", src.torch_imports, "def f():\n    from torch.nn import Linear"),
+    ("layout/a.py", src.torch_imports, "import torch.distributed as dist"),
+    ("layout/a.py", lambda s: src.layering_violations(s, ROOMS), "from ..comm import gather"),
+    ("layout/a.py", lambda s: src.layering_violations(s, ROOMS), "from .. import comm"),
+    ("comm/a.py", lambda s: src.layering_violations(s, ROOMS), "import fullshard.runtime.executor"),
+    ("comm/__init__.py", lambda s: src.layering_violations(s, ROOMS), "from ..param.group import ParamGroup"),
+    ("runtime/a.py", lambda s: src.layering_violations(s, ROOMS), "from fullshard import fully_shard"),
+    ("train/a.py", lambda s: src.layering_violations(s, ROOMS), "from fullshard.runtime import root"),
+    ("newroom/a.py", lambda s: src.layering_violations(s, ROOMS), "pass"),
+    ("runtime/a.py", src.collective_uses, "import torch.distributed as d\nd.all_reduce(x)"),
+    ("runtime/a.py", src.collective_uses, "import torch\nf = torch.distributed.reduce_scatter_tensor"),
+    ("runtime/a.py", src.collective_uses, "from torch.distributed import broadcast as b"),
+    ("runtime/a.py", src.collective_uses, "import torch.distributed._functional_collectives as funcol"),
+    ("runtime/a.py", src.collective_uses, "import torch\ntorch.ops._c10d_functional.all_reduce(x)"),
+    ("runtime/a.py", src.collective_uses, "mesh.get_group()._allgather_base(out, piece)"),
+    ("runtime/a.py", src.collective_uses, "group.alltoall_base(a, b, [], [])"),
+    ("train/a.py", src.hook_registrations, "model.register_forward_hook(f)"),
+    ("param/a.py", src.hook_registrations, "p.register_post_accumulate_grad_hook(f)"),
+    (
+        "observe/a.py",
+        src.hook_registrations,
+        "from torch.autograd.graph import register_multi_grad_hook as r\nregister_multi_grad_hook",
+    ),
+    ("api/a.py", lambda s: src.private_torch_uses(s, OWN), "import torch\ntorch._C._current_graph_task_id()"),
+    ("api/a.py", lambda s: src.private_torch_uses(s, OWN), "from torch.nn import _reduction"),
+    ("api/a.py", lambda s: src.private_torch_uses(s, OWN), "from torch._utils import x"),
+    ("api/a.py", lambda s: src.private_torch_uses(s, OWN), "from torch import nn\nnn._ours"),
+    ("api/a.py", lambda s: src.private_torch_uses(s, OWN), "param._local_tensor"),
+    ("api/a.py", lambda s: src.private_torch_uses(s, OWN), "self._parameters['w'] = x"),
+    ("api/a.py", lambda s: src.private_torch_uses(s, OWN), "getattr(param, '_spec')"),
+    ("api/a.py", src.torch_fsdp_imports, "from torch.distributed.fsdp import fully_shard"),
+    ("api/a.py", src.torch_fsdp_imports, "from torch.distributed import fsdp"),
+    ("api/a.py", src.torch_fsdp_imports, "import torch.distributed.fsdp._fully_shard"),
+    ("api/a.py", src.torch_fsdp_imports, "import torch\ntorch.distributed.fsdp.FSDPModule"),
+]
+
+
+@pytest.mark.parametrize(("name", "finder", "text"), BREAKS, ids=[f"{name}-{text[:40]!r}" for name, _, text in BREAKS])
+def test_a_broken_rule_is_found(name: str, finder: Callable[[Source], list[str]], text: str) -> None:
+    findings = finder(Source(name, text))
+    assert findings and all(finding.startswith(f"{name}:") for finding in findings)
+
+
+ALLOWED: list[tuple[str, Callable[[Source], list[str]], str]] = [
+    (
+        "lifecycle/a.py",
+        lambda s: src.layering_violations(s, ROOMS),
+        "from ..layout import shard\nfrom .events import Event",
+    ),
+    (
+        "train/a.py",
+        lambda s: src.layering_violations(s, ROOMS),
+        "from fullshard import fully_shard\nimport fullshard.train.loop",
+    ),
+    ("runtime/a.py", src.collective_uses, "import torch\nx.gather(0, i)\ntorch.gather(x, 0, i)\nself.comm.reduce(x)"),
+    ("runtime/a.py", lambda s: src.collective_uses(s, frozenset({"reduce_scatter"})), "self.comm.reduce_scatter(x)"),
+    ("train/a.py", src.hook_registrations, "def register_reader(name): ..."),
+    (
+        "api/a.py",
+        lambda s: src.private_torch_uses(s, OWN),
+        "unit._ours\nself.__dict__\nx._replace(a=1)\ngetattr(m, '_ours')",
+    ),
+    ("api/a.py", src.torch_fsdp_imports, "from torch.distributed.device_mesh import DeviceMesh"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "finder", "text"), ALLOWED, ids=[f"{name}-{text[:40]!r}" for name, _, text in ALLOWED]
+)
+def test_what_is_allowed_is_not_found(name: str, finder: Callable[[Source], list[str]], text: str) -> None:
+    _no_findings(finder(Source(name, text)))

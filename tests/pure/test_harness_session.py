@@ -1,0 +1,110 @@
+"""The rules of a test session itself: hangs end with their stacks, unexplained skips fail, tiers have markers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import hang
+
+ROOT = Path(__file__).parents[2]
+
+
+def _waits_in_python() -> None:
+    time.sleep(60)
+
+
+def test_a_hang_raises_with_the_stacks_of_all_threads() -> None:
+    start = time.monotonic()
+    with (
+        pytest.raises(hang.Hang, match="the example did not end within 0.3 s") as caught,
+        hang.limit(0.3, "the example"),
+    ):
+        _waits_in_python()
+    assert "in _waits_in_python" in str(caught.value)
+    assert time.monotonic() - start < 5
+
+
+def test_a_hang_outside_python_ends_the_process_with_its_stacks() -> None:
+    """The signal is blocked, as it is in effect by C code that never returns: only the second stage can end it."""
+    code = """
+import signal, sys, time
+from tests.harness import hang
+hang.GRACE_SECONDS = 0.5
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+def stuck_for_good():
+    time.sleep(60)
+with hang.limit(0.3, "the example", terminal=sys.stderr):
+    stuck_for_good()
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert run.returncode != 0
+    assert "stuck_for_good" in run.stderr
+
+
+def _session(folder: Path, body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_example.py").write_text("import time, pytest\n" + body)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(folder),
+        "-p",
+        "tests.conftest",
+    ]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", *arguments, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+SKIPPED = "def test_left_out():\n    pytest.skip('no reason')\n"
+
+
+def test_a_skip_outside_the_list_fails_the_run(tmp_path: Path) -> None:
+    run = _session(tmp_path, SKIPPED)
+    assert run.returncode == 1, run.stdout
+    assert "skipped without being in the allow-list" in run.stdout
+    assert "test_example.py::test_left_out" in run.stdout
+
+
+@pytest.mark.parametrize("allowed", ["*::test_left_out  # its reason", None])
+def test_a_skip_in_the_list_does_not(tmp_path: Path, allowed: str | None) -> None:
+    (tmp_path / "allowed.txt").write_text(allowed or "")
+    where = str(tmp_path / "allowed.txt") if allowed else ""
+    run = _session(tmp_path, SKIPPED + "def test_run():\n    pass\n", f"--allowed-skips={where}")
+    assert run.returncode == 0, run.stdout
+
+
+def test_a_module_that_skips_itself_fails_the_run(tmp_path: Path) -> None:
+    run = _session(tmp_path, "pytest.importorskip('a_package_that_is_not_there')\n")
+    assert run.returncode != 0, run.stdout
+    assert "skipped without being in the allow-list" in run.stdout
+
+
+def test_a_test_that_hangs_fails_and_the_next_one_runs(tmp_path: Path) -> None:
+    body = """
+@pytest.mark.hang_after(0.3)
+def test_hangs():
+    time.sleep(60)
+
+def test_next():
+    pass
+"""
+    run = _session(tmp_path, body)
+    assert "1 failed, 1 passed" in run.stdout
+    assert "call of test_example.py::test_hangs did not end within 0.3 s" in run.stdout
+
+
+def test_this_test_carries_the_marker_of_its_tier(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("pure") is not None

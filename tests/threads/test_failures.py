@@ -1,0 +1,267 @@
+"""A step that raises, on all ranks, leaves nothing behind: what follows is bitwise what it would have been without it.
+
+The fault is an exception in the forward, or in the backward, of one module. The caller catches it and goes on, with no
+reset. Compared: parameters and optimizer state after the steps that follow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.harness.threads import run_ranks
+from tests.threads.programs import PROGRAMS, Model, batch, part, recomputed, shard
+from torch import Tensor, nn
+
+import fullshard
+
+WORLD = 2
+
+
+class Fault(RuntimeError):
+    """Raised on purpose."""
+
+
+class _Explode(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise Fault("backward")
+
+
+def _break(module: nn.Module, where: str, exception: type[BaseException]) -> Any:
+    """Make `module` fail once it is reached; the handle mends it."""
+    if where == "before":
+
+        def before(*_: Any) -> None:
+            raise exception("forward")
+
+        return module.register_forward_pre_hook(before)
+    if where == "after":
+
+        def after(*_: Any) -> None:
+            raise exception("forward")
+
+        return module.register_forward_hook(after)
+    return module.register_forward_hook(lambda _module, _args, output: _Explode.apply(output))
+
+
+MODULES = ("", "embedding", "layers.0", "layers.0.norm", "layers.1", "layers.1.up", "layers.2.down", "head")
+
+
+def _loss(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens).pow(2).mean()
+
+
+Step = Callable[[Any, torch.optim.Optimizer, int], None]
+
+
+def _train(rank: int, base: nn.Module, script: Callable[[Any, Any, int], None]) -> list[Tensor]:
+    torch.use_deterministic_algorithms(True)
+    model = shard(copy.deepcopy(base))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    script(model, optimizer, rank)
+    assert not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+    state = [p.full_tensor().detach() for p in model.parameters()]
+    for p in model.parameters():
+        entry = optimizer.state[p]
+        state += [entry["step"].clone(), entry["exp_avg"].full_tensor(), entry["exp_avg_sq"].full_tensor()]
+    return state
+
+
+def _good_step(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    _loss(model, part(batch(WORLD, step), rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _failing(model: Any, rank: int, name: str, where: str, exception: type[BaseException] = Fault) -> None:
+    """One forward and backward that fail; the exception reaches the caller as it was raised."""
+    handle = _break(model.get_submodule(name), where, exception)
+    with pytest.raises(exception):
+        _loss(model, part(batch(WORLD, 77), rank)).backward()
+    handle.remove()
+
+
+def _compare(base: nn.Module, script: Callable[..., None], expected: Callable[..., None]) -> None:
+    got, wanted = (run_ranks(WORLD, _train, base, s)[0] for s in (script, expected))
+    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert torch.equal(a, b), f"tensor {i} differs by {(a - b).abs().max():g}"
+
+
+def _undisturbed(model: Any, optimizer: Any, rank: int) -> None:
+    for step in range(3):
+        _good_step(model, optimizer, rank, step)
+
+
+@pytest.fixture(scope="module")
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.mark.parametrize("where", ["before", "after", "backward"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str) -> None:
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        _good_step(model, optimizer, rank, 0)
+        _failing(model, rank, name, where)
+        _good_step(model, optimizer, rank, 1)
+        _failing(model, rank, name, where)
+        _failing(model, rank, name, where)
+        _good_step(model, optimizer, rank, 2)
+
+    _compare(base, script, _undisturbed)
+
+
+@pytest.mark.parametrize("where", ["before", "backward"])
+def test_the_very_first_step_may_fail(base: nn.Module, where: str) -> None:
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        _failing(model, rank, "layers.1.up", where)
+        _undisturbed(model, optimizer, rank)
+
+    _compare(base, script, _undisturbed)
+
+
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_any_exception(base: nn.Module, exception: type[BaseException], where: str) -> None:
+    """KeyboardInterrupt passes by the hooks that run after ordinary exceptions, also while weights are watched."""
+
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        _failing(model, rank, "layers.1.up", where, exception)
+        _undisturbed(model, optimizer, rank)
+        _failing(model, rank, "layers.0.norm", where, exception)
+        model.reset_iter_state()
+
+    _compare(base, script, _undisturbed)
+
+
+@pytest.mark.parametrize("where", ["before", "backward"])
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_good_micro_batches_of_a_window_stay(base: nn.Module, where: str, synchronised: bool) -> None:
+    """The second micro-batch fails and is tried again; `synchronised`: whether the first one was reduced."""
+
+    def window(fails: bool) -> Callable[[Any, Any, int], None]:
+        def script(model: Any, optimizer: Any, rank: int) -> None:
+            for step in range(2):
+                model.set_requires_gradient_sync(synchronised)
+                _loss(model, part(batch(WORLD, step), rank)).backward()
+                model.set_requires_gradient_sync(True)
+                if fails:
+                    _failing(model, rank, "layers.1.up", where)
+                _loss(model, part(batch(WORLD, step + 50), rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return script
+
+    _compare(base, window(True), window(False))
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model", "optimizer to zero"])
+def test_zero_grad_clears_an_abandoned_window(base: nn.Module, clear: str) -> None:
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        _good_step(model, optimizer, rank, 0)
+        model.set_requires_gradient_sync(False)
+        _loss(model, part(batch(WORLD, 77), rank)).backward()
+        model.set_requires_gradient_sync(True)
+        if clear == "model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=clear == "optimizer")
+        _good_step(model, optimizer, rank, 1)
+        _good_step(model, optimizer, rank, 2)
+
+    _compare(base, script, _undisturbed)
+
+
+def test_a_backward_after_a_failed_one_without_a_forward_between(base: nn.Module) -> None:
+    """Two losses were computed; the backward of the first fails; that of the second is right."""
+
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        bad = _Explode.apply(_loss(model, part(batch(WORLD, 77), rank)))
+        handle = _break(model.layers[1], "backward", Fault)
+        worse = _loss(model, part(batch(WORLD, 78), rank))
+        handle.remove()
+        good = _loss(model, part(batch(WORLD, 0), rank))
+        for loss in (worse, bad):
+            with pytest.raises(Fault):
+                loss.backward()
+        good.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for step in (1, 2):
+            _good_step(model, optimizer, rank, step)
+
+    _compare(base, script, _undisturbed)
+
+
+@pytest.mark.parametrize("where", ["before", "backward"])
+def test_failures_in_recomputation(where: str) -> None:
+    torch.manual_seed(0)
+    base = recomputed(False)()
+
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        _good_step(model, optimizer, rank, 0)
+        calls = 0
+
+        def second_call(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise Fault("recomputation")
+
+        handle = model.layers[1].up.register_forward_pre_hook(second_call)
+        with pytest.raises(Fault):
+            _loss(model, part(batch(WORLD, 77), rank)).backward()
+        handle.remove()
+        for step in (1, 2):
+            _good_step(model, optimizer, rank, step)
+
+    _compare(base, script, _undisturbed)
+
+
+def test_reset_iter_state_is_harmless(base: nn.Module) -> None:
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        model.reset_iter_state()
+        for step in range(3):
+            _good_step(model, optimizer, rank, step)
+            model.reset_iter_state()
+
+    _compare(base, script, _undisturbed)
+
+
+def test_a_late_intermediate_is_an_error_and_then_right(base: nn.Module) -> None:
+    """A loss on an intermediate that begins after the watched steps: one loud error; the retry is right."""
+    program = PROGRAMS["loss_on_an_intermediate_only"]
+
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(3):
+            _good_step(model, optimizer, rank, step)
+        tokens = part(batch(WORLD, 9), rank)
+        with pytest.raises(RuntimeError, match="out of bounds|weights"):
+            program.loss(model, tokens, 0).backward()
+        program.loss(model, tokens, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def expected(model: Any, optimizer: Any, rank: int) -> None:
+        for unit in model.modules():
+            if isinstance(unit, fullshard.FSDPModule):
+                unit._unit().watched = 100
+        for step in range(3):
+            _good_step(model, optimizer, rank, step)
+        program.loss(model, part(batch(WORLD, 9), rank), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    _compare(base, script, expected)
