@@ -12,7 +12,8 @@
     ._reduce_scatter_base                       microseconds a call and rename these in 2.13
     tensor._post_accumulate_grad_hooks          hooks of the sharded parameter are ours to run          2.13
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
-    Tensor._make_wrapper_subclass               a tensor with a shape and no data (PendingGrad)         2.13
+    Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
+                                                (PendingGrad)
     torch.distributed.fsdp.FSDPModule           base class, so that isinstance checks elsewhere hold    2.13
 
 torch's own FSDP2 is never called from here.
@@ -45,7 +46,7 @@ __all__ = [
     "saved_tensor_hooks_allowed",
     "set_local",
     "sharded_parameter",
-    "tensor_without_data",
+    "dtensor_without_data",
     "top_saved_tensor_hooks",
     "version_of",
 ]
@@ -105,12 +106,11 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def tensor_without_data(cls: type[Tensor], like: Tensor) -> Tensor:
-    """An instance of the subclass `cls` with the shape, dtype and device of `like`, and no memory."""
-    made: Tensor = torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
-    )
-    return made
+def dtensor_without_data(cls: type[DTensor], like: Tensor) -> DTensor:
+    """An instance of the DTensor subclass `cls` with the spec of `like` and a local tensor nobody is to read."""
+    local = torch.zeros((), dtype=like.dtype, device=like.device).expand(local_of(like).shape)
+    made = torch.Tensor._dtensor__new__(cls, local, cast(Any, like)._spec, requires_grad=False)
+    return cast(DTensor, made)
 
 
 # For tensor subclasses that only intercept what reaches the dispatcher.

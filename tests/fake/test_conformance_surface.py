@@ -281,3 +281,9 @@ def test_register_forward_method_on_a_plain_module_does_nothing(impl: Implementa
     before = dict(vars(linear))
     impl.namespace.register_fsdp_forward_method(linear, "extra_repr")
     assert vars(linear) == before
+
+
+def test_forward_methods_are_refused_so_far(world: None) -> None:
+    """torch wraps the method; until this version does, it must say so and not leave the method unwrapped."""
+    with pytest.raises(NotImplementedError, match="register_fsdp_forward_method"):
+        fullshard.register_fsdp_forward_method(fullshard.fully_shard(nn.Linear(2, 2)), "extra_repr")

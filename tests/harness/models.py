@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # (inputs, targets)
 
 
 # Random state belongs to the process: ranks that are threads build their models one after another.
-_RANDOM_STATE = threading.Lock()
+_RANDOM_STATE = threading.RLock()
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

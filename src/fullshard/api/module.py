@@ -128,11 +128,7 @@ class FSDPModule(TorchFSDPModule):
         self.reshard()
         # Past torch's class, to that of the module.
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        unit = self._unit()
-        if unit.root is not None:
-            unit.root.repair(unit)
-        else:
-            unit.repair()
+        self._unit().repair()
         return result
 
     def _unit(self) -> Unit:

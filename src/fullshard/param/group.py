@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .._torch_compat import local_of, set_local, sharded_parameter, version_of
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
@@ -88,7 +89,7 @@ class ParamGroup:
         for param, segment in zip(self.params, self.pack.segments, strict=True):
             shape = segment.layout.local_shape(self.placing.rank)
             part = self.flat[segment.offset : segment.offset + segment.layout.local_numel(self.placing.rank)]
-            param.local = part.view(shape)
+            param.local = _own_storage(part).view(shape)
 
     def _make_full(self) -> None:
         shared = self.placing.world == 1 and self.precision.storage is self.precision.compute
@@ -193,15 +194,16 @@ class ParamGroup:
         return changed
 
     def show_shards(self) -> None:
-        """Put the sharded parameters on the modules."""
+        """Put the sharded parameters back where our full ones stand; what users put there meanwhile is kept."""
         for param in self.params:
-            sharded = param.sharded
+            full, sharded = param.full, param.sharded
             for slot in param.slots:
-                slot.put(sharded)
+                if slot.get() is full:
+                    slot.put(sharded)
 
     def versions(self) -> tuple[int, ...]:
-        """Changes whenever a shard is written, through the DTensor or through the flat buffer (not through .data)."""
-        return (version_of(self.flat), *[version_of(param.sharded) for param in self.params])
+        """Changes whenever a shard is written, through the DTensor or its local tensor (not through .data)."""
+        return tuple([version_of(p.sharded) + version_of(p.local) for p in self.params])
 
 
 class DtypeChanged(Exception):
@@ -210,3 +212,16 @@ class DtypeChanged(Exception):
     def __init__(self, storage: torch.dtype) -> None:
         super().__init__(storage)
         self.storage = storage
+
+
+def _own_storage(part: Tensor) -> Tensor:
+    """The same memory as `part`, a 1-D view of the flat buffer, under a storage object of its own.
+
+    So saving or copying one shard takes its own bytes, not the unit's, and the DTensor around it has storage offset 0,
+    without which torch cannot deep-copy it. The new storage keeps the flat buffer alive.
+    """
+    if part.is_meta:
+        return part
+    if part.numel() == 0:
+        return part.new_empty(0)
+    return from_dlpack(to_dlpack(part))

@@ -10,23 +10,29 @@ synchronisation left off silently does nothing. A `PendingGrad` has the shape an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from .._torch_compat import no_torch_function, tensor_without_data
+from .._torch_compat import dtensor_without_data, no_torch_function
 
 
-class PendingGrad(Tensor):
-    """Stands for a gradient that exists on each rank but was not reduced yet. Shape and dtype are the parameter's."""
+class PendingGrad(DTensor):
+    """Stands for a gradient that exists on each rank but was not reduced yet. Shape, dtype and placements are the
+    parameter's; there is no data behind them.
+
+    A subclass of DTensor, because the first of two tensor subclasses in an operation is asked, unless the other one is
+    *its* subclass: so this refuses before DTensor complains about mixed types.
+    """
 
     cleared: bool
     parameter_name: str
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, name: str) -> PendingGrad:
-        made = tensor_without_data(cls, parameter)
+    def __new__(cls, parameter: Tensor, name: str) -> PendingGrad:  # type: ignore[misc]
+        made = dtensor_without_data(cls, parameter)
         assert isinstance(made, PendingGrad)
         made.cleared = False
         made.parameter_name = name
@@ -34,6 +40,15 @@ class PendingGrad(Tensor):
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         pass
+
+    def full_tensor(self, **_: Any) -> NoReturn:
+        self._refuse([self])
+
+    def to_local(self, **_: Any) -> NoReturn:
+        self._refuse([self])
+
+    def redistribute(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse([self])
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"PendingGrad({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -49,6 +64,10 @@ class PendingGrad(Tensor):
             for gradient in pending:
                 gradient.cleared = True
             return args[0] if func is torch.ops.aten.zero_.default else None
+        cls._refuse(pending)
+
+    @staticmethod
+    def _refuse(pending: list[PendingGrad]) -> NoReturn:
         names = ", ".join(dict.fromkeys(gradient.parameter_name for gradient in pending))
         raise RuntimeError(
             f"expected a reduced gradient, found one that was only accumulated on each rank, of {names}: the last backward ran "

@@ -52,6 +52,7 @@ class Root:
             unit.record.index = index
             unit.record.name = name
             unit.on_gradient = self._gradient_arrived
+            unit.on_repaired = self.watch.learn
             unit.attach(self, self.pool, options.communication)
             if options.watch == "never":
                 unit.watched = 0
@@ -174,11 +175,6 @@ class Root:
     def reshard(self, unit: Unit) -> None:
         """Free the full parameters of `unit`."""
         self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
-
-    def repair(self, unit: Unit) -> None:
-        """Parameters of `unit` may have been replaced: make them views of one buffer again."""
-        if unit.repair():
-            self.watch.learn(unit)
 
     # ---- event to commands to action -----------------------------------------------------------------------
 

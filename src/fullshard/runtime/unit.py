@@ -70,6 +70,7 @@ class Unit:
         self.arrived = 0
         self.expected = 0
         self.on_gradient: Callable[[Unit, ShardedParam, int], None] | None = None
+        self.on_repaired: Callable[[Unit], None] | None = None
         self._gradient_hooks: list[RemovableHandle] = []
         self._knows_trainable = False
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
@@ -137,8 +138,8 @@ class Unit:
 
     # ---- what changes under us -----------------------------------------------------------------------------
 
-    def repair(self) -> bool:
-        """Make the shards views of a flat buffer again where something replaced them; whether it was needed."""
+    def repair(self) -> None:
+        """Make the shards views of a flat buffer again where something replaced them."""
         broken = False
         for position, group in enumerate(self.groups):
             if group.is_aliased():
@@ -149,10 +150,11 @@ class Unit:
             except DtypeChanged as change:
                 self.groups[position] = group.converted(resolve_precision(self.policy, change.storage))
         if broken:
+            if self.on_repaired is not None:
+                self.on_repaired(self)
             self._drop_gradient_hooks()
             if self._pool is not None:
                 self._make_channels()
-        return broken
 
     def is_stale(self) -> bool:
         """Whether shards were written, or replaced, since the full parameters were gathered."""

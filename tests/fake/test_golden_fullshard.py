@@ -1,0 +1,93 @@
+"""The engine, end to end, issues the commands of torch's FSDP2 in torch's order: every golden trace, on a fake group.
+
+Gathering ahead along the recorded order is switched off (FULLSHARD_PREFETCH=0): torch has no such prefetch in forward,
+where on a device it relies on the CPU running ahead. Every command is checked for legality on the way
+(FULLSHARD_CHECK=1).
+
+Compared are gather, wait, free, reduce and drop, one flat list for a whole program. The other commands of ours have no
+counterpart in torch and are left out here: `shelve` and `expose` (torch leaves full parameters on the modules where no
+backward follows, ours puts the sharded ones there and keeps the memory), `hold` (torch keeps gradients without a
+word), `finish`. `discard` occurs in none of these programs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from fullshard import fully_shard
+from fullshard.observe import record
+from fullshard.runtime import unit_of
+from tests.golden.parse import commands_of
+from tests.golden.scenarios import RESHARD, SCENARIOS, WORLD
+from tests.golden.test_traces import CASES, read
+from tests.harness.fake import fake_world
+
+COMPARED = ("gather", "wait", "free", "reduce", "drop")
+OURS_ALONE = ("shelve", "expose", "hold", "finish")
+
+# The inputs of this root need no gradient. torch then waits for the end of the backward before it frees and reduces
+# the root; ours does both as soon as the gradients of the root's parameters are there (design decision 9: gradients
+# are counted). Nothing else differs.
+EARLIER = "inputs_need_no_grad"
+
+
+def ours(name: str, reshard: str) -> list[str]:
+    """The commands of a scenario on the engine of fullshard: rank 0 of a fake world of two."""
+    with fake_world(WORLD):
+        model = SCENARIOS[name].build(fully_shard, RESHARD[reshard])
+        with record(model) as trace:
+            SCENARIOS[name].run(model)
+        unit = unit_of(model)
+        assert unit is not None and unit.root is not None
+        assert unit.root.options.check and unit.root.options.prefetch_depth == 0
+    assert {kind for kind, _ in trace.commands} <= {*COMPARED, *OURS_ALONE}
+    return [f"{kind} {unit}" for kind, unit in trace.commands if kind in COMPARED]
+
+
+def torchs(name: str, reshard: str) -> list[str]:
+    """The commands of torch's FSDP2 in the same scenario, from the committed trace."""
+    return [str(command).strip() for command in commands_of(read(name, reshard), COMPARED)]
+
+
+@pytest.fixture(autouse=True)
+def checked_and_without_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_PREFETCH", "0")
+    monkeypatch.setenv("FULLSHARD_CHECK", "1")
+
+
+@pytest.mark.parametrize(("name", "reshard"), [case for case in CASES if case[0] != EARLIER])
+def test_the_commands_are_those_of_torch(name: str, reshard: str) -> None:
+    """Gather, wait, free, reduce and drop, in one list, in the same order."""
+    assert ours(name, reshard) == torchs(name, reshard)
+
+
+@pytest.mark.parametrize("reshard", list(RESHARD))
+def test_gradients_that_are_ready_are_not_kept_waiting(reshard: str) -> None:
+    """The one intended difference: in each backward ours frees and reduces the root earlier, and that is all."""
+    found, expected = ours(EARLIER, reshard), torchs(EARLIER, reshard)
+    assert Counter(found) == Counter(expected)
+    early, late = _root_handed_over(found), _root_handed_over(expected)
+    assert len(early) == len(late) == found.count("reduce root") == 2, "one for each of the two steps"
+    assert all(a < b for a, b in zip(early, late, strict=True))
+    assert _without(found, early) == _without(expected, late)
+    # The head of the root is what backward computes first, and its input is where layers.2 begins.
+    assert _reduced(found) == ["root", "layers.2", "layers.1", "layers.0"] * 2
+    assert _reduced(expected) == ["layers.2", "layers.1", "root", "layers.0"] * 2
+
+
+def _reduced(commands: list[str]) -> list[str]:
+    return [command.removeprefix("reduce ") for command in commands if command.startswith("reduce ")]
+
+
+def _root_handed_over(commands: list[str]) -> list[int]:
+    """Where "free root" and directly behind it "reduce root" stand."""
+    pairs = list(zip(commands, commands[1:], strict=False))
+    return [position for position, pair in enumerate(pairs) if pair == ("free root", "reduce root")]
+
+
+def _without(commands: list[str], positions: list[int]) -> list[str]:
+    """`commands` without two at each of `positions`."""
+    gone = {position + i for position in positions for i in (0, 1)}
+    return [command for position, command in enumerate(commands) if position not in gone]

@@ -1,0 +1,38 @@
+"""The benchmark scripts run, check what they compare, and end with one JSON line. No figure is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _last_line(*arguments: str) -> dict[str, object]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", *arguments, "--tiny", "--rounds", "1", "--workloads", "light"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout.splitlines()[-1])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_cpu_step() -> None:
+    answer = _last_line("benchmarks.cpu_step", "--worlds", "2", "--adamw")
+    (result,) = answer["results"]
+    assert (result["world"], result["workload"]) == (2, "communication-heavy")
+    assert set(result["steps"]) == {"none", "ddp", "fsdp1", "fsdp2", "fullshard"}
+    assert result["steps"]["fsdp2"]["ratio"] == 1.0
+
+
+@pytest.mark.slow
+def test_overlap() -> None:
+    answer = _last_line("benchmarks.overlap")
+    (result,) = answer["results"]
+    assert set(result["median_ms"]) == {"none", "fsdp2", "prefetch on", "prefetch off"}

@@ -1,0 +1,479 @@
+"""One small test for each rule [R1] to [R19] of lifecycle/rules.py, and for the user's calls, in the order of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.lifecycle import Full, Phase
+from tests.pure.test_lifecycle_worlds import Report, Trait, World, evaluation, setting, step
+
+
+def say(world: World, text: str) -> list[str]:
+    """Report `KIND UNIT FLAG...`; the commands that followed."""
+    kind, unit, *flags = text.split()
+    return world.report(Report(kind, unit, tuple(flags)))
+
+
+def says(world: World, *texts: str) -> list[str]:
+    """Report several; the commands of all of them."""
+    return [command for text in texts for command in say(world, text)]
+
+
+def before_backward(*names: str, **options: object) -> World:
+    """A world in which each unit ran once; the backward is next."""
+    world = World(*names, **options)  # type: ignore[arg-type]
+    say(world, "pre_forward root")
+    for name in names:
+        says(world, f"pre_forward {name}", f"post_forward {name} inputs outputs")
+    say(world, "post_forward root outputs")
+    return world
+
+
+# ---- forward ------------------------------------------------------------------------------------------------
+
+
+def test_r1_recomputation_gathers_again_and_changes_nothing_else() -> None:
+    """[R1] Its own backward began before; another use's backward may have freed the unit."""
+    world = before_backward("a")
+    says(world, "pre_backward root", "pre_backward a")
+    assert say(world, "pre_forward a in_backward") == []
+    assert say(world, "inputs_reached a") == ["free a"]
+    before = world.state
+    assert say(world, "pre_forward a in_backward") == ["gather a", "wait a"]
+    assert world.state == before | {"a.full": Full.FULL}
+
+
+def test_r1_is_for_units_whose_backward_began() -> None:
+    """[R1] Before that, recomputation is a forward: of this unit, with its phase."""
+    world = before_backward("a", "b")
+    says(world, "pre_backward root")
+    assert say(world, "pre_forward a in_backward") == ["gather a", "wait a"]
+    assert world["a"].phase is Phase.FORWARD and world.run.forward_root is world["a"]
+    assert say(world, "post_forward a in_backward inputs outputs") == []
+    assert world["a"].phase is Phase.IDLE and world.run.forward_root is None
+
+
+def test_a_recomputation_that_is_cut_short_leaves_nothing_behind() -> None:
+    """A non-reentrant checkpoint around two units, of which the loss reaches only the first: the second is recomputed
+    until all that is needed is there, and its own backward never begins. The step is a good one: the next one must
+    find no leftovers, or it throws the recorded order away, step after step.
+    """
+    world = before_backward("a", "b")
+    says(world, "pre_backward root", "inputs_reached b", "pre_backward a", "pre_forward a in_backward")
+    says(world, "post_forward a in_backward inputs outputs", "pre_forward b in_backward")
+    say(world, "forward_failed b in_backward")
+    world.feed([Report("gradient", "a"), Report("grads_ready", "a"), Report("inputs_reached", "a")])
+    say(world, "backward_end root")
+    assert world.run.forward_root is None and not world.run.has_leftovers
+
+
+def test_r2_kept_parameters_are_not_used_once_their_shards_changed() -> None:
+    """[R2] Freed and gathered again, from both states that keep memory; not when nothing changed."""
+    for prepare in (step("a"), evaluation("a")):
+        world = World("a", reshard=False)
+        world.feed(setting("reshard_after_backward", False, "root", "a") + prepare)
+        assert world.full() == {"root", "a"}
+        say(world, "pre_forward root")
+        assert say(world, "pre_forward a stale") == ["free a", "gather a", "wait a"]
+        say(world, "post_forward a inputs outputs")
+        assert say(world, "pre_forward a") == []
+
+
+def test_r2_a_gather_in_flight_is_not_used_once_its_shards_changed() -> None:
+    """[R2] It may be that of a pass that guessed wrong and that no backward followed: what travels is what was."""
+    world = World("a", "b", depth=1)
+    world.feed(evaluation("a", "b") + evaluation())
+    assert world["a"].full is Full.PENDING
+    say(world, "pre_forward root")
+    assert say(world, "pre_forward a stale") == ["drop a", "gather a", "wait a"]
+
+
+def test_r3_what_is_needed_first_is_gathered_first() -> None:
+    """[R3] Own gather, own wait, then those ahead, in the order in which they will be needed, before any compute."""
+    world = World("a", "b", "c", depth=2)
+    world.feed(step("a", "b", "c"))
+    assert say(world, "pre_forward root") == ["gather root", "wait root", "gather a", "gather b"]
+    assert say(world, "pre_forward a") == ["wait a", "gather c"]
+
+
+def test_r3_recomputation_gathers_only_what_the_user_listed() -> None:
+    """[R3] It follows no recorded order of forwards, and is no part of one."""
+    world = before_backward("a", "b", "c", depth=1)
+    world.feed(step("a", "b", "c"))
+    says(world, "pre_backward root")
+    log = list(world.run.forward_log)
+    assert say(world, "pre_forward a in_backward") == ["gather a", "wait a"]
+    assert world.run.forward_log == log
+    world["b"].forward_prefetch = (world["c"],)
+    assert say(world, "pre_forward b in_backward") == ["gather b", "wait b", "gather c"]
+
+
+def test_r4_the_end_of_recomputation_frees_nothing() -> None:
+    """[R4] The backward that asked for it reads the weights next. The phase and the hooks are those of the first use."""
+    world = before_backward("a")
+    says(world, "pre_backward root", "pre_backward a", "pre_forward a in_backward")
+    before = world.state
+    assert say(world, "post_forward a in_backward outputs") == []
+    assert world.state == before and world["a"].inputs_hooked and world["a"].phase is Phase.BACKWARD
+    assert say(world, "inputs_reached a") == ["free a"]
+
+
+def test_recomputation_has_no_place_in_the_order() -> None:
+    """A forward in backward frees nothing, is no use of its own, and ends no pass: with or without outputs."""
+    for flags in ("in_backward inputs outputs", "in_backward"):
+        world = before_backward("a", "b")
+        says(world, "pre_backward root", "pre_forward a in_backward")
+        uses, order, plan = list(world["b"].uses), list(world.run.order), list(world.run.forward_plan)
+        assert say(world, f"post_forward a {flags}") == []
+        assert (world["b"].uses, world.run.order, world.run.forward_plan) == (uses, order, plan)
+
+
+def test_r5_memory_is_given_back_after_forward() -> None:
+    """[R5] Unless the unit is to stay full."""
+    world = World("a", "b")
+    world["b"].reshard_after_forward = False
+    says(world, "pre_forward root", "pre_forward a")
+    assert say(world, "post_forward a inputs outputs") == ["free a"]
+    says(world, "pre_forward b")
+    assert say(world, "post_forward b inputs outputs") == []
+    assert world["b"].full is Full.FULL
+
+
+def test_r6_without_a_backward_users_find_sharded_parameters() -> None:
+    """[R6] The memory stays for a next use, which needs no gather; a unit that is to free it does."""
+    world = World("a", "b", reshard=False)
+    world["b"].reshard_after_forward = True
+    says(world, "pre_forward root", "pre_forward a")
+    assert say(world, "post_forward a") == ["shelve a"]
+    assert say(world, "pre_forward a") == ["expose a"]
+    says(world, "pre_forward b")
+    assert say(world, "post_forward b") == ["free b"]
+
+
+def test_r7_each_use_has_its_own_place_in_the_order() -> None:
+    """[R7] In the order in which the forwards ended. A unit without parameters has none."""
+    world = World("a", "b", empty=["b"])
+    says(world, "pre_forward root")
+    for name in ("a", "b", "a"):
+        says(world, f"pre_forward {name}", f"post_forward {name} inputs outputs")
+    say(world, "post_forward root outputs")
+    assert [unit.name for unit in world.run.order] == ["a", "a", "root"]
+    assert (world["a"].uses, world["b"].uses, world["root"].uses) == ([0, 1], [], [2])
+
+
+def test_a_forward_that_failed_may_be_caught() -> None:
+    """Nothing is freed and no pass ends: the module around it goes on, and the unit may run again."""
+    world = World("a")
+    says(world, "pre_forward root", "pre_forward a")
+    assert say(world, "forward_failed a") == []
+    assert world["a"].phase is Phase.IDLE and world.run.forward_root is world["root"]
+    assert says(world, "pre_forward a", "post_forward a inputs outputs") == ["free a"]
+
+
+def test_a_forward_inside_another_ends_no_pass() -> None:
+    """Only the outermost one does: the order of the whole pass is the plan."""
+    world = World("a", "b")
+    world.feed(step("a", "b"))
+    assert [unit.name for unit in world.run.forward_plan] == ["root", "a", "b"]
+
+
+# ---- backward -----------------------------------------------------------------------------------------------
+
+
+def test_r8_a_second_output_of_one_use_brings_nothing_ahead() -> None:
+    """[R8] The first one took the use's place in the order; weights that were freed in between are gathered again."""
+    world = before_backward("a", "b", "c")
+    says(world, "pre_backward root", "pre_backward c")
+    uses = list(world["b"].uses)
+    assert say(world, "pre_backward c") == []
+    assert say(world, "reshard c") == ["free c"]
+    assert say(world, "pre_backward c") == ["gather c", "wait c"]
+    assert world["b"].uses == uses and world["a"].full is Full.SHARDED
+
+
+def test_r8_another_use_is_another_backward() -> None:
+    """[R8] After the gradients of one use were handed over, the next one counts: with its own place and its prefetch."""
+    world = World("a", "b")
+    says(world, "pre_forward root")
+    for name in ("a", "b", "a"):
+        says(world, f"pre_forward {name}", f"post_forward {name} inputs outputs")
+    say(world, "post_forward root outputs")
+    assert say(world, "pre_backward root") == ["gather root", "wait root", "gather a"]
+    assert says(world, "pre_backward a", "inputs_reached a") == ["wait a", "gather b", "free a"]
+    assert says(world, "pre_backward b", "inputs_reached b") == ["wait b", "gather a", "free b"]
+    assert says(world, "pre_backward a", "inputs_reached a") == ["wait a", "free a"]
+
+
+def test_r9_the_next_unit_of_the_backward_travels_while_this_one_computes() -> None:
+    """[R9] After the own gather and wait, before the compute."""
+    world = before_backward("a", "b")
+    assert say(world, "pre_backward root") == ["gather root", "wait root", "gather b"]
+    assert say(world, "pre_backward b") == ["wait b", "gather a"]
+    assert say(world, "pre_backward a") == ["wait a"]
+
+
+def test_r10_a_frozen_weight_waits_for_the_gradient_of_the_inputs() -> None:
+    """[R10] All gradients are ready, but the frozen weight may still be read."""
+    world = before_backward("a", traits={"a": Trait("mixed")})
+    says(world, "pre_backward root", "pre_backward a", "gradient a")
+    assert say(world, "grads_ready a") == []
+    assert world["a"].full is Full.FULL
+    assert say(world, "inputs_reached a") == ["free a", "reduce a"]
+
+
+def test_r10_does_not_wait_for_what_will_not_come() -> None:
+    """[R10] No input is hooked; or the gradients came by a way that no output announced; or nothing is frozen."""
+    world = World("a", traits={"a": Trait("mixed")})
+    says(world, "pre_forward root", "pre_forward a", "post_forward a outputs", "post_forward root outputs")
+    says(world, "pre_backward root", "pre_backward a", "gradient a")
+    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+
+    world = before_backward("a", traits={"a": Trait("mixed")})
+    says(world, "pre_backward root", "gradient a")
+    assert say(world, "grads_ready a") == ["reduce a"]
+    assert world["a"].phase is Phase.DONE
+
+    world = before_backward("a")
+    says(world, "pre_backward root", "pre_backward a", "gradient a")
+    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+
+
+def test_r11_the_end_of_the_backward_takes_what_is_left() -> None:
+    """[R11] Units not handed over are freed; gradients not handed over are sent; what is done is left alone."""
+    world = before_backward("a", "b", "c", reshard=False)
+    says(world, "pre_backward root", "pre_backward c", "gradient c", "grads_ready c", "inputs_reached c")
+    says(world, "pre_backward b", "inputs_reached b", "gradient b", "gradient root")
+    assert world["b"].phase is world["c"].phase is Phase.DONE
+    assert say(world, "backward_end root") == ["free root", "reduce root", "free a", "reduce b", "finish root"]
+    assert all(unit.phase is Phase.IDLE and not unit.in_backward for unit in world.units.values())
+
+
+def test_r11_what_was_handed_over_and_gathered_again_stays() -> None:
+    """[R11] The user's `unshard` behind a unit's backward survives the end of that backward, as in FSDP2."""
+    world = before_backward("a")
+    says(world, "pre_backward root", "pre_backward a", "gradient a", "grads_ready a", "inputs_reached a")
+    assert says(world, "unshard a", "wait_unshard a") == ["gather a", "wait a"]
+    assert say(world, "backward_end root") == ["free root", "finish root"]
+    assert world["a"].full is Full.FULL
+
+
+def test_the_end_of_a_backward_ends_what_it_began() -> None:
+    """Hooks of inputs, a graph that was recorded: the next backward has its own."""
+    world = before_backward("a")
+    says(world, "pre_backward root create_graph", "pre_backward a create_graph", "backward_end root")
+    assert not world.run.in_backward and not world.run.keep_full
+    assert not world["a"].in_backward and not world["a"].inputs_hooked
+
+
+def test_r12_a_gather_that_nobody_needed_is_waited_for_and_dropped() -> None:
+    """[R12] At the end of the last backward; before that, it may still be of use."""
+    world = before_backward("a", "b")
+    world.feed(setting("is_last_backward", False))
+    assert says(world, "pre_backward root")[-1] == "gather b"
+    says(world, "inputs_reached b", "backward_end root")
+    assert world["b"].full is Full.PENDING
+    world.feed(setting("is_last_backward", True))
+    assert says(world, "pre_backward root", "backward_end root")[-2:] == ["drop b", "finish root"]
+
+
+def test_r13_each_step_has_an_order_of_its_own() -> None:
+    """[R13] Emptied with all places in it; kept while backwards of the same step are to follow."""
+    world = before_backward("a", "b")
+    world.feed(setting("is_last_backward", False))
+    says(world, "pre_backward root", "pre_backward b", "backward_end root")
+    assert [unit.name for unit in world.run.order] == ["a", "b", "root"]
+    assert (world["a"].uses, world["b"].uses) == ([0], [])
+    world.feed(setting("is_last_backward", True))
+    says(world, "pre_backward root", "backward_end root")
+    assert world.run.order == [] and world["a"].uses == []
+
+
+# ---- failure ------------------------------------------------------------------------------------------------
+
+
+def test_r14_nothing_of_an_abandoned_step_is_left() -> None:
+    """[R14] In flight: dropped; full or shelved: freed; and the records are those of a fresh world."""
+    world = World("a", "b", "c", reshard=False, depth=1)
+    world.feed(evaluation("c"))
+    world.feed(step("a", "b"))
+    # Not the first forward since the last backward: the order has a mark.
+    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs", "post_forward root outputs")
+    says(world, "pre_forward root", "pre_forward a", "unshard b", "pre_backward a create_graph")
+    assert {world["b"].full, world["a"].full} == {Full.PENDING, Full.FULL} and world.run.order_mark
+    assert say(world, "abandon root") == ["free root", "free a", "drop b", "discard root"]
+    fresh = World("a", "b", "c", reshard=False, depth=1)
+    assert world.state == fresh.state
+    assert world.run.generation == 1
+
+
+def test_r15_an_abandoned_order_is_no_plan() -> None:
+    """[R15] The step after gathers when needed, and records anew."""
+    world = World("a", "b", depth=1)
+    world.feed(step("a", "b") + step("a", "b"))
+    says(world, "pre_forward root", "abandon root")
+    first = World("a", "b", depth=1)
+    assert world.feed(step("a", "b")) == first.feed(step("a", "b"))
+    assert say(world, "pre_forward root")[-1] == "gather a"
+
+
+# ---- shared by the rules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("full", "commands"),
+    [
+        (Full.SHARDED, ["gather a", "wait a"]),
+        (Full.PENDING, ["wait a"]),
+        (Full.FULL, []),
+        (Full.SHELVED, ["expose a"]),
+    ],
+)
+def test_r16_what_is_missing_and_nothing_more(full: Full, commands: list[str]) -> None:
+    """[R16] From every state, in forward and in backward."""
+    for event in ("pre_forward a", "pre_backward a"):
+        world = World("a")
+        world["a"].full = world.checker.full["a"] = full
+        assert say(world, event) == commands
+        assert world["a"].full is Full.FULL
+
+
+def test_r16_there_is_nothing_to_gather_without_parameters() -> None:
+    """[R16] Neither when it is needed, nor ahead, nor for the user."""
+    world = World("a", "b", empty=["b"], depth=1)
+    world["a"].backward_prefetch = (world["b"],)
+    found = world.feed(step("a", "b", traits={"b": Trait("none")}) * 2)
+    found += says(world, "unshard b", "wait_unshard b", "reshard b")
+    assert not [command for command in found if command.endswith(" b")]
+
+
+def test_r17_weights_go_before_the_message_comes() -> None:
+    """[R17] Free, then reduce; shelved memory too."""
+    world = before_backward("a")
+    says(world, "pre_backward root", "pre_backward a", "gradient a")
+    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+    world = World("a", reshard=False)
+    world.feed(evaluation("a"))
+    assert world["a"].full is Full.SHELVED
+    assert "free a" in says(world, "pre_backward root", "backward_end root")
+
+
+def test_r17_weights_stay_where_they_are_needed_again() -> None:
+    """[R17] The user says so; or the backward records a graph, whose own backward reads them. A gather in flight too."""
+    for prepare, flag in ((setting("reshard_after_backward", False, "a"), ""), ([], " create_graph")):
+        world = before_backward("a")
+        world.feed(prepare)
+        says(world, f"pre_backward root{flag}", "pre_backward a", "gradient a")
+        assert say(world, "grads_ready a") == ["reduce a"]
+        assert world["a"].full is Full.FULL
+    world = before_backward("a")
+    assert says(world, "pre_backward root", "inputs_reached a", "gradient a")[-1] == "gather a"
+    assert say(world, "inputs_reached a") == ["reduce a"]
+
+
+def test_keeping_for_a_recorded_graph_ends_with_its_backward() -> None:
+    """[R17] The backward of that graph frees."""
+    world = before_backward("a")
+    says(world, "pre_backward root create_graph", "pre_backward a", "gradient a", "grads_ready a", "backward_end root")
+    assert world.full() == {"root", "a"}
+    says(world, "pre_backward root", "pre_backward a")
+    assert say(world, "backward_end root") == ["free root", "free a", "finish root"]
+
+
+def test_r18_gradients_are_sent_or_kept() -> None:
+    """[R18] And nothing is said of gradients where there are none."""
+    world = before_backward("a", "b")
+    world.feed(setting("sync", False, "b"))
+    says(world, "pre_backward root", "pre_backward b", "gradient b")
+    assert say(world, "grads_ready b") == ["free b", "hold b"]
+    says(world, "pre_backward a", "gradient a")
+    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+    world = before_backward("a")
+    assert says(world, "pre_backward root", "pre_backward a", "inputs_reached a")[-1] == "free a"
+
+
+def test_r18_what_was_kept_is_sent_by_the_backward_that_sends() -> None:
+    """[R18] Also when that backward does not reach the unit."""
+    world = World("a", "b")
+    world.feed(setting("sync", False, "root", "a", "b") + step("a", "b") + setting("sync", True, "root", "a", "b"))
+    assert world.held == {"root", "a", "b"}
+    assert "reduce b" in world.feed(step("a"))
+    assert world.held == set()
+
+
+def test_r19_inputs_reached_by_another_way_mean_nothing() -> None:
+    """[R19] The use is not part of this backward; or its gradients were handed over when they were ready."""
+    world = before_backward("a", "b", reshard=False)
+    say(world, "pre_backward root")
+    assert say(world, "inputs_reached b") == [] and world["b"].phase is Phase.IDLE
+    says(world, "pre_backward a", "gradient a", "grads_ready a", "unshard a", "wait_unshard a")
+    assert say(world, "inputs_reached a") == []
+    assert world["a"].full is Full.FULL and world["a"].phase is Phase.DONE
+
+
+def test_r19_gradients_that_came_unannounced_are_handed_over() -> None:
+    """[R19] No output of the unit was seen, but some of its gradients are there."""
+    world = before_backward("a")
+    says(world, "pre_backward root", "gradient a")
+    assert say(world, "inputs_reached a") == ["reduce a"]
+    assert world["a"].phase is Phase.DONE
+
+
+# ---- the user's calls ---------------------------------------------------------------------------------------
+
+
+def test_unshard_issues_and_wait_unshard_waits() -> None:
+    """Each only where something is missing; repeating them changes nothing."""
+    world = World("a")
+    assert says(world, "unshard a", "unshard a") == ["gather a"]
+    assert says(world, "wait_unshard a", "wait_unshard a", "unshard a") == ["wait a"]
+    assert says(world, "reshard a", "reshard a") == ["free a"]
+    assert say(world, "wait_unshard a") == [], "a forward used and freed them in between"
+
+
+def test_unshard_finds_kept_memory_unless_shards_changed() -> None:
+    """Shelved parameters are put back; what was written since is gathered anew, from both states that keep memory."""
+    world = World("a", reshard=False)
+    world.feed(evaluation("a"))
+    assert says(world, "unshard a", "wait_unshard a") == ["expose a"]
+    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
+    world.feed(evaluation("a"))
+    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
+
+
+def test_unshard_gathers_again_what_is_in_flight_once_its_shards_changed() -> None:
+    """The first gather is waited for all the same: every rank issued it."""
+    world = World("a")
+    assert says(world, "unshard a", "unshard a stale", "wait_unshard a") == ["gather a", "drop a", "gather a", "wait a"]
+
+
+def test_reshard_frees_drops_and_respects_a_running_forward() -> None:
+    """What is in flight is dropped, kept memory is freed, and a unit that is to stay full stays so in its forward."""
+    world = World("a", reshard=False)
+    assert says(world, "unshard a", "reshard a") == ["gather a", "drop a"]
+    world.feed(evaluation("a"))
+    assert say(world, "reshard a") == ["free a"]
+    says(world, "pre_forward root", "pre_forward a")
+    assert says(world, "reshard a", "reshard root") == []
+    world["a"].reshard_after_forward = True
+    assert say(world, "reshard a") == ["free a"]
+
+
+# ---- a backward inside a forward ------------------------------------------------------------------------------
+
+
+def test_a_backward_inside_a_forward_leaves_the_module_around_it_its_weights() -> None:
+    """Forces are the gradient of an energy: the model calls `autograd.grad` in its forward, and then its own head."""
+    world = World("a")
+    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
+    says(world, "pre_backward a", "inputs_reached a")
+    world.report(Report("backward_end"))
+    world.report(Report("compute", "root"))
+
+
+def test_a_backward_inside_an_evaluation_may_be_one_of_several() -> None:
+    """The use that the inner backward took is not forgotten a second time when the evaluation ends."""
+    world = World("a")
+    world.feed(setting("is_last_backward", False))
+    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
+    says(world, "pre_backward a", "inputs_reached a", "backward_end root", "post_forward root")
+    assert world.run.order == [] and world["a"].uses == []

@@ -1,0 +1,361 @@
+"""Small worlds: the reports that modules and autograd would make for a program, fed to the rules. No torch.
+
+A program is a list of `Report`s; `forward`, `backward` and `step` write them from a tree of uses and the traits of the
+units. A `World` holds fresh records, feeds them reports, plays the executor as far as the rules depend on it (which
+gradients are there), and checks each command as it comes. The other lifecycle tests import from here; the tests at the
+bottom say that these programs are the ones torch's FSDP2 really ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+
+from fullshard.lifecycle import Command, CommandChecker, Full, RunRecord, UnitRecord, rules
+from tests.golden.parse import commands_of, parse
+from tests.golden.test_traces import TRACES
+
+# Commands of ours that torch does not have: kept memory is put aside, gradients are kept, a step ends.
+OURS_ALONE = ("shelve", "expose", "hold", "finish", "discard")
+
+
+class Report(NamedTuple):
+    """An event of the lifecycle with the flags that hold, or one of these:
+
+    compute     the unit's weights are read now
+    gradient    a gradient of one of its parameters arrived
+    set         the user writes the setting `flags[0]` of the unit (of the run, where it is one of the run's): True, or
+                False with "not" behind it
+    """
+
+    kind: str
+    unit: str = "root"
+    flags: tuple[str, ...] = ()
+
+
+Program = list[Report]
+
+
+class Use(NamedTuple):
+    """One call of a unit, and the calls of other units inside it."""
+
+    unit: str
+    inner: tuple[Use, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trait:
+    """What is particular about a unit. The defaults are those of a block in the middle of a model."""
+
+    # "all": every parameter gets a gradient; "none": all are frozen; "mixed": some are frozen, all others get one;
+    # "some": nothing is frozen, but one parameter is not reached.
+    gradients: str = "all"
+    # Its inputs require a gradient.
+    inputs: bool = True
+    # "": none; "whole": in backward its forward is repeated; "cut": repeated until all that is needed is there;
+    # "reentrant": first run without grad mode, then repeated before its own backward begins.
+    recompute: str = ""
+    # The gradients of the inputs are reported before those of the parameters.
+    inputs_first: bool = False
+
+
+PLAIN = Trait()
+ROOT = Trait(inputs=False)
+Traits = Mapping[str, Trait]
+
+
+def trait_of(traits: Traits, unit: str) -> Trait:
+    return traits.get(unit, ROOT if unit == "root" else PLAIN)
+
+
+# ---- programs ----------------------------------------------------------------------------------------------
+
+
+def forward(use: Use, traits: Traits, *, grad: bool = True) -> Iterator[Report]:
+    """The reports of one forward."""
+    trait = trait_of(traits, use.unit)
+    recorded = grad and trait.recompute != "reentrant"
+    yield Report("pre_forward", use.unit)
+    yield Report("compute", use.unit)
+    for inner in use.inner:
+        yield from forward(inner, traits, grad=recorded)
+        yield Report("compute", use.unit)
+    flags = (("inputs",) if recorded and trait.inputs else ()) + (("outputs",) if recorded else ())
+    yield Report("post_forward", use.unit, flags)
+
+
+def _again(use: Use, traits: Traits) -> Iterator[Report]:
+    """The reports of a forward that is repeated in backward."""
+    trait = trait_of(traits, use.unit)
+    yield Report("pre_forward", use.unit, ("in_backward",))
+    yield Report("compute", use.unit)
+    for inner in use.inner:
+        yield from _again(inner, traits)
+        yield Report("compute", use.unit)
+    if trait.recompute == "cut":
+        yield Report("forward_failed", use.unit, ("in_backward",))
+    else:
+        flags = ("in_backward", *(("inputs",) if trait.inputs else ()), "outputs")
+        yield Report("post_forward", use.unit, flags)
+
+
+def backward(uses: Sequence[Use], traits: Traits, *, reached: frozenset[str] | None = None) -> Iterator[Report]:
+    """The reports of one backward through the forwards `uses`, without its end. `reached`: units the loss depends on."""
+    last: dict[str, int] = {}
+    walked = list(_walk(uses))
+    for position, use in enumerate(walked):
+        last.setdefault(use.unit, position)
+    # A gradient of a parameter is complete after the use that ran first, which backward visits last.
+    final = {id(walked[position]) for position in last.values()}
+    for use in reversed(uses):
+        yield from _backward(use, traits, final, reached)
+
+
+def _walk(uses: Iterable[Use]) -> Iterator[Use]:
+    for use in uses:
+        yield use
+        yield from _walk(use.inner)
+
+
+def _backward(use: Use, traits: Traits, final: set[int], reached: frozenset[str] | None) -> Iterator[Report]:
+    trait = trait_of(traits, use.unit)
+    if reached is not None and use.unit not in reached:
+        return
+    if trait.recompute == "reentrant":
+        yield from _again(use, traits)
+    yield Report("pre_backward", use.unit)
+    if trait.recompute in ("whole", "cut"):
+        yield from _again(use, traits)
+    yield Report("compute", use.unit)
+    for inner in reversed(use.inner):
+        yield from _backward(inner, traits, final, reached)
+        yield Report("compute", use.unit)
+    end = []
+    if trait.gradients != "none" and id(use) in final:
+        end.append(Report("gradient", use.unit))
+        if trait.gradients != "some":
+            end.append(Report("grads_ready", use.unit))
+    if trait.inputs:
+        end.insert(0 if trait.inputs_first else len(end), Report("inputs_reached", use.unit))
+    yield from end
+
+
+def model(*uses: Use | str) -> Use:
+    """The root that calls `uses` one after another."""
+    # Every use is an object of its own: `backward` tells them apart by identity.
+    return Use("root", tuple(Use(use) if isinstance(use, str) else Use(use.unit, tuple(use.inner)) for use in uses))
+
+
+def step(*uses: Use | str, traits: Traits | None = None, reached: frozenset[str] | None = None) -> Program:
+    """A forward of the model and its backward."""
+    traits, root = traits or {}, model(*uses)
+    return [*forward(root, traits), *backward([root], traits, reached=reached), Report("backward_end")]
+
+
+def evaluation(*uses: Use | str, traits: Traits | None = None) -> Program:
+    """A forward of the model that no backward follows."""
+    return list(forward(model(*uses), traits or {}, grad=False))
+
+
+def setting(name: str, value: bool, *units: str) -> Program:
+    """The user sets `name` for `units` (of the run, when it is the run's)."""
+    return [Report("set", unit, (name,) if value else (name, "not")) for unit in units or ("root",)]
+
+
+# ---- the world ---------------------------------------------------------------------------------------------
+
+
+class World:
+    """Fresh records of the root and `names`, and what happened to them so far.
+
+    Raises as soon as a command is illegal, or weights are read that are not there.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        reshard: bool | None = True,
+        depth: int = 0,
+        traits: Traits | None = None,
+        empty: Iterable[str] = (),
+        max_full: int | None = None,
+    ) -> None:
+        kept = reshard is False
+        self.units = {
+            name: UnitRecord(name, index, reshard_after_forward=not (kept or (reshard is None and name == "root")))
+            for index, name in enumerate(("root", *names))
+        }
+        for name, unit in self.units.items():
+            unit.empty = name in set(empty)
+            unit.frees_late = trait_of(traits or {}, name).gradients in ("none", "mixed")
+        self.run = RunRecord(list(self.units.values()), prefetch_depth=depth)
+        self.checker = CommandChecker(max_full=max_full, stays_full={"root"})
+        self.log: list[str] = []
+        self.commands: list[tuple[str, str]] = []
+        # Units with a gradient that was not handed over, and units that keep one from an earlier backward.
+        self.arrived: set[str] = set()
+        self.held: set[str] = set()
+
+    def __getitem__(self, name: str) -> UnitRecord:
+        return self.units[name]
+
+    def feed(self, program: Iterable[Report]) -> list[str]:
+        """Report all of it; the commands that followed, as text, without those that torch does not have."""
+        start = len(self.commands)
+        for report in program:
+            self.report(report)
+        return [f"{kind} {unit}" for kind, unit in self.commands[start:] if kind not in OURS_ALONE]
+
+    def report(self, report: Report) -> list[str]:
+        """Report one thing; all commands that followed, as text."""
+        kind, name, flags = report
+        unit = self.units[name]
+        if kind == "compute":
+            assert unit.full is Full.FULL or unit.empty, f"{name}: weights are read, but they are {unit.full.name}"
+            return []
+        if kind == "gradient":
+            self.arrived.add(name)
+            return []
+        if kind == "set":
+            setattr(unit if hasattr(unit, flags[0]) else self.run, flags[0], "not" not in flags)
+            return []
+        commands = self._decide(kind, unit, flags)
+        self.log.append(" ".join((">", kind, name, *flags)))
+        for command in commands:
+            self._execute(command)
+        for other in self.units.values():
+            followed = self.checker.full.get(other.name, Full.SHARDED)
+            assert followed is other.full, f"{other.name}: recorded as {other.full.name}, commanded {followed.name}"
+        return [str(command) for command in commands]
+
+    def _decide(self, kind: str, unit: UnitRecord, flags: tuple[str, ...]) -> list[Command]:
+        run = self.run
+        if kind == "post_forward":
+            options = {name: name in flags for name in ("in_backward", "inputs", "outputs")}
+            return rules.post_forward(run, unit, **options)
+        if kind == "inputs_reached":
+            return rules.inputs_reached(run, unit, present=unit.name in self.arrived)
+        if kind == "backward_end":
+            present = [u.name in self.arrived or (u.name in self.held and u.sync) for u in run.units]
+            return rules.backward_end(run, unit, present)
+        return getattr(rules, kind)(run, unit, **{flag: True for flag in flags})
+
+    def _execute(self, command: Command) -> None:
+        kind, name = command.kind, command.unit.name
+        self.log.append(f"  {command}")
+        self.commands.append((kind, name))
+        if not (kind == "finish" and not self.run.is_last_backward):
+            # A gather may stay in flight between backwards of one step; the checker cannot know of that.
+            self.checker.command(kind, name)
+        if kind in ("reduce", "hold"):
+            self.arrived.discard(name)
+            (self.held.discard if kind == "reduce" else self.held.add)(name)
+        elif kind in ("finish", "discard"):
+            self.arrived.clear()
+
+    @property
+    def state(self) -> dict[str, object]:
+        """Everything the rules noted, without settings and without the generation."""
+        unit_state = ("full", "phase", "in_backward", "inputs_hooked", "uses")
+        run_state = ("forward_root", "order", "order_mark", "forward_log", "forward_plan", "in_backward", "keep_full")
+        found: dict[str, object] = {name: getattr(self.run, name) for name in run_state}
+        for name, unit in self.units.items():
+            found |= {f"{name}.{field}": getattr(unit, field) for field in unit_state}
+        return found
+
+    def full(self) -> set[str]:
+        """The units that have memory now or will have it when their gather is done."""
+        return {name for name, unit in self.units.items() if unit.full is not Full.SHARDED}
+
+
+# ---- these programs are what torch ran -----------------------------------------------------------------------
+
+BLOCKS = ("layers.0", "layers.1", "layers.2")
+NESTED = tuple(Use(f"layers.{i}", (Use(f"layers.{i}.inner"),)) for i in range(2))
+
+
+def _blocks(trait: Trait, count: int = 3) -> Traits:
+    return {f"layers.{i}": trait for i in range(count)}
+
+
+def _two_forwards(traits: Traits) -> Program:
+    first, second = model(*BLOCKS), model(*BLOCKS)
+    reports = [*forward(first, traits), *forward(second, traits), *backward([first, second], traits)]
+    return [*reports, Report("backward_end")]
+
+
+def _accumulation(*names: str) -> Program:
+    off = [report for name in names for report in setting(name, False, "root", *BLOCKS)]
+    on = [report for name in names for report in setting(name, True, "root", *BLOCKS)]
+    return [*off, *step(*BLOCKS), *on, *step(*BLOCKS)] * 2
+
+
+def _interleaved() -> Program:
+    first, second, third = model(*BLOCKS), model(*BLOCKS), model(*BLOCKS)
+    end = Report("backward_end")
+    return [
+        *forward(first, {}),
+        *forward(second, {}),
+        *setting("is_last_backward", False),
+        *backward([first], {}),
+        end,
+        *forward(third, {}),
+        *backward([second], {}),
+        end,
+        *setting("is_last_backward", True),
+        *backward([third], {}),
+        end,
+    ]
+
+
+FROZEN = {"layers.1": Trait("none")}
+REACHED = frozenset({"root", "layers.0", "layers.2"})
+
+SAME: dict[str, tuple[tuple[str, ...], Traits, Program]] = {
+    "two_steps": (BLOCKS, {}, step(*BLOCKS) * 2),
+    "two_forwards_one_backward": (BLOCKS, {}, _two_forwards({}) * 2),
+    "checkpoint_outside": (
+        BLOCKS,
+        _blocks(Trait(recompute="cut")),
+        step(*BLOCKS, traits=_blocks(Trait(recompute="cut"))) * 2,
+    ),
+    "checkpoint_two_forwards": (
+        BLOCKS,
+        _blocks(Trait(recompute="cut")),
+        _two_forwards(_blocks(Trait(recompute="cut"))) * 2,
+    ),
+    "checkpoint_outside_reentrant": (
+        BLOCKS,
+        _blocks(Trait(recompute="reentrant")),
+        step(*BLOCKS, traits=_blocks(Trait(recompute="reentrant"))) * 2,
+    ),
+    "no_grad_then_train": (BLOCKS, {}, evaluation(*BLOCKS) + step(*BLOCKS) * 2 + evaluation(*BLOCKS) * 2),
+    "branching": (BLOCKS, {}, step(*BLOCKS) + step(BLOCKS[0], BLOCKS[2]) + step(*BLOCKS)),
+    "unused_in_backward": (BLOCKS, {}, step(*BLOCKS, reached=REACHED) * 2),
+    "block_used_twice": (BLOCKS, {}, step("layers.0", "layers.1", "layers.0", "layers.2") * 2),
+    "frozen_unit": (BLOCKS, FROZEN, step(*BLOCKS, traits=FROZEN) * 2),
+    "nested_units": (("layers.0", "layers.0.inner", "layers.1", "layers.1.inner"), {}, step(*NESTED) * 2),
+    "accumulation": (BLOCKS, {}, _accumulation("sync")),
+    "accumulation_keeping_full": (BLOCKS, {}, _accumulation("sync", "reshard_after_backward")),
+    "interleaved_micro_batches": (BLOCKS, {}, _interleaved()),
+}
+
+
+@pytest.mark.parametrize(("reshard", "value"), [("true", True), ("false", False), ("none", None)])
+@pytest.mark.parametrize("name", list(SAME))
+def test_the_programs_are_those_of_the_golden_traces(name: str, reshard: str, value: bool | None) -> None:
+    """Commands of a generated program are those that torch's FSDP2 executed in the scenario of that name."""
+    names, traits, program = SAME[name]
+    world = World(*names, reshard=value, traits=traits)
+    torch_did = commands_of(parse((TRACES / f"{name}__reshard_{reshard}.txt").read_text()))
+    assert world.feed(program) == [f"{kind} {unit}" for kind, unit in torch_did]
+
+
+def test_a_world_notices_weights_that_are_not_there() -> None:
+    """The check behind most other tests can fail."""
+    world = World("a")
+    with pytest.raises(AssertionError, match="a: weights are read, but they are SHARDED"):
+        world.feed([Report("pre_forward"), Report("compute", "a")])

@@ -1,0 +1,392 @@
+"""What users do with sharded parameters between steps: state dicts, loading, moving, converting, editing, swapping.
+
+After each of these the model trains as a plain one with the same values would.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.harness.threads import run_ranks
+from tests.threads.programs import WIDTH, Model, Tied, batch, part, shard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fullshard
+from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+WORLD = 2
+
+
+def _base(seed: int, make: Callable[[], nn.Module] = Model) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def _loss(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens).float().pow(2).mean()
+
+
+def _steps(model: Any, rank: int, world: int, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        _loss(model, part(batch(world, seed), rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _plain_steps(model: Any, world: int, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        for rank in range(world):
+            (_loss(model, part(batch(world, seed), rank)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _assert_equal_models(model: nn.Module, reference: nn.Module, tolerance: float = 2e-5) -> None:
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert isinstance(ours, DTensor), name
+        difference = (ours.full_tensor() - theirs).abs().max()
+        assert difference <= tolerance * theirs.abs().max() + 1e-7, f"{name}: off by {difference:g}"
+
+
+def _trains_like(rank: int, model: nn.Module, reference: nn.Module, world: int = WORLD) -> None:
+    _steps(model, rank, world, _adam(model), range(3))
+    _plain_steps(reference, world, _adam(reference), range(3))
+    _assert_equal_models(model, reference)
+
+
+def test_state_dict_is_sharded_without_communication_at_any_moment() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        with CommDebugMode() as comm:
+            state = model.state_dict()
+        assert comm.get_total_counts() == 0
+        assert list(state) == list(base.state_dict())
+        loss = _loss(model, part(batch(WORLD, 0), rank))  # the root stays full after forward
+        assert not isinstance(model.head.weight, DTensor)
+        state = model.state_dict()
+        for name, value in state.items():
+            assert isinstance(value, DTensor) and value.placements == (Shard(0),), name
+            assert torch.equal(value.full_tensor(), base.state_dict()[name])
+        loss.backward()  # gathers again what the state dict freed
+        assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+    run_ranks(WORLD, job)
+
+
+@pytest.mark.parametrize("how", ["in place", "assign", "assign after a step"])
+def test_loading_a_state_dict(how: str) -> None:
+    base, other = _base(0), _base(1)
+
+    def job(rank: int) -> None:
+        model, reference = shard(copy.deepcopy(base)), copy.deepcopy(other)
+        if how == "assign after a step":
+            _steps(model, rank, WORLD, _adam(model), range(1))
+        meta = model.state_dict()
+        full = other.state_dict()
+        sharded = {n: distribute_tensor(full[n], v.device_mesh, v.placements) for n, v in meta.items()}
+        if how != "in place":
+            sharded = {name: nn.Parameter(value) for name, value in sharded.items()}
+        model.load_state_dict(sharded, assign=how != "in place")
+        _trains_like(rank, model, reference)
+
+    run_ranks(WORLD, job)
+
+
+def test_loading_keeps_an_optimizer_that_was_built_before() -> None:
+    base, other = _base(0), _base(1)
+
+    def job(rank: int) -> None:
+        model, reference = shard(copy.deepcopy(base)), copy.deepcopy(other)
+        ours, theirs = _adam(model), _adam(reference)
+        meta, full = model.state_dict(), other.state_dict()
+        model.load_state_dict({n: distribute_tensor(full[n], v.device_mesh, v.placements) for n, v in meta.items()})
+        _steps(model, rank, WORLD, ours, range(3))
+        _plain_steps(reference, WORLD, theirs, range(3))
+        _assert_equal_models(model, reference)
+
+    run_ranks(WORLD, job)
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_meta_device_then_to_empty_then_initialise(optimizer_first: bool) -> None:
+    base = _base(1)
+
+    def job(rank: int) -> None:
+        with torch.device("meta"):
+            model = Model()
+        shard(model)
+        assert all(p.is_meta for p in model.parameters())
+        with pytest.raises(RuntimeError, match="meta device"):
+            model(part(batch(WORLD, 0), rank))
+        optimizer = _adam(model) if optimizer_first else None
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), base.parameters(), strict=True):
+                p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
+        reference = copy.deepcopy(base)
+        _steps(model, rank, WORLD, optimizer or _adam(model), range(3))
+        _plain_steps(reference, WORLD, _adam(reference), range(3))
+        _assert_equal_models(model, reference)
+
+    run_ranks(WORLD, job)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_converting_the_dtype_of_a_sharded_model(after_a_step: bool, world: int) -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model, reference = shard(copy.deepcopy(base)), copy.deepcopy(base)
+        if after_a_step:
+            _steps(model, rank, world, _adam(model), range(1))
+            _plain_steps(reference, world, _adam(reference), range(1))
+        model.double()
+        reference.double()
+        assert all(p.dtype is torch.float64 for p in model.parameters())
+        _trains_like(rank, model, reference, world)
+
+    run_ranks(world, job)
+
+
+@pytest.mark.parametrize("reshard", [None, False, True])
+@pytest.mark.parametrize("how", ["in place", "local", "swap", "a part of the model"])
+def test_edits_between_steps_are_seen_also_after_evaluation(how: str, reshard: bool | None) -> None:
+    """The root (or, with False, every unit) keeps its memory after an evaluation; what was edited is gathered anew."""
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model, reference = shard(copy.deepcopy(base), reshard_after_forward=reshard), copy.deepcopy(base)
+        tokens = part(batch(WORLD, 5), rank)
+        with torch.no_grad():
+            model(tokens)
+            for p, q in zip(model.parameters(), list(reference.parameters()), strict=True):
+                assert isinstance(p, DTensor)  # also now: an optimizer may be built here
+                if how == "in place":
+                    p.mul_(1.5)
+                elif how == "local":
+                    p.to_local().mul_(1.5)
+                if how in ("in place", "local"):
+                    q.mul_(1.5)
+            if how == "swap":
+                old = model.head.weight
+                model.head.weight = nn.Parameter(old * 2.0)
+                reference.head.weight.mul_(2.0)
+            if how == "a part of the model":
+                model.layers[0].up._apply(lambda t: t * 2.0)
+                for q in reference.layers[0].up.parameters():
+                    q.mul_(2.0)
+            assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+        _trains_like(rank, model, reference)
+
+    run_ranks(WORLD, job)
+
+
+def test_a_parameter_replaced_by_a_plain_tensor_is_named() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        model.layers[1].up.weight = nn.Parameter(torch.zeros(2 * WIDTH + 1, WIDTH))
+        with pytest.raises(RuntimeError, match=r"up\.weight: expected the sharded DTensor.*found Parameter"):
+            model(part(batch(WORLD, 0), rank))
+
+    run_ranks(WORLD, job)
+
+
+def test_unshard_and_reshard() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = shard(copy.deepcopy(base), mp_policy=policy)
+        block = model.layers[0]
+        assert all(p.dtype is torch.float32 for p in model.parameters())
+        for _ in range(2):  # before and after the root is known
+            model.unshard()
+            handle = block.unshard(async_op=True)
+            assert isinstance(block.up.weight, DTensor)
+            handle.wait()
+            handle.wait()
+            assert not isinstance(block.up.weight, DTensor)
+            for full in (model.head.weight, block.up.weight):
+                assert full.dtype is torch.bfloat16
+            assert torch.equal(block.up.weight, base.layers[0].up.weight.bfloat16())
+            assert isinstance(model.layers[1].up.weight, DTensor)
+            model.reshard()
+            block.reshard()
+            block.reshard()
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            _loss(model, part(batch(WORLD, 0), rank)).backward()
+        block.unshard(async_op=True)  # used by the next forward
+        _loss(model, part(batch(WORLD, 0), rank)).backward()
+        assert not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+
+    run_ranks(WORLD, job)
+
+
+def test_a_gradient_that_was_only_accumulated_refuses_to_be_used() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        optimizer = _adam(model)
+        model.set_requires_gradient_sync(False)
+        _loss(model, part(batch(WORLD, 0), rank)).backward()
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        for use in (
+            optimizer.step,
+            lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: fullshard.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: model.head.weight.grad + 1,
+        ):
+            with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
+                use()
+        assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+        model.set_requires_gradient_sync(True)
+        _loss(model, part(batch(WORLD, 1), rank)).backward()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+
+    run_ranks(WORLD, job)
+
+
+def test_a_held_gradient_does_not_change() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        _loss(model, part(batch(WORLD, 0), rank)).backward()
+        held = [p.grad for p in model.parameters()]
+        values = [g.full_tensor().clone() for g in held]
+        model.zero_grad()
+        for step in range(1, 4):
+            _loss(model, part(batch(WORLD, step), rank)).backward()
+            model.zero_grad()
+        assert all(torch.equal(g.full_tensor(), v) for g, v in zip(held, values, strict=True))
+
+    run_ranks(WORLD, job)
+
+
+def test_tied_weights_stay_tied_through_saving_loading_and_to_empty() -> None:
+    base = _base(0, Tied)
+
+    def job(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        assert model.head.weight is model.embedding.weight
+        model.load_state_dict(model.state_dict())
+        assert model.head.weight is model.embedding.weight
+        model.to_empty(device="cpu")
+        assert model.head.weight is model.embedding.weight
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), base.parameters(), strict=True):
+                p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
+        _trains_like(rank, model, copy.deepcopy(base))
+        assert model.head.weight is model.embedding.weight
+
+    run_ranks(WORLD, job)
+
+
+def test_weights_tied_across_units_are_refused_with_both_places() -> None:
+    base = _base(0, Tied)
+
+    def job(rank: int) -> None:
+        model: Any = copy.deepcopy(base)
+        fully_shard(model.embedding)
+        with pytest.raises(ValueError, match=r"head\.weight: .*tied to weight of Embedding"):
+            fully_shard(model)
+
+    run_ranks(WORLD, job)
+
+
+def test_copies_and_pickles_are_refused() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        import pickle
+
+        model = shard(copy.deepcopy(base))
+        with pytest.raises(AssertionError, match="deepcopy"):
+            copy.deepcopy(model)
+        with pytest.raises(AssertionError, match="state_dict"):
+            pickle.dumps(model)
+        assert isinstance(copy.deepcopy(model.state_dict()), dict)
+
+    run_ranks(WORLD, job)
+
+
+def test_names_and_classes_of_a_sharded_module() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        assert isinstance(model, Model) and isinstance(model, FSDPModule)
+        assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+        assert repr(model).startswith("FSDPModel(")
+        assert type(model.layers[0]) is type(model.layers[1])
+        again = type(model)()  # as slicing a container does
+        assert type(again) is Model
+
+    run_ranks(1, job)
+
+
+@pytest.mark.parametrize("prefetch", ["0", "1", "2"])
+def test_full_parameters_are_freed(prefetch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every module's hooks, in forward and backward: the root, the unit at work and those gathered ahead, no more."""
+    monkeypatch.setenv("FULLSHARD_PREFETCH", prefetch)
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        seen: list[set[str]] = []
+
+        def look(*_: Any) -> None:
+            seen.append({unit.name for unit in fullshard.inspect_units(model) if unit.full_nbytes_live})
+
+        for module in model.modules():
+            module.register_forward_pre_hook(look)
+            module.register_forward_hook(look)
+            if not isinstance(module, (nn.Embedding, Model)):  # their inputs are tokens: no such hook
+                module.register_full_backward_hook(look)
+        optimizer = _adam(model)
+        for step in range(3):
+            _steps(model, rank, WORLD, optimizer, range(step, step + 1))
+        # On gloo a gather ahead arrives in the staging buffer, so its full memory is not allocated yet.
+        assert all(len(names - {""}) <= 1 for names in seen), max(seen, key=len)
+        assert any("layers.1" in names for names in seen)
+
+    run_ranks(WORLD, job)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_rank_holds_its_share(world: int) -> None:
+    base = _base(0)
+
+    def job(rank: int) -> int:
+        model = shard(copy.deepcopy(base))
+        _steps(model, rank, world, (optimizer := _adam(model)), range(1))
+        storages = {}
+        for p in model.parameters():
+            for tensor in (p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]):
+                storage = tensor.to_local().untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    held = run_ranks(world, job)
+    full = 3 * sum(p.nbytes for p in base.parameters())
+    rows = {p.shape[0] for p in base.parameters()}
+    padding = 3 * sum(p[0].nbytes * (world - 1) for p in base.parameters()) + 3 * 64 * world * len(rows) * 8
+    assert full <= sum(held) <= full + padding
+    assert max(held) <= full / world + padding
