@@ -54,7 +54,7 @@ __all__ = [
 
 def current_backward() -> int:
     """The number of the backward that is running in this thread, or -1. A nested one has a number of its own."""
-    return cast(int, torch._C._current_graph_task_id())
+    return torch._C._current_graph_task_id()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -109,8 +109,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def dtensor_without_data(cls: type[DTensor], like: Tensor) -> DTensor:
     """An instance of the DTensor subclass `cls` with the spec of `like` and a local tensor nobody is to read."""
     local = torch.zeros((), dtype=like.dtype, device=like.device).expand(local_of(like).shape)
-    made = torch.Tensor._dtensor__new__(cls, local, cast(Any, like)._spec, requires_grad=False)
-    return cast(DTensor, made)
+    made: DTensor = torch.Tensor._dtensor__new__(cls, local, cast(Any, like)._spec, requires_grad=False)
+    return made
 
 
 # For tensor subclasses that only intercept what reaches the dispatcher.
@@ -128,7 +128,7 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], Non
 
 def saved_tensor_hooks_allowed() -> bool:
     """Whether saved tensors of this thread may go through hooks now; not so inside functorch transforms."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+    return bool(cast(Any, torch._C._autograd)._saved_tensors_hooks_is_enabled())
 
 
 def top_saved_tensor_hooks() -> tuple[Any, Any] | None:

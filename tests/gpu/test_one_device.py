@@ -30,7 +30,7 @@ def device(tmp_path: Path) -> Iterator[torch.device]:
 
 @each_case
 def test_training_equals_the_plain_model(case: Case, device: torch.device) -> None:
-    """A world of one runs the plain model's kernels on the same values; some of them add in no fixed order on a device."""
+    """A world of one runs the plain model's kernels; on a device, some of them add in no fixed order."""
     steps = [[tuple(t.to(device) for t in case.batch(step))] for step in range(3)]
     expected = train_reference(case.build().to(device), case.loss, steps)
     model = case.shard(case.build(), fullshard.fully_shard)

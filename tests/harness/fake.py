@@ -7,6 +7,7 @@ tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ def fake_world(world: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
             f"fake_world({world}) expects that this process has no process group, but one of "
             f"{dist.get_world_size()} ranks is initialised; destroy it first (fake worlds do not nest)"
         )
+    excepthook = sys.excepthook  # every init_process_group puts one more around the last
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         assert dist.group.WORLD is not None
@@ -29,3 +31,4 @@ def fake_world(world: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
     finally:
         if dist.is_initialized():  # the test may have destroyed it, which is its right
             dist.destroy_process_group()
+        sys.excepthook = excepthook

@@ -13,12 +13,14 @@ done here:
   own.
 * torch renamed the methods for one flat tensor in 2.13, and the threaded group has one set of names: `_SAME_METHODS`
   below gives it both.
+* Every `init_process_group` puts one more excepthook around the last one; ours is put back.
 * It has no asynchronous works: what it returns is done. Overlap is a matter for the `procs` tier.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 import traceback
@@ -61,6 +63,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
             "leave fake_world() or call destroy_process_group() first"
         )
     run = _Run(world, fn, args)
+    excepthook = sys.excepthook
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     barrier, threaded._store_based_barrier = threaded._store_based_barrier, _store_barrier
@@ -71,6 +74,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
         threaded.ProcessLocalGroup.reset()
         threaded._store_based_barrier = barrier
         threaded._uninstall_threaded_pg()
+        sys.excepthook = excepthook
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 

@@ -87,6 +87,7 @@ def _answer(message: bytes) -> bytes:
 
 def _run(job: Job, failed_at: list[float]) -> Any:
     environment, dtype, folder = dict(os.environ), torch.get_default_dtype(), os.getcwd()
+    excepthook = sys.excepthook  # init_process_group puts one more around the last
     torch.manual_seed(job.seed)
     try:
         with warnings.catch_warnings():
@@ -109,6 +110,7 @@ def _run(job: Job, failed_at: list[float]) -> Any:
         # be waiting for this rank, see the connection close and end as well.
         if dist.is_initialized():
             dist.destroy_process_group()
+        sys.excepthook = excepthook
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)

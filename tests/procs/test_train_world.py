@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.train.config import Config
 from fullshard.train.config_load import load_config
@@ -117,9 +117,14 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     assert_equal(run_on(world).initial, {name: p.detach() for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    "overrides", [(), ("training.micro_batch=0",), ("training.accumulate=reduce", "training.recompute=block")]
+    "world, overrides",
+    [
+        (2, ()),
+        (4, ()),
+        (4, ("training.micro_batch=0",)),
+        (2, ("training.accumulate=reduce", "training.recompute=block")),
+    ],
 )
 def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, ...]) -> None:
     """Losses, validations, gradient norms, parameters and both moments after 20 steps, within 1e-6 relative."""
@@ -139,3 +144,23 @@ def test_bitwise_same_run_with_sums_in_float64(world: int) -> None:
     assert_equal(found.parameters, expected.parameters)
     assert_equal(found.moments, expected.moments)
     assert figures(found.records) == figures(expected.records)
+
+
+def not_finite(rank: int, config: Config) -> tuple[str, bool]:
+    """What the step says whose gradient is not finite, and whether a parameter changed."""
+    trainer = trainer_of(rank, config)
+    first = next(trainer.model.parameters())
+    with torch.no_grad():
+        full_value = torch.full(first.shape, torch.inf)
+        first.copy_(distribute_tensor(full_value, trainer.world.mesh, first.placements, src_data_rank=None))
+    before = [full(p).clone() for p in trainer.model.parameters()]
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.step(1)
+    return str(caught.value), all(map(torch.equal, before, map(full, trainer.model.parameters())))
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    """Every rank refuses the same update, and says which step it was and what may help."""
+    for message, unchanged in pool(2).run(not_finite, config_of(), timeout=60):
+        assert message.startswith("step 1: loss is nan") and "optimizer.lr" in message
+        assert unchanged

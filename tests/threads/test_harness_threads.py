@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -22,8 +23,10 @@ def _sum_of_ranks(rank: int) -> float:
 
 
 def _assert_clean() -> None:
+    hook = sys.excepthook
     assert run_ranks(3, _sum_of_ranks) == [3.0] * 3
     assert not dist.is_initialized()
+    assert sys.excepthook is hook
     assert not [t.name for t in threading.enumerate() if t.name.startswith("rank ")]
 
 

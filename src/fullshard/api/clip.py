@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch_compat import local_of
 from ..comm import all_reduce_over
+from ..param import PendingGrad
 
 
 def clip_grad_norm_(
@@ -24,11 +25,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their global norm is at most `max_norm`; that norm before scaling.
 
-    Same result as `torch.nn.utils.clip_grad_norm_`, whose cost on sharded parameters is a DTensor dispatch and a message
-    per parameter; here local norms are taken in float32 and one message is exchanged per process group.
+    Same result as `torch.nn.utils.clip_grad_norm_`, whose cost on sharded parameters is a DTensor dispatch and a
+    message per parameter; here local norms are taken in float32 and one message is exchanged per process group.
 
-    parameters: sharded parameters, plain ones (counted once, as equal on every rank), or both; those without `.grad` are
-        skipped. norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.
+    parameters: sharded parameters, plain ones (counted once, as equal on every rank), or both; those without `.grad`
+        are skipped. norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.
     Returns a plain 0-dim float32 tensor on the gradients' device, equal on every rank.
     Raises `RuntimeError` on every rank alike when the norm is not finite and `error_if_nonfinite` is set, and when a
     gradient was accumulated but not reduced.
@@ -54,8 +55,8 @@ def clip_grad_norm_(
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be clipped; "
-            f"look for the first parameter with a NaN or inf, or pass error_if_nonfinite=False to scale anyway"
+            f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be "
+            f"clipped; look for the first parameter with a NaN or inf, or pass error_if_nonfinite=False to scale anyway"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     locals_ = plain + [t for _, tensors in by_group.values() for t in tensors]
@@ -72,8 +73,9 @@ def _split(gradients: list[Tensor]) -> tuple[list[Tensor], dict[int, tuple[dist.
     plain: list[Tensor] = []
     by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
     for gradient in gradients:
+        if isinstance(gradient, PendingGrad):
+            gradient.to_local()  # refuses, with the reason
         if not isinstance(gradient, DTensor):
-            # A PendingGrad refuses this, with the reason.
             plain.append(gradient.detach())
             continue
         axes = [axis for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
@@ -99,4 +101,5 @@ def _norm(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tens
     if not tensors:
         return torch.zeros((), device=device)
     norms = [n.to(device) for n in torch._foreach_norm(tensors, norm_type, dtype=torch.float32)]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm

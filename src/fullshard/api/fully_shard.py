@@ -28,8 +28,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen, and torch's default)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> T:
@@ -54,8 +54,8 @@ def fully_shard(
     shard_placement_fn, dp_mesh_dims, a 2-D mesh, an integer reshard_after_forward and offload are refused with
         `NotImplementedError` in this version.
 
-    Every rank must make the same calls. Returns `module` itself. Raises `ValueError` (a module without forward, a scalar
-    parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice) and
+    Every rank must make the same calls. Returns `module` itself. Raises `ValueError` (a module without forward, a
+    scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice) and
     `RuntimeError` (a part already ran). Source: seeds 000 to 003; torch 2.13 `fully_shard` for names and types.
     """
     module = validate.check_module(module)  # type: ignore[assignment]
@@ -83,5 +83,5 @@ def fully_shard(
     )
     UnitHooks(unit)
     hook_state_dict(unit)
-    module.__class__ = sharded_class(type(module))
+    module.__class__ = sharded_class(type(module))  # type: ignore[assignment]
     return module

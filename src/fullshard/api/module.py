@@ -48,7 +48,7 @@ class FSDPModule(TorchFSDPModule):
 
     # ---- full parameters -----------------------------------------------------------------------------------
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's parameters (not those of units below) and put them on the module.
 
         async_op: return at once with a handle; the parameters are full after `handle.wait()` or in the next forward.

@@ -129,8 +129,9 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
         owner = getattr(parameter, _OWNER, None)
         if owner is not None:
             raise ValueError(
-                f"{name}: expected each parameter in one unit, found it tied to {owner[1]} of {owner[0]}, which was sharded "
-                f"before; apply fully_shard to a module that contains both places, and not to {owner[0]} alone"
+                f"{name}: expected each parameter in one unit, found it tied to {owner[1]} of {owner[0]}, which "
+                f"was sharded before; apply fully_shard to a module that contains both places, "
+                f"and not to {owner[0]} alone"
             )
         if isinstance(parameter, DTensor):
             raise not_built(f"parameter {name}", f"a DTensor with placements {parameter.placements}", _NO_DTENSOR)

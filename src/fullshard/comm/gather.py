@@ -27,6 +27,8 @@ class FullMemory(Protocol):
 
     @property
     def flat(self) -> Tensor: ...
+    @property
+    def live_nbytes(self) -> int: ...
     def allocate(self) -> None: ...
     def release(self) -> None: ...
 
@@ -119,12 +121,15 @@ class PlannedGather:
             )
             for i in plan.packed
         ]
-        full.allocate()  # views can be made only of memory that exists
+        # Views can be made only of memory that exists. It may be in use: a unit unsharded early changes its root.
+        in_use = full.live_nbytes > 0
+        full.allocate()
         self._destinations = [
             full.flat.as_strided((group.world, numel), (numel, 1), full_offset)
             for _, numel, full_offset in self._packed
         ]
-        full.release()
+        if not in_use:
+            full.release()
         self._works: list[Work] = []
         self._staging: Slot | None = None
         self._cast: Slot | None = None

@@ -51,7 +51,7 @@ class ShardGroup:
     def reduce_scatter(self, out: Tensor, pieces: Tensor) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
         options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         options.asyncOp = True
         return self.process_group._reduce_scatter_base(out, pieces, options)
 

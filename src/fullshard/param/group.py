@@ -175,8 +175,8 @@ class ParamGroup:
         found = "nothing" if standing is None else f"{type(standing).__name__} of shape {tuple(standing.shape)}"
         raise RuntimeError(
             f"{param.name}: expected the sharded DTensor parameter of shape {param.layout.shape} on its module, found "
-            f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into the parameter "
-            f"in place"
+            f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into the "
+            f"parameter in place"
         )
 
     # ---- what stands on the modules ------------------------------------------------------------------------

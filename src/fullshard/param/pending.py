@@ -31,7 +31,7 @@ class PendingGrad(DTensor):
     parameter_name: str
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, name: str) -> PendingGrad:  # type: ignore[misc]
+    def __new__(cls, parameter: Tensor, name: str) -> PendingGrad:
         made = dtensor_without_data(cls, parameter)
         assert isinstance(made, PendingGrad)
         made.cleared = False
@@ -40,6 +40,12 @@ class PendingGrad(DTensor):
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         pass
+
+    @property
+    def is_sparse(self) -> NoReturn:  # type: ignore[override]
+        # torch's optimizers ask this of every gradient before they change anything (weight decay comes first), so
+        # step() refuses while all parameters are still what they were.
+        self._refuse([self])
 
     def full_tensor(self, **_: Any) -> NoReturn:
         self._refuse([self])
@@ -50,11 +56,11 @@ class PendingGrad(DTensor):
     def redistribute(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse([self])
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PendingGrad({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         pending = _pending(args, kwargs or {})
@@ -70,12 +76,12 @@ class PendingGrad(DTensor):
     def _refuse(pending: list[PendingGrad]) -> NoReturn:
         names = ", ".join(dict.fromkeys(gradient.parameter_name for gradient in pending))
         raise RuntimeError(
-            f"expected a reduced gradient, found one that was only accumulated on each rank, of {names}: the last backward ran "
-            f"with set_requires_gradient_sync(False); run the last micro-batch of the step with "
+            f"expected a reduced gradient, found one that was only accumulated on each rank, of {names}: the last "
+            f"backward ran with set_requires_gradient_sync(False); run the last micro-batch of the step with "
             f"set_requires_gradient_sync(True) before reading gradients, clipping or optimizer.step()"
         )
 
-    __torch_function__ = no_torch_function
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
 
 _ZEROING: tuple[Callable[..., Any], ...] = (

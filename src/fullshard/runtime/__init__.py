@@ -1,6 +1,6 @@
 """From what modules and autograd report to what is done: `hooks` (reports), `root` (report -> event -> rules ->
-commands), `executor` (commands -> tensors and messages), `unit` (one `fully_shard` call), `watch` (weights read where no
-output gradient announced it), `tree` (tensors in arguments and outputs).
+commands), `executor` (commands -> tensors and messages), `unit` (one `fully_shard` call), `watch` (weights read where
+no output gradient announced it), `tree` (tensors in arguments and outputs).
 """
 
 from .executor import Executor as Executor

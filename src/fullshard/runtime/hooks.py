@@ -6,8 +6,8 @@
     input tensor, when its gradient is complete -> inputs_reached
     full parameter, when its gradient is accumulated -> Unit._hook_gradient -> grads_ready
 
-The hook of an output is put on its autograd *node*, which an in-place edit of the output leaves in the graph. The hook of
-an input is a hook of the *tensor*: those run before the hooks of its node, so the end of this unit's backward is
+The hook of an output is put on its autograd *node*, which an in-place edit of the output leaves in the graph. The hook
+of an input is a hook of the *tensor*: those run before the hooks of its node, so the end of this unit's backward is
 reported before the beginning of that of the unit which made the input.
 """
 

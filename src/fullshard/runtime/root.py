@@ -214,8 +214,9 @@ def root_of(unit: Unit) -> Root:
         if below is not None and below not in units:
             if below.root is not None and not below.root.provisional:
                 raise RuntimeError(
-                    f"{name}: expected the outermost sharded module to run first, found that this module already ran as a root; "
-                    f"call the forward of {type(unit.module).__name__} before that of its parts, or do not shard it"
+                    f"{name}: expected the outermost sharded module to run first, found that this module already "
+                    f"ran as a root; call the forward of {type(unit.module).__name__} before that of its "
+                    f"parts, or do not shard it"
                 )
             names.append(clean_name(name) or "root")
             units.append(below)
@@ -262,8 +263,9 @@ def _refuse_meta(names: Sequence[str], units: Sequence[Unit]) -> None:
     if on_meta:
         shown = ", ".join(on_meta[:8]) + (f" and {len(on_meta) - 8} more" if len(on_meta) > 8 else "")
         raise RuntimeError(
-            f"expected parameters with data before the first use, found {shown} on the meta device; call "
-            f"module.to_empty(device=...) and initialise the parameters (reset_parameters, init_weights or a checkpoint)"
+            f"expected parameters with data before the first use, found {shown} on the meta device; "
+            f"call module.to_empty(device=...) and initialise the parameters "
+            f"(reset_parameters, init_weights or a checkpoint)"
         )
 
 

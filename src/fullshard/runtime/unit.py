@@ -15,8 +15,8 @@ from ..comm import (
     GatherChannel,
     PlannedGather,
     ReduceChannel,
-    SharedGather,
     ShardGroup,
+    SharedGather,
     reduce_channel,
 )
 from ..layout import Pack
@@ -198,7 +198,8 @@ class Unit:
             assert self.on_gradient is not None
             self.on_gradient(self, param, bit)
 
-        return param.full.register_post_accumulate_grad_hook(arrived)
+        handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(arrived)
+        return handle
 
     def _drop_gradient_hooks(self) -> None:
         for handle in self._gradient_hooks:

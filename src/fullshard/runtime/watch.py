@@ -1,11 +1,11 @@
 """Weights that are read in backward although no gradient of a unit's output announced it.
 
 Usually the first thing a backward does with a unit is to bring a gradient to one of its outputs, and a hook there
-gathers the parameters in time. Valid programs do otherwise: a loss on an intermediate, an output hidden in an object, an
-output edited in place. What every program has in common is that the saved weight is *unpacked*. So during a unit's first
-forwards its saved tensors go through hooks: weights become tokens, and unpacking a token gathers the unit. A unit for
-which this was ever needed stays watched; the others go without, because the hooks cost about ten microseconds for each
-saved tensor, several times what everything else costs (ADR 0007).
+gathers the parameters in time. Valid programs do otherwise: a loss on an intermediate, an output hidden in an object,
+an output edited in place. What every program has in common is that the saved weight is *unpacked*. So during a unit's
+first forwards its saved tensors go through hooks: weights become tokens, and unpacking a token gathers the unit. A
+unit for which this was ever needed stays watched; the others go without, because the hooks cost about ten microseconds
+for each saved tensor, as much as everything else together (ADR 0007).
 
 Someone else's hooks (recomputation, offloading of activations) are never hidden: while they are active, nothing is
 watched. Recomputation runs the unit's forward again, which gathers.

@@ -1,0 +1,64 @@
+# Everything starts here. `make train` and `make test` need Python >= 3.11, make and a C compiler, and make their own environment.
+#   make train            train a small language model, sharded over two processes (ARGS="--nproc 4" and so on)
+#   make test             every test tier but the tests marked slow
+#   make test-full        those too, and far more property-test examples
+#   make check            format, lint, types, and the tests that keep the rooms apart
+#   make bench            the CPU benchmarks (under ten minutes)
+#   make clean            remove the environment and all caches; runs/ is yours and stays
+# Another interpreter: make PYTHON=python3.12 ... ; another place for the environment: make VENV=dir ...
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The stamp says: this environment was made, to the end, from these two files.
+STAMP := $(VENV)/.made-from-constraints
+EXTRAS := train,bpe,dev
+
+# The first interpreter that is new enough and can make environments; looked for only when one has to be made.
+FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
+	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done
+PYTHON ?= $(shell $(FIND_PYTHON))
+PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test test-full check format bench clean env
+.DELETE_ON_ERROR:
+
+train: $(STAMP)
+	$(BIN)/fullshard train $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-full: $(STAMP)
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/pure/test_boundaries.py tests/pure/test_exports.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.cpu_step $(ARGS)
+	$(BIN)/python -m benchmarks.overlap
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+env: $(STAMP)
+
+# torch goes first and alone: the constraint then picks its build, and nothing after it can ask for another one.
+# The environment is made anew when either file changes, so that nothing left over from before can hide a missing requirement.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv and ensurepip was found. Install one, or say make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "Making the environment in $(VENV) (once, about two minutes)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation -e ".[$(EXTRAS)]"
+	@touch $@

@@ -1,0 +1,101 @@
+"""One training step on CPU: no communication, DDP, FSDP1, torch's FSDP2 and fullshard, side by side in one run.
+
+    python -m benchmarks.cpu_step                                   2 and 4 ranks, both workloads; under eight minutes
+    on two cores python -m benchmarks.cpu_step --worlds 2 --workloads light      one of them python -m
+    benchmarks.cpu_step --adamw                           the optimizer step belongs to the measured step
+
+Rounds are interleaved (each way of training takes one step in turn, then all again), so that a slow spell of the
+machine hits all of them; ratios are taken within a round and their median is reported. Absolute times on a shared
+machine mean little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import (
+    BUILDERS,
+    TINY,
+    WORKLOADS,
+    ModelShape,
+    Trainee,
+    Workload,
+    batch_of,
+    check_same_training,
+    on_ranks,
+    paired_ratio,
+    print_json,
+)
+
+BASE = "fsdp2"  # what the ratios are taken to
+WARMUP_ROUNDS = 2
+
+
+def measure(
+    rank: int, world: int, shape: ModelShape, workload: Workload, names: list[str], rounds: int, adamw: bool
+) -> dict[str, list[float]]:
+    """Seconds per step and round, by name: from the moment all ranks start to the moment the last has finished."""
+    check_same_training(shape, workload, rank, names)
+    trainees = [Trainee(name, BUILDERS[name](shape), adamw=adamw) for name in names]
+    tokens, targets = batch_of(shape, workload, rank)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for current in range(WARMUP_ROUNDS + rounds):
+        for trainee in trainees:
+            dist.barrier()
+            start = time.perf_counter()
+            trainee.step(tokens, targets)
+            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if current >= WARMUP_ROUNDS:
+                times[trainee.name].append(seconds.item())
+    return times
+
+
+def report(world: int, workload: Workload, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Print one table; return its figures (milliseconds, and the ratio to torch's FSDP2)."""
+    print(f"\n{workload.name}: {workload.sequences}x{workload.length} tokens per rank, {world} ranks")
+    print(f"  {'':12} {'median ms':>10} {'min':>8} {'max':>8} {'/ ' + BASE:>10}")
+    rows: dict[str, Any] = {}
+    for name, seconds in times.items():
+        row = {
+            "median_ms": statistics.median(seconds) * 1e3,
+            "min_ms": min(seconds) * 1e3,
+            "max_ms": max(seconds) * 1e3,
+        }
+        row["ratio"] = paired_ratio(seconds, times[BASE]) if BASE in times else None
+        ratio = f"{row['ratio']:10.3f}" if row["ratio"] is not None else f"{'-':>10}"
+        print(f"  {name:12} {row['median_ms']:10.1f} {row['min_ms']:8.1f} {row['max_ms']:8.1f} {ratio}", flush=True)
+        rows[name] = {key: round(value, 4) if value is not None else None for key, value in row.items()}
+    return {"world": world, "workload": workload.name, "rounds": len(next(iter(times.values()))), "steps": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--implementations", nargs="+", choices=BUILDERS, default=list(BUILDERS))
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after two that are not (default: 7)")
+    parser.add_argument("--adamw", action="store_true", help="include AdamW's step in the measured step")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of a few thousand parameters, to try the script itself"
+    )
+    options = parser.parse_args()
+    shape = TINY if options.tiny else ModelShape()
+    results = []
+    for world in options.worlds:
+        for key in options.workloads:
+            workload = WORKLOADS[key]
+            answers = on_ranks(world, measure, shape, workload, options.implementations, options.rounds, options.adamw)
+            results.append(report(world, workload, answers[0]))
+    print()
+    print_json("cpu_step" + ("_adamw" if options.adamw else ""), shape, results)
+
+
+if __name__ == "__main__":
+    main()

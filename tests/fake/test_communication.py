@@ -1,0 +1,72 @@
+"""What is communicated, counted where torch counts it: one message more or less turns this red."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.harness.fake import fake_world
+from tests.threads.programs import Model, batch, shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+# CommDebugMode puts backward hooks on modules that get tokens, and torch warns of that.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+WORLD = 4
+C10D = torch.ops.c10d
+
+
+def _counts(comm: CommDebugMode) -> dict[Any, int]:
+    return {op: n for op, n in comm.get_comm_counts().items() if n}
+
+
+def _trained_model() -> Any:
+    torch.manual_seed(0)
+    model = shard(Model())
+    model(batch(1, 0)).pow(2).mean().backward()
+    model.zero_grad()
+    return model
+
+
+def test_state_dicts_need_no_communication() -> None:
+    with fake_world(WORLD):
+        model = _trained_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(batch(1, 0)).pow(2).mean().backward()
+        optimizer.step()
+        with CommDebugMode() as comm:
+            model.state_dict()
+            optimizer.state_dict()
+        assert _counts(comm) == {}
+
+
+@pytest.mark.parametrize("communication", ["auto", "torch"])
+def test_messages_of_a_step(communication: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks and the root: each gathers in forward, the blocks again in backward, each reduces once."""
+    monkeypatch.setenv("FULLSHARD_COMMUNICATION", communication)
+    with fake_world(WORLD):
+        model = _trained_model()
+        with CommDebugMode() as comm:
+            model(batch(1, 0)).pow(2).mean().backward()
+        counts = {str(op): n for op, n in _counts(comm).items()}
+        gathers = sum(n for op, n in counts.items() if "allgather" in op or "all_gather" in op)
+        reductions = {op: n for op, n in counts.items() if "gather" not in op}
+        assert gathers == 4 + 3, counts
+        assert list(reductions.values()) == [4], counts
+        assert ("reduce_scatter" in next(iter(reductions))) == (communication == "torch"), counts
+
+
+def test_no_sync_sends_nothing_but_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(WORLD):
+        model = _trained_model()
+        model.set_requires_gradient_sync(False)
+        with CommDebugMode() as comm:
+            model(batch(1, 0)).pow(2).mean().backward()
+        assert all("gather" in str(op) for op in _counts(comm)), _counts(comm)
+
+
+def test_a_world_of_one_communicates_nothing() -> None:
+    with fake_world(1), CommDebugMode() as comm:
+        _trained_model()
+        assert _counts(comm) == {}
