@@ -57,9 +57,11 @@ class BufferPool:
         free = self._free.get(key)
         if free:
             return free.pop()
-        slot = Slot(key, torch.zeros(numel, dtype=dtype, device=device))
-        if make_views is not None:
-            slot.views = make_views(slot.tensor)
+        # The first use may be an evaluation; a buffer made in inference mode could not be written in training.
+        with torch.inference_mode(False):
+            slot = Slot(key, torch.zeros(numel, dtype=dtype, device=device))
+            if make_views is not None:
+                slot.views = make_views(slot.tensor)
         if self._keep:
             self._nbytes += slot.tensor.nbytes
         return slot

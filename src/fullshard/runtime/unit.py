@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -108,8 +109,10 @@ class Unit:
         self._make_channels()
 
     def _make_channels(self) -> None:
-        assert self._pool is not None
-        self.gathers = [self._gather_channel(group, self._pool) for group in self.groups]
+        pool = self._pool
+        assert pool is not None
+        with torch.inference_mode(False):
+            self.gathers = [self._gather_channel(group, pool) for group in self.groups]
         self._reduces = [{} for _ in self.groups]
         self._knows_trainable = False
 
@@ -140,6 +143,17 @@ class Unit:
 
     def repair(self) -> None:
         """Make the shards views of a flat buffer again where something replaced them."""
+        # In an evaluation too, what is made here has to serve training.
+        with torch.inference_mode(False):
+            broken = self._repair_groups()
+        if broken:
+            if self.on_repaired is not None:
+                self.on_repaired(self)
+            self._drop_gradient_hooks()
+            if self._pool is not None:
+                self._make_channels()
+
+    def _repair_groups(self) -> bool:
         broken = False
         for position, group in enumerate(self.groups):
             if group.is_aliased():
@@ -149,12 +163,7 @@ class Unit:
                 group.rebase()
             except DtypeChanged as change:
                 self.groups[position] = group.converted(resolve_precision(self.policy, change.storage))
-        if broken:
-            if self.on_repaired is not None:
-                self.on_repaired(self)
-            self._drop_gradient_hooks()
-            if self._pool is not None:
-                self._make_channels()
+        return broken
 
     def is_stale(self) -> bool:
         """Whether shards were written, or replaced, since the full parameters were gathered."""
