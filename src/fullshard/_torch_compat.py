@@ -21,7 +21,8 @@ torch's own FSDP2 is never called from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "TorchFSDPModule",
+    "all_hold",
     "base_of",
     "current_backward",
     "dtensor_like",
@@ -86,6 +88,14 @@ def local_of(parameter: Tensor) -> Tensor:
     return cast(Tensor, cast(Any, parameter)._local_tensor)
 
 
+def all_hold(parameters: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
+    """Whether each DTensor still holds the local tensor of the same position, the same object; no Python per item."""
+    return all(map(operator.is_, map(_get_local, parameters), locals_))
+
+
+_get_local = operator.attrgetter("_local_tensor")
+
+
 def set_local(parameter: Tensor, local: Tensor) -> None:
     """Let a DTensor hold `local`, which must have the same shape and dtype."""
     cast(Any, parameter)._local_tensor = local
@@ -93,7 +103,8 @@ def set_local(parameter: Tensor, local: Tensor) -> None:
 
 def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:
     """A DTensor with the spec of `parameter` and another local tensor: no checks, no communication, no copy."""
-    return DTensor(local, cast(Any, parameter)._spec, requires_grad=False)
+    # Not through the class: its initialiser does nothing, at the price of a compiler wrapper on every call.
+    return DTensor.__new__(DTensor, local, cast(Any, parameter)._spec, requires_grad=False)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from .._torch_compat import local_of, set_local, sharded_parameter, version_of
+from .._torch_compat import all_hold, local_of, set_local, sharded_parameter, version_of
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
 from .sharded import ShardedParam
-from .swap import Found
+from .swap import Found, Swap
 
 
 class Placing(NamedTuple):
@@ -54,8 +54,9 @@ class ParamGroup:
             param.sharded = self._dtensor(param, source.parameter.requires_grad)
             # Marks that callers left on the parameter object (optimizer groups, initialisers) stay with it.
             param.sharded.__dict__.update(source.parameter.__dict__)
-            param.show(param.sharded)
+        self.swap = Swap((i, slot) for i, param in enumerate(self.params) for slot in param.slots)
         self._make_full()
+        self.swap.put(self._slot_shards)
 
     def converted(self, precision: Precision) -> ParamGroup:
         """This group for parameters that stand on the modules in another storage dtype now."""
@@ -63,6 +64,7 @@ class ParamGroup:
         group.precision = precision
         group.placing = self.placing
         group.params = self.params
+        group.swap = self.swap
         group._make_plan()
         group.rebase()
         return group
@@ -110,6 +112,11 @@ class ParamGroup:
         self.memory.release()
         self.trainable: tuple[int, ...] = ()
         self.full_ids = {id(param.full) for param in self.params}
+        # What is compared and swapped several times a step, as flat lists.
+        self._shards = [param.sharded for param in self.params]
+        self._locals = [param.local for param in self.params]
+        self._slot_shards = self.swap.spread(self._shards)
+        self._slot_fulls = self.swap.spread([param.full for param in self.params])
 
     def _dtensor(self, param: ShardedParam, requires_grad: bool) -> nn.Parameter:
         return sharded_parameter(
@@ -132,8 +139,12 @@ class ParamGroup:
     # ---- alias repair --------------------------------------------------------------------------------------
 
     def is_aliased(self, *, showing_full: bool = False) -> bool:
-        """Whether every sharded parameter is still a view of `flat`, and ours stand on the modules."""
-        return all(param.is_aliased(showing_full=showing_full) for param in self.params)
+        """Whether users still hold the memory of `flat`, and what we put on the modules still stands there.
+
+        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this.
+        """
+        standing = self._slot_fulls if showing_full else self._slot_shards
+        return all_hold(self._shards, self._locals) and self.swap.stand(standing)
 
     def rebase(self) -> None:
         """Make a new flat buffer of what users put in the place of our views, and let them hold views of it again.
@@ -164,8 +175,8 @@ class ParamGroup:
                 if not local.is_meta:
                     param.local.copy_(local)
                 set_local(param.sharded, param.local)
-                param.show(param.sharded)
         self._make_full()
+        self.swap.put(self._slot_shards)
 
     def _check_standing(self, param: ShardedParam, standing: nn.Parameter | None) -> None:
         if isinstance(standing, DTensor) and standing.shape == param.layout.shape:
@@ -185,21 +196,16 @@ class ParamGroup:
         """Put the full parameters on the modules; whether some parameter's requires_grad changed since last time."""
         changed = False
         for param in self.params:
-            full, sharded = param.full, param.sharded
-            if full.requires_grad != sharded.requires_grad:
-                full.requires_grad_(sharded.requires_grad)
+            wanted = param.sharded.requires_grad
+            if param.full.requires_grad != wanted:
+                param.full.requires_grad_(wanted)
                 changed = True
-            for slot in param.slots:
-                slot.put(full)
+        self.swap.put(self._slot_fulls)
         return changed
 
     def show_shards(self) -> None:
         """Put the sharded parameters back where our full ones stand; what users put there meanwhile is kept."""
-        for param in self.params:
-            full, sharded = param.full, param.sharded
-            for slot in param.slots:
-                if slot.get() is full:
-                    slot.put(sharded)
+        self.swap.replace(self._slot_fulls, self._slot_shards)
 
     def versions(self) -> tuple[int, ...]:
         """Changes whenever a shard is written, through the DTensor or its local tensor (not through .data)."""

@@ -51,19 +51,6 @@ class ShardedParam:
         # The `.grad` under which `held` was kept; another one there means that the user cleared the window.
         self.marker: Tensor | None = None
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """Put `parameter` (sharded or full) on the modules."""
-        for slot in self.slots:
-            slot.put(parameter)
-
-    def is_aliased(self, *, showing_full: bool) -> bool:
-        """Whether users still hold the view of the flat buffer, and what we put on the modules still stands there.
-
-        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this.
-        """
-        standing = self.full if showing_full else self.sharded
-        return local_of(self.sharded) is self.local and all(slot.get() is standing for slot in self.slots)
-
     # ---- gradients ---------------------------------------------------------------------------------------
 
     def take_fresh(self) -> None:

@@ -5,7 +5,7 @@ A parameter that several modules share (tied weights) has one slot per module an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,12 +18,45 @@ class Slot(NamedTuple):
     module: nn.Module
     name: str
 
-    def put(self, parameter: nn.Parameter) -> None:
-        # Not setattr: it walks all registries and costs thirty times as much.
-        self.module._parameters[self.name] = parameter
-
     def get(self) -> nn.Parameter | None:
         return self.module._parameters.get(self.name)
+
+
+class Swap:
+    """The slots of a group's parameters, flat, so that a swap is one loop without a call per parameter.
+
+    `owners[i]` says which parameter, by position, belongs into the i-th slot.
+    """
+
+    __slots__ = ("_places", "owners")
+
+    def __init__(self, slots: Iterable[tuple[int, Slot]]) -> None:
+        pairs = list(slots)
+        self.owners = [owner for owner, _ in pairs]
+        # Not setattr: it walks all registries and costs thirty times as much. The dict of a module never changes.
+        self._places = [(slot.module._parameters, slot.name) for _, slot in pairs]
+
+    def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """One entry per slot, of one per parameter."""
+        return [parameters[owner] for owner in self.owners]
+
+    def put(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put `parameters`, one per slot, on the modules."""
+        for (registry, name), parameter in zip(self._places, parameters, strict=True):
+            registry[name] = parameter
+
+    def replace(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
+        """Put `new` where `old` stands, one of each per slot; what somebody else put there is kept."""
+        for (registry, name), before, after in zip(self._places, old, new, strict=True):
+            if registry.get(name) is before:
+                registry[name] = after
+
+    def stand(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether `parameters`, one per slot, stand on the modules."""
+        for (registry, name), parameter in zip(self._places, parameters, strict=True):
+            if registry.get(name) is not parameter:
+                return False
+        return True
 
 
 class Found(NamedTuple):

@@ -66,7 +66,7 @@ class Executor:
 
     def _gather(self, unit: Unit) -> None:
         unit.repair()
-        unit.gathered_versions = unit.versions()
+        unit.note_versions(needed=unit.keeps_full)
         for channel in unit.gathers:
             channel.issue()
 

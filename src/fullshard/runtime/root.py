@@ -166,7 +166,10 @@ class Root:
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of `unit`."""
         stale = unit.record.full in (Full.FULL, Full.SHELVED) and unit.is_stale()
-        self._do("unshard", unit.record, rules.unshard(self.run, unit.record, stale=stale), stale=stale)
+        commands = rules.unshard(self.run, unit.record, stale=stale)
+        self._do("unshard", unit.record, commands, stale=stale)
+        if commands:
+            unit.note_versions(needed=True)
 
     def wait_unshard(self, unit: Unit) -> None:
         """Make the gathered parameters usable."""

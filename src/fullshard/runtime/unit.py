@@ -77,7 +77,7 @@ class Unit:
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
         self.window_open = False
         # ---- staleness of kept full parameters, and watching
-        self.gathered_versions: tuple[tuple[int, ...], ...] = ()
+        self.gathered_versions: tuple[tuple[int, ...], ...] | None = None
         self.watched = WATCHED_FORWARDS
         self.irregular = False
         # The saved weights of the last forward with gradients were watched.
@@ -165,12 +165,20 @@ class Unit:
                 self.groups[position] = group.converted(resolve_precision(self.policy, change.storage))
         return broken
 
+    @property
+    def keeps_full(self) -> bool:
+        """Whether its full parameters may be found still gathered by a next forward."""
+        return not (self.record.reshard_after_forward and self.record.reshard_after_backward)
+
+    def note_versions(self, *, needed: bool) -> None:
+        """Remember of which shards the full parameters are made; only where a later forward may find them."""
+        self.gathered_versions = self.versions() if needed else None
+
     def is_stale(self) -> bool:
         """Whether shards were written, or replaced, since the full parameters were gathered."""
         showing_full = self.record.full is Full.FULL
-        return self.gathered_versions != self.versions() or not all(
-            group.is_aliased(showing_full=showing_full) for group in self.groups
-        )
+        written = self.gathered_versions is not None and self.gathered_versions != self.versions()
+        return written or not all(group.is_aliased(showing_full=showing_full) for group in self.groups)
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
         return tuple(group.versions() for group in self.groups)
