@@ -78,7 +78,7 @@ def test_toml_gives_the_same_config_again(tmp_path: Path) -> None:
         ("training.steps=true", "true", "300"),
         ("training.steps=0", "0", "1"),
         ("training.steps=[1]", "[1]", "300"),
-        ("optimizer.lr=0", "0", "0.002"),
+        ("optimizer.lr=0", "0.0", "0.002"),
         ("optimizer.lr=nan", "nan", "0.002"),
         ("optimizer.beta1=1", "1.0", "0.9999999"),
         ("training.device=gpu", '"gpu"', '"cuda"'),

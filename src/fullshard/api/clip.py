@@ -26,7 +26,8 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their global norm is at most `max_norm`; that norm before scaling.
 
     Same result as `torch.nn.utils.clip_grad_norm_`, whose cost on sharded parameters is a DTensor dispatch and a
-    message per parameter; here local norms are taken in float32 and one message is exchanged per process group.
+    message per parameter; here one message is exchanged per process group. Norms are taken in float64 and rounded once, so that the
+    result does not depend on how many ranks share the parameters.
 
     parameters: sharded parameters, plain ones (counted once, as equal on every rank), or both; those without `.grad`
         are skipped. norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.
@@ -53,6 +54,7 @@ def clip_grad_norm_(
             value = value.pow(1.0 / norm_type)
         norms.append(value)
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm = norm.float()
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite ({norm.item()}), so it cannot be "
@@ -96,10 +98,10 @@ def _split(gradients: list[Tensor]) -> tuple[list[Tensor], dict[int, tuple[dist.
 
 
 def _norm(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of all elements of `tensors` on this rank; float32, 0-dim."""
+    """The norm of all elements of `tensors` on this rank; float64, 0-dim."""
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
-        return torch.zeros((), device=device)
-    norms = [n.to(device) for n in torch._foreach_norm(tensors, norm_type, dtype=torch.float32)]
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = [n.to(device) for n in torch._foreach_norm(tensors, norm_type, dtype=torch.float64)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm

@@ -129,13 +129,14 @@ def _automatic(config: Config, world: int) -> dict[str, str]:
     """What the automatic values mean on this machine."""
     from fullshard.train import launch
 
+    micro = config.micro_batch(world)
     notes = {
         "parallelism.data_parallel_shard_degree": world
         if config.parallelism.data_parallel_shard_degree == -1
         else None,
         "training.device": launch.device_kind(config) if config.training.device == "auto" else None,
         "training.threads": None if config.training.threads else launch.threads_per_process(config, world),
-        "training.micro_batch": None if config.training.micro_batch else config.training.global_batch // world,
+        "training.micro_batch": micro if micro != config.training.micro_batch else None,
         "model.ffn_dim": None if config.model.ffn_dim else config.ffn_dim,
     }
     return {key: f"here: {value}" for key, value in notes.items() if value is not None}

@@ -30,12 +30,15 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2  # and 128 + number of the signal for an interrupted run: 130 for Ctrl-C, 143 for SIGTERM
 
 # What a process runs. SIGINT gets its plain meaning first, so that Ctrl-C during the import of torch ends the process
-# without a traceback; `process.stop_on_signals` takes over later.
-_PROGRAM = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-    "from fullshard.train.cli import main\n"
-    "raise SystemExit(main())"
-)
+# without a traceback; `process.stop_on_signals` takes over later. And where numpy is not installed, which is fine
+# here, torch would say so once per process.
+_PROGRAM = """
+import signal, warnings
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+from fullshard.train.cli import main
+raise SystemExit(main())
+"""
 
 
 def joined_from_outside() -> bool:
@@ -106,7 +109,7 @@ def launch(config: Config, run_dir: Path, world: int) -> int:
         except SignalException as stop:
             return _interrupted(run_dir, int(stop.sigval))
         except ChildFailedError as error:
-            return _ended_badly(run_dir, [_Failure.of(rank, f) for rank, f in error.failures.items()])
+            return ended_badly(run_dir, [Failure.of(rank, f) for rank, f in error.failures.items()])
 
 
 def _prepare_environment(config: Config, run_dir: Path, world: int, store: Path) -> None:
@@ -123,7 +126,7 @@ def _prepare_environment(config: Config, run_dir: Path, world: int, store: Path)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """How one process ended badly."""
 
     rank: int
@@ -133,11 +136,11 @@ class _Failure(NamedTuple):
     seconds: float  # when
 
     @staticmethod
-    def of(rank: int, failure: object) -> _Failure:
+    def of(rank: int, failure: object) -> Failure:
         data = getattr(failure, "error_file_data", {}).get("message", "")
         text, extra = (data.get("message", ""), data.get("extraInfo", {})) if isinstance(data, dict) else ("", {})
         when = float(extra.get("timestamp", getattr(failure, "timestamp", 0)))
-        return _Failure(rank, getattr(failure, "exitcode", 1), text, extra.get("py_callstack", ""), when)
+        return Failure(rank, getattr(failure, "exitcode", 1), text, extra.get("py_callstack", ""), when)
 
     @property
     def stopped_by(self) -> int | None:
@@ -156,7 +159,8 @@ class _Failure(NamedTuple):
         return (2 if self.stopped_by else 3, self.seconds)
 
 
-def _ended_badly(run_dir: Path, failures: list[_Failure]) -> int:
+def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
+    """Find the cause among all that went wrong, tell it in one line, and return the exit code of the command."""
     cause = min(failures, key=lambda f: f.order)
     if cause.exit_code == EXIT_USAGE:
         discard_run_dir(run_dir)

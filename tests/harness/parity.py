@@ -1,0 +1,249 @@
+"""Training of a `ModelSpec` beside an oracle that knows nothing of sharding.
+
+The oracle computes each rank's micro-batches with a plain copy of the model in the compute dtype, adds each rank's gradients
+in the reduce dtype, adds those of the ranks in rank order in the sum dtype, divides, and takes one AdamW step. After
+every step it is set to what ours holds, so that what is compared is one step from equal state and errors do not pile
+up over steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard.policy import resolve_precision
+from tests.harness.models import Trained, adamw, assert_close_to_tensor_max, assert_same_training, collect
+from tests.harness.random_models import POLICIES, ModelSpec, build, loss, shard, unit_names
+
+# Per step, relative to each tensor's maximum, on several ranks. On one: bit by bit.
+EPS = 2.0
+
+
+class Oracle:
+    """Plain training of `spec` for `world` ranks."""
+
+    def __init__(self, spec: ModelSpec, world: int) -> None:
+        self.spec, self.world = spec, world
+        self.model = build(spec)
+        self.optimizer = adamw(self.model.parameters())
+        self.precision = resolve_precision(POLICIES[spec.policy], spec.storage)
+        self.compute = copy.deepcopy(self.model).to(self.precision.compute)
+        # In how many eps of the storage dtype gradients may differ because they were accumulated in a narrower dtype:
+        # in which order that rounds is not part of the contract.
+        reduce, storage = torch.finfo(self.precision.reduce), torch.finfo(self.precision.storage)
+        narrow = reduce.eps > storage.eps and len(spec.sync) > 1
+        self.rounding = 4 * reduce.eps / storage.eps if narrow else 0.0
+        for name, _ in unit_names(spec):
+            self.compute.get_submodule(name).register_forward_pre_hook(self._cast)
+
+    def _cast(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        dtype = POLICIES[self.spec.policy].param_dtype
+        if dtype is None:
+            return args
+        return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+    def gradients(self, step: int) -> dict[str, Tensor]:
+        """The gradients of one step, in the storage dtype, by parameter name."""
+        with torch.no_grad():
+            for ours, stored in zip(self.compute.parameters(), self.model.parameters(), strict=True):
+                ours.copy_(stored)
+        total: dict[str, Tensor] = {}
+        for window in _windows(self.spec.sync):
+            per_rank = [self._of_rank(step, window, rank) for rank in range(self.world)]
+            for name, gradient in self._mean(per_rank, accumulated=len(window) > 1).items():
+                total[name] = total[name] + gradient if name in total else gradient
+        return total
+
+    def _of_rank(self, step: int, window: Sequence[int], rank: int) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = {}
+        for micro in window:
+            self.compute.zero_grad()
+            loss(self.spec, self.compute, step, micro, rank).backward()
+            for name, p in self.compute.named_parameters():
+                if p.grad is not None:
+                    fresh = p.grad if len(window) == 1 else p.grad.to(self.precision.reduce)
+                    held[name] = held[name] + fresh if name in held else fresh
+        return held
+
+    def _mean(self, per_rank: list[dict[str, Tensor]], *, accumulated: bool) -> dict[str, Tensor]:
+        names = dict.fromkeys(name for gradients in per_rank for name in gradients)
+        if self.world == 1:
+            return {name: per_rank[0][name].to(self.precision.storage) for name in names}
+        sent_in = self.precision.reduce if accumulated else self.precision.wire
+        means = {}
+        for name in names:
+            like = next(g[name] for g in per_rank if name in g)
+            parts = [g.get(name, torch.zeros_like(like)).to(sent_in).to(self.precision.sum) for g in per_rank]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            means[name] = (total / self.world).to(self.precision.storage)
+        return means
+
+    def step(self, gradients: dict[str, Tensor]) -> Trained:
+        """One AdamW step with `gradients`; what training left."""
+        for name, p in self.model.named_parameters():
+            p.grad = gradients.get(name)
+        self.optimizer.step()
+        return collect(self.model, self.optimizer)
+
+    def load(self, theirs: Trained) -> None:
+        """Go on from `theirs`."""
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(theirs.params[name])
+                for key, value in self.optimizer.state.get(p, {}).items():
+                    value.copy_(theirs.state[f"{name}.{key}"])
+
+
+def _windows(sync: Sequence[bool]) -> Iterator[list[int]]:
+    """Micro-batches that are reduced together."""
+    window: list[int] = []
+    for micro, reduces in enumerate(sync):
+        window.append(micro)
+        if reduces:
+            yield window
+            window = []
+    assert not window, "the last micro-batch of a step is to be reduced"
+
+
+class Ours:
+    """The sharded model of `spec` on this rank, and its AdamW.
+
+    `local`: the optimizer holds this rank's plain tensors instead of DTensors. The arithmetic is the same; it saves DTensor's
+    analysis of every operation, which takes far longer than all the rest of so small a model's step.
+    """
+
+    def __init__(self, spec: ModelSpec, *, local: bool) -> None:
+        self.spec = spec
+        self.model: Any = shard(spec, build(spec), fullshard.fully_shard)
+        self.held = {name: nn.Parameter(_local(p)) if local else p for name, p in self.model.named_parameters()}
+        self.local = local
+        self.optimizer = adamw(self.held.values())
+
+    def micro_batches(self, step: int, rank: int) -> None:
+        """All forwards and backwards of one step."""
+        for micro, reduces in enumerate(self.spec.sync):
+            self.model.set_requires_gradient_sync(reduces)
+            loss(self.spec, self.model, step, micro, rank).backward()
+
+    def update(self) -> None:
+        if self.local:
+            for name, p in self.model.named_parameters():
+                self.held[name].grad = None if p.grad is None else _local(p.grad)
+        self.optimizer.step()
+
+    def step(self, step: int, rank: int) -> None:
+        """A whole step."""
+        self.micro_batches(step, rank)
+        self.update()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def trained(self) -> tuple[Trained, dict[str, Tensor]]:
+        """Parameters and optimizer state, and gradients, full on every rank: one message."""
+        params = {name: _local(p) for name, p in self.model.named_parameters()}
+        gradients = {name: _local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        state = {
+            f"{name}.{key}": _local(value)
+            for name, p in self.held.items()
+            for key, value in self.optimizer.state.get(p, {}).items()
+        }
+        params, state, gradients = _gather((params, state, gradients))
+        return Trained(params, state), gradients
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _gather(mine: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...]:
+    """Full tensors of all ranks' rows, by name; those without a dim are equal everywhere."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    for rank, theirs in enumerate(everyones):
+        for here, there in zip(mine, theirs, strict=True):
+            assert here.keys() == there.keys(), f"rank {rank} alone has, or has not, {sorted(here.keys() ^ there.keys())}"
+    return tuple(
+        {name: t if t.ndim == 0 else torch.cat([theirs[i][name] for theirs in everyones]) for name, t in part.items()}
+        for i, part in enumerate(mine)
+    )
+
+
+def train_beside_oracle(
+    rank: int,
+    spec: ModelSpec,
+    world: int,
+    steps: int,
+    *,
+    local: bool = True,
+    disturb: Callable[[Any, int, int], None] | None = None,
+) -> Trained:
+    """Train on this rank; rank 0 compares with the oracle at every step. What training left, full, on every rank.
+
+    `disturb(model, step, rank)` is called before the micro-batches of a step.
+    """
+    ours = Ours(spec, local=local)
+    oracle = Oracle(spec, world) if rank == 0 else None
+    trained = Trained()
+    eps = 0.0 if world == 1 else EPS
+    for step in range(steps):
+        if disturb is not None:
+            disturb(ours.model, step, rank)
+        ours.micro_batches(step, rank)
+        ours.update()
+        trained, gradients = ours.trained()
+        if oracle is not None:
+            expected = oracle.gradients(step)
+            missing = gradients.keys() ^ expected.keys()
+            assert not missing, f"step {step}: gradients of {sorted(missing)} on one side only"
+            for name, gradient in expected.items():
+                allowed = max(eps, oracle.rounding)
+                assert_close_to_tensor_max(gradients[name], gradient, allowed, f"step {step}, gradient of {name}")
+            # From our gradients: one that is nothing but rounding has any sign, and AdamW makes a whole step of it.
+            assert_same_training(trained, oracle.step(gradients), eps)
+            oracle.load(trained)
+        ours.zero_grad()
+        live = {u.name: u.full_nbytes_live for u in fullshard.inspect_units(ours.model) if u.full_nbytes_live}
+        assert not live, f"step {step}: full parameters left in memory: {live}"
+    return trained
+
+
+def train_alone(rank: int, spec: ModelSpec, steps: int) -> Trained:
+    """Train on this rank without an oracle."""
+    ours = Ours(spec, local=True)
+    for step in range(steps):
+        ours.step(step, rank)
+    return ours.trained()[0]
+
+
+def assert_same_bits(actual: Trained, expected: Trained) -> None:
+    """Parameters and optimizer state are equal, bit by bit."""
+    for kind in ("params", "state"):
+        found, wanted = getattr(actual, kind), getattr(expected, kind)
+        assert found.keys() == wanted.keys(), f"{kind}: {sorted(found.keys() ^ wanted.keys())} on one side only"
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), f"{kind} {name} differs by {(found[name] - value).abs().max():g}"
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables while the context is open."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

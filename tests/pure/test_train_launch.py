@@ -1,0 +1,200 @@
+"""The command line and the launcher's decisions, without starting a process."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from fullshard import UnitInfo, __version__
+from fullshard.train import launch
+from fullshard.train.artifacts import open_manifest
+from fullshard.train.cli import main
+from fullshard.train.config import ConfigError
+from fullshard.train.config_load import load_config
+from fullshard.train.launch import Failure
+from fullshard.train.table import add, expected_local, expected_unsharded, unit_table
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        [["--version"], [__version__]],
+        [["train", "--help"], ["examples:", "--nproc", "exit codes"]],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in words)
+
+
+def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Resolved, commented, valid TOML, with what automatic values mean here."""
+    arguments = ["train", "--set", "training.steps=7", "--set", "training.device=cpu", "--nproc", "8", "--print-config"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    assert load_config(path) == load_config(None, ["training.steps=7", "training.device=cpu"])
+    lines = {line.partition(" ")[0]: line for line in text.splitlines()}
+    assert lines["data_parallel_shard_degree"].endswith("[here: 8]")
+    assert lines["micro_batch"].endswith("[here: 2]")
+    assert lines["ffn_dim"].endswith("[here: 352]")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["train", "--set", "training.stps=3"], ["training.stps = 3", "training.steps"]),
+        (["train", "--nproc", "3", "--set", "training.device=cpu"], ["training.global_batch = 16", "15"]),
+        (["train", "--nproc", "0"], ["--nproc 0", "nearest valid: 1"]),
+        (["train", "--nproc", "-2"], ["--nproc -2", "nearest valid: 1"]),
+        (["train", "none.toml"], ["none.toml", "No such file"]),
+        (["train", "--set", "data.corpus=path:none.txt"], ["data.corpus", "none.txt", "No such file"]),
+        (["generate", "no_such_run"], ["no_such_run", "config.toml"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(
+    arguments: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No traceback, no folder, no process."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("fullshard: ") and all(word in captured.err for word in words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_under_torchrun_one_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank exits with 2, rank 0 alone says why."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        assert main(["train", "--set", "training.stps=3"]) == 2
+        assert capsys.readouterr().err.count("training.stps") == 1 - rank
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "--nproc", "4"]) == 2
+    assert "already started as one of 2" in capsys.readouterr().err
+
+
+def test_how_many_processes() -> None:
+    """--nproc, else the shard degree, else two on a CPU."""
+    default, four = (load_config(None, ["training.device=cpu", *more]) for more in ([], [f"{DEGREE}=4"]))
+    assert [launch.num_processes(c, asked) for c, asked in ((default, None), (default, 3), (four, None))] == [2, 3, 4]
+    with pytest.raises(ConfigError, match="shard_degree = 4: there are 3 process"):
+        four.check_world(launch.num_processes(four, 3))
+
+
+DEGREE = "parallelism.data_parallel_shard_degree"
+
+
+def test_accelerators_have_one_process_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    config = load_config(None)
+    assert launch.device_kind(config) == "cuda" and launch.num_processes(config, None) == 8
+    assert launch.num_processes(load_config(None, ["training.device=cpu"]), None) == 2
+    with pytest.raises(ConfigError, match="--nproc 9: there are 8 CUDA device"):
+        launch.num_processes(config, 9)
+
+
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
+    config = load_config(None)
+    assert [launch.threads_per_process(config, n) for n in (1, 2, 5, 24)] == [12, 6, 2, 1]
+    assert launch.threads_per_process(load_config(None, ["training.threads=3"]), 4) == 3
+
+
+BUG = Failure(rank=1, exit_code=1, message="ValueError: a bug", traceback="Traceback: a bug\n", seconds=8.0)
+LOST_PEER = Failure(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:1", "Traceback: gloo\n", 7.0)
+ENDED = Failure(rank=2, exit_code=143, message="", traceback="", seconds=7.0)
+KILLED = Failure(rank=3, exit_code=-9, message="", traceback="", seconds=9.0)
+TERMINATED = Failure(rank=3, exit_code=-15, message="", traceback="", seconds=9.0)
+USAGE = Failure(rank=1, exit_code=2, message="ConfigError: a.b = 3: no", traceback="Traceback: x\n", seconds=9.0)
+
+
+@pytest.mark.parametrize(
+    "failures, code, said, traceback",
+    [
+        ([LOST_PEER, ENDED, BUG], 1, "rank 1 failed: ValueError: a bug (after step 2", "Traceback: a bug\n"),
+        ([LOST_PEER, ENDED, KILLED], 1, "rank 3 was killed by SIGKILL (out of memory?) (after", ""),
+        ([LOST_PEER, ENDED], 143, "interrupted by SIGTERM (after step 2", ""),
+        ([LOST_PEER, TERMINATED], 143, "interrupted by SIGTERM (after", ""),
+        ([ENDED._replace(exit_code=130)], 130, "interrupted by SIGINT (after", ""),
+        ([LOST_PEER], 1, "rank 0 failed: RuntimeError: Connection closed", "Traceback: gloo\n"),
+        ([ENDED._replace(exit_code=7)], 1, "rank 2 ended with code 7 (after", ""),
+        ([BUG._replace(message="FloatingPointError: step 3: loss is nan")], 1, "rank 1 failed: FloatingPointError", ""),
+    ],
+)
+def test_the_cause_is_told_and_not_its_consequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], failures: list[Failure], code: int, said: str, traceback: str
+) -> None:
+    """Whoever failed first of its own; the manifest keeps it; one line, after a traceback where there is one."""
+    open_manifest(tmp_path, {})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert launch.ended_badly(tmp_path, failures) == code
+    error = capsys.readouterr().err
+    assert error.startswith(traceback + "fullshard: " + said)
+    assert error.removeprefix(traceback).count("\n") == 1
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["status"] == ("failed" if code == 1 else "interrupted") and manifest["last_step"] == 2
+
+
+def test_a_mistake_found_by_a_rank_frees_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What only a rank can find out (a corpus too small, say) ends like any other mistake in the configuration."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text("")
+    assert launch.ended_badly(run_dir, [ENDED, USAGE]) == 2
+    assert capsys.readouterr().err == "fullshard: a.b = 3: no\n"
+    assert not run_dir.exists()
+
+
+def test_a_kill_signal_is_no_request_to_stop() -> None:
+    assert KILLED.stopped_by is None
+    assert (ENDED.stopped_by, TERMINATED.stopped_by) == (signal.SIGTERM, signal.SIGTERM)
+    assert BUG.stopped_by is None
+
+
+def unit(name: str, module: str, numel: int, local: int, padded: int) -> UnitInfo:
+    return UnitInfo(
+        name=name,
+        module_class=module,
+        param_names=("w",),
+        num_params=1,
+        numel=numel,
+        local_numel=local,
+        padded_local_numel=padded,
+        storage_itemsize=4,
+        compute_itemsize=4,
+        reduce_itemsize=4,
+        world=2,
+        full_nbytes_live=0,
+    )
+
+
+def test_the_unit_table_adds_up() -> None:
+    """Equal neighbours are one line; 4 bytes each for parameter and gradient, 8 for AdamW; padding of all ranks."""
+    units = [unit("", "Llama", 1027, 514, 516), *(unit(f"layers.{i}", "Block", 1024, 512, 512) for i in range(3))]
+    table = unit_table(units, rank=0)
+    lines = {line.split("  ")[0].strip(): line.split() for line in table.splitlines()}
+    assert "layers.0 .. layers.2" in lines and "Block x3" in table
+    assert "4,099" in lines["sum"] and "3,072" in lines["layers.0 .. layers.2"]
+    assert lines["root"][-2:] == ["20", "B"]  # 2 * 516 - 1027 elements
+    assert expected_unsharded(units[0]) == (4108, 4108, 8216)
+    assert expected_local(units[0]) == (2064, 2064, 4112)
+    assert add(map(expected_unsharded, units)).total == 16 * 4099
+    assert len({len(line) for line in table.splitlines()[:-1]}) == 1
