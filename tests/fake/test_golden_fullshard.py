@@ -54,6 +54,8 @@ def torchs(name: str, reshard: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def checked_and_without_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_PREFETCH", "0")
+    # By default we free the root after an evaluation (ADR 0010); torch keeps it, and its traces say so.
+    monkeypatch.setenv("FULLSHARD_EVAL_ROOT", "keep")
     monkeypatch.setenv("FULLSHARD_CHECK", "1")
 
 

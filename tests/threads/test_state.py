@@ -191,6 +191,31 @@ def test_edits_between_steps_are_seen_also_after_evaluation(how: str, reshard: b
     run_ranks(WORLD, job)
 
 
+@pytest.mark.parametrize("kept", ["root in evaluation", "after backward", "by choice in evaluation"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_step_is_seen_by_parameters_kept_full(foreach: bool, kept: str) -> None:
+    """torch's list operations write DTensors without raising a version."""
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        reshard = False if kept == "by choice in evaluation" else None
+        model, reference = shard(copy.deepcopy(base), reshard_after_forward=reshard), copy.deepcopy(base)
+        if kept == "after backward":
+            model.set_reshard_after_backward(False)
+        ours = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
+        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        for step in range(3):
+            _loss(model, part(batch(WORLD, step), rank)).backward()
+            with torch.no_grad():
+                model(part(batch(WORLD, step), rank))
+            ours.step()
+            ours.zero_grad()
+        _plain_steps(reference, WORLD, theirs, range(3))
+        _assert_equal_models(model, reference)
+
+    run_ranks(WORLD, job)
+
+
 def test_a_parameter_replaced_by_a_plain_tensor_is_named() -> None:
     base = _base(0)
 

@@ -26,8 +26,8 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their global norm is at most `max_norm`; that norm before scaling.
 
     Same result as `torch.nn.utils.clip_grad_norm_`, whose cost on sharded parameters is a DTensor dispatch and a
-    message per parameter; here one message is exchanged per process group. Norms are taken in float64 and rounded once, so that the
-    result does not depend on how many ranks share the parameters.
+    message per parameter; here one message is exchanged per process group. Norms are taken in float64 and rounded
+    once, so that the result does not depend on how many ranks share the parameters.
 
     parameters: sharded parameters, plain ones (counted once, as equal on every rank), or both; those without `.grad`
         are skipped. norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.

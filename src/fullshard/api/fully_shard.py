@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import ShardGroup
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
-from ..policy import MixedPrecisionPolicy, OffloadPolicy
+from ..policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from ..runtime import Unit, unit_of
 from ..runtime.hooks import UnitHooks, hook_state_dict
 from . import validate
@@ -71,7 +72,9 @@ def fully_shard(
     device = validate.device_of(mesh)
     group = ShardGroup(mesh.get_group(), device)
     move_unsharded(modules, ignored, device)
-    placing = Placing(mesh, group.rank, group.world, device, group.backend, DIRECT_GATHER_NBYTES)
+    one_message = Options.from_environment().communication == "torch"
+    direct_nbytes = sys.maxsize if one_message else DIRECT_GATHER_NBYTES
+    placing = Placing(mesh, group.rank, group.world, device, group.backend, direct_nbytes)
     validate.mark_owner(found, name)
     unit = Unit(
         module,

@@ -2,10 +2,10 @@
 
     strategy           messages                     sum                                      when
     LocalReduce        none                         none                                     one rank
-    ExchangeReduce     all-to-all of what was        here, in rank order, in the sum dtype:   gloo, and one fast domain
+    ExchangeReduce     all-to-all of what was        here, in rank order, in the sum dtype:   otherwise
                        computed (wire dtype)        bitwise the same whatever arrives first
-    NativeReduce       one reduce-scatter in the    by the backend                           `communication="torch"`,
-                       reduce dtype                                                          other backends
+    NativeReduce       one reduce-scatter in the    by the backend                           `communication="torch"`
+                       reduce dtype
 
 The send buffer is `layout.ReduceLayout`: a chunk per receiving rank with the offsets of the shards, followed by one
 presence element per parameter. Missing gradients travel as zeros, so the size of a message never depends on which

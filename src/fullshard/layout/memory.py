@@ -3,11 +3,14 @@
 Each function returns the terms at one moment, so that a test that counts bytes, or a report, can say
 *which* term is wrong. Notation of the comments: P padded elements of a unit, W ranks, c compute itemsize.
 What is not here: activations, optimizer state, allocator overhead.
+
+Message buffers (staging, cast, reduction) exist while a message is under way; where they are kept from step to
+step (on a CPU) `buffer_terms` is what is kept, and stands in the place of the ones at each moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +28,10 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
-    """What the memory of one unit depends on. Units are given in the order of forward execution."""
+    """What the memory of one unit depends on. Units are given in the order in which their forwards begin.
+
+    Its parameters have one storage dtype. Dtypes that differ are expected to differ in their bytes per element.
+    """
 
     name: str
     pack: Pack
@@ -36,6 +42,11 @@ class UnitMemory:
     wire_itemsize: int
     # Whether full parameters are freed after forward; the root usually keeps them.
     reshard: bool = True
+    # Whether all units behind it run inside its forward: the root. Its gradients are expected to be complete last, as
+    # those of an embedding are; where they come first, it is freed earlier than the terms say.
+    outer: bool = False
+    # Whether gradients are exchanged (all-to-all) and added here, or reduced by the backend.
+    exchanges: bool = True
 
     def __post_init__(self) -> None:
         for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize"):
@@ -54,9 +65,21 @@ class UnitMemory:
         return self.pack.full_numel * self.compute_itemsize
 
     @property
+    def arriving_nbytes(self) -> int:
+        """Full parameters while their gather is under way: a direct gather arrives in them, a packed one does not."""
+        return self.full_nbytes if self.pack.world > 1 and self.plan.direct else 0
+
+    @property
     def staging_nbytes(self) -> int:
         """The buffer that a packed gather fills and from which it is copied out."""
         return self.plan.staging_numel(self.pack) * self.compute_itemsize
+
+    @property
+    def cast_nbytes(self) -> int:
+        """cP/W: the shards in the compute dtype, which a gather sends. Nothing where that is the storage dtype."""
+        if self.pack.world == 1 or self.compute_itemsize == self.storage_itemsize:
+            return 0
+        return self.pack.padded_local_numel * self.compute_itemsize
 
     @property
     def gradient_nbytes(self) -> int:
@@ -69,9 +92,16 @@ class UnitMemory:
         return 0 if self.pack.world == 1 else ReduceLayout(self.pack).numel * self.wire_itemsize
 
     @property
+    def receive_nbytes(self) -> int:
+        """What arrives: the chunks of all ranks when they are added here, one chunk when the backend adds."""
+        return self.send_nbytes if self.exchanges else self.send_nbytes // self.pack.world
+
+    @property
     def reduced_nbytes(self) -> int:
-        """The gradient shards in the storage dtype."""
-        return self.pack.padded_local_numel * self.storage_itemsize
+        """The gradient shards in the storage dtype: views of one chunk, presence included. One rank: its gradients."""
+        if self.pack.world == 1:
+            return self.pack.numel * self.storage_itemsize
+        return ReduceLayout(self.pack).chunk_numel * self.storage_itemsize
 
 
 def total(terms: Sequence[Term]) -> int:
@@ -86,66 +116,144 @@ def shard_terms(units: Sequence[UnitMemory]) -> list[Term]:
 
 def forward_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1) -> list[Term]:
     """While units[current] computes its forward and the next `prefetch_depth` units are being gathered."""
-    _check(units, current, prefetch_depth)
+    _check(units, current)
+    require_int("prefetch_depth", prefetch_depth, 0, "0 gathers each unit when it is needed")
     ahead = range(current + 1, min(current + 1 + prefetch_depth, len(units)))
-    kept = [Term(f"full {unit.name} (kept)", unit.full_nbytes) for unit in units[:current] if not unit.reshard]
     return [
         *shard_terms(units),
-        *kept,
+        *_kept(units, current),
         Term(f"full {units[current].name}", units[current].full_nbytes),
         *_gathering(units, ahead),
     ]
 
 
-def backward_terms(
-    units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1, reductions_in_flight: int = 1
-) -> list[Term]:
-    """When the gradients of units[current] are ready and the reductions of the units behind it are in flight.
+def backward_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2) -> list[Term]:
+    """When the gradients of units[current] are ready, before its full parameters are freed and its message is made.
 
-    `reductions_in_flight` counts the earlier reductions (units current + 1, ...) whose send buffers still
-    exist. Their gradients are gone: they were copied into the send buffer.
+    The unit before it is being gathered. `reductions_in_flight` counts the earlier reductions (units current + 1, ...)
+    whose buffers still exist. Their gradients are gone: they were copied into the send buffer.
     """
-    _check(units, current, prefetch_depth)
-    require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
-    ahead = [i for i in range(current - 1, max(-1, current - 1 - prefetch_depth), -1) if units[i].reshard]
-    sending = range(current + 1, min(current + 1 + reductions_in_flight, len(units)))
-    kept = [Term(f"full {unit.name} (kept)", unit.full_nbytes) for unit in units[:current] if not unit.reshard]
+    units_behind = _behind(units, current, reductions_in_flight)
     return [
         *shard_terms(units),
-        *kept,
+        *_kept(units, current),
         Term(f"full {units[current].name}", units[current].full_nbytes),
-        *_gathering(units, ahead),
+        *_gathering(units, _next_in_backward(units, current)),
         Term(f"gradients of {units[current].name}", units[current].gradient_nbytes),
-        *(Term(f"reduction of {units[i].name}", units[i].send_nbytes) for i in sending),
-        *(Term(f"reduced shards of {unit.name}", unit.reduced_nbytes) for unit in units[current + 1 :]),
+        *units_behind,
+    ]
+
+
+def sending_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2) -> list[Term]:
+    """A moment later: the full parameters of units[current] are freed, its gradients were copied into its message."""
+    units_behind = _behind(units, current, reductions_in_flight)
+    unit = units[current]
+    return [
+        *shard_terms(units),
+        *_kept(units, current),
+        *_gathering(units, _next_in_backward(units, current)),
+        Term(f"gradients of {unit.name}", unit.gradient_nbytes),
+        Term(f"reduction of {unit.name}", unit.send_nbytes + unit.receive_nbytes),
+        *units_behind,
+    ]
+
+
+def buffer_terms(units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reductions_in_flight: int = 2) -> list[Term]:
+    """The message buffers that a pool holds which keeps them, once the order of forwards is known and gathered ahead.
+
+    Units of equal layout share buffers: there are as many as were ever in use at once.
+    """
+    require_int("prefetch_depth", prefetch_depth, 0, "0 gathers each unit when it is needed")
+    require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
+    gathers = max(1, prefetch_depth)
+    backwards = units[::-1]
+    # A reduction is issued before the oldest is waited for.
+    reductions = reductions_in_flight + 1
+    return [
+        *_shared("staging", units, gathers, lambda u: (u.pack, u.plan, u.compute_itemsize), lambda u: u.staging_nbytes),
+        *_shared(
+            "cast", units, gathers, lambda u: (u.pack.padded_local_numel, u.compute_itemsize), lambda u: u.cast_nbytes
+        ),
+        *_shared("send", backwards, reductions, lambda u: (u.pack, u.wire_itemsize), lambda u: u.send_nbytes),
+        *_shared(
+            "receive",
+            [unit for unit in backwards if unit.exchanges],
+            reductions,
+            lambda u: (u.pack, u.wire_itemsize),
+            lambda u: u.receive_nbytes,
+        ),
     ]
 
 
 def peak(
-    units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reductions_in_flight: int = 1
+    units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reductions_in_flight: int = 2
 ) -> tuple[str, list[Term]]:
-    """The largest of all these moments: its name (`forward layers.3`) and its terms; of equals the first."""
-    moments = [
-        (f"forward {unit.name}", forward_terms(units, i, prefetch_depth=prefetch_depth)) for i, unit in enumerate(units)
-    ] + [
-        (
-            f"backward {units[i].name}",
-            backward_terms(units, i, prefetch_depth=prefetch_depth, reductions_in_flight=reductions_in_flight),
-        )
-        for i in reversed(range(len(units)))
-    ]
+    """The largest of all these moments: its name (`forward layers.3`) and its terms; of equals the first.
+
+    Buffers as each moment needs them: where a pool keeps them, `buffer_terms` bounds what it holds beyond.
+    """
+    indices = range(len(units))
+    moments = [(f"forward {units[i].name}", forward_terms(units, i, prefetch_depth=prefetch_depth)) for i in indices]
+    for i in reversed(indices):
+        for what, terms_of in (("backward", backward_terms), ("sending", sending_terms)):
+            moments.append((f"{what} {units[i].name}", terms_of(units, i, reductions_in_flight=reductions_in_flight)))
     if not moments:
         raise ValueError("units: expected at least one, found none; give the units in order of execution")
     return max(moments, key=lambda moment: total(moment[1]))
 
 
+def _kept(units: Sequence[UnitMemory], current: int) -> list[Term]:
+    # The units before this one in forward; in backward they are those that were not reached yet.
+    return [Term(f"full {u.name} (kept)", u.full_nbytes) for u in units[:current] if u.outer or not u.reshard]
+
+
+def _next_in_backward(units: Sequence[UnitMemory], current: int) -> list[int]:
+    before = current - 1
+    return [before] if before >= 0 and units[before].reshard and not units[before].outer else []
+
+
+def _behind(units: Sequence[UnitMemory], current: int, reductions_in_flight: int) -> list[Term]:
+    """What the units whose backward is over have left."""
+    _check(units, current)
+    require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
+    border = min(current + 1 + reductions_in_flight, len(units))
+    sending = [u for u in units[current + 1 : border] if u.send_nbytes]
+    arrived = [u for u in units[current + 1 :] if u not in sending]
+    return [
+        *(Term(f"reduction of {u.name}", u.send_nbytes + u.receive_nbytes) for u in sending),
+        *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived),
+    ]
+
+
 def _gathering(units: Sequence[UnitMemory], indices: Sequence[int]) -> list[Term]:
-    terms = [Term(f"full {units[i].name} (next)", units[i].full_nbytes) for i in indices]
-    staging = [Term(f"staging of {units[i].name}", units[i].staging_nbytes) for i in indices]
-    return terms + [term for term in staging if term.nbytes]
+    terms = [
+        term
+        for i in indices
+        for term in (
+            Term(f"full {units[i].name} (next)", units[i].arriving_nbytes),
+            Term(f"staging of {units[i].name}", units[i].staging_nbytes),
+            Term(f"cast of {units[i].name}", units[i].cast_nbytes),
+        )
+    ]
+    return [term for term in terms if term.nbytes]
 
 
-def _check(units: Sequence[UnitMemory], current: int, prefetch_depth: int) -> None:
-    require_int("prefetch_depth", prefetch_depth, 0, "0 gathers each unit when it is needed")
+def _shared(
+    what: str,
+    units: Sequence[UnitMemory],
+    at_once: int,
+    key: Callable[[UnitMemory], Hashable],
+    nbytes: Callable[[UnitMemory], int],
+) -> list[Term]:
+    """For each key the buffers of the `at_once` consecutive units that need most of them."""
+    keys = [key(unit) for unit in units]
+    terms = []
+    for first, found in dict(zip(reversed(keys), reversed(units), strict=True)).items():
+        needed = max(keys[i : i + at_once].count(first) for i in range(len(keys)))
+        terms.append(Term(f"{needed} {what} as of {found.name}", needed * nbytes(found)))
+    return [term for term in reversed(terms) if term.nbytes]
+
+
+def _check(units: Sequence[UnitMemory], current: int) -> None:
     if not 0 <= current < len(units):
         raise ValueError(f"current: expected 0 <= current < {len(units)}, found {current!r}; give a unit's position")

@@ -60,11 +60,14 @@ def post_forward(
             if unit.reshard_after_forward:
                 # [R5] Memory is held for one unit at a time.
                 _free(unit, commands)
-            elif not outputs:
+            elif not outputs and unit.keeps_in_evaluation:
                 # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now),
-                # while the next forward may find its memory.
+                # while the next forward may find its memory, because that was asked for.
                 unit.full = Full.SHELVED
                 commands.append(Command("shelve", unit))
+            elif not outputs:
+                # [R20] It was kept for a backward alone, and none comes. What is not kept cannot become stale.
+                _free(unit, commands)
         if not unit.empty:
             # [R7] Backward visits uses in reverse, so each use has its own place in the order.
             unit.uses.append(len(run.order))

@@ -56,6 +56,7 @@ class UnitRecord:
         "in_backward",
         "index",
         "inputs_hooked",
+        "keeps_in_evaluation",
         "name",
         "phase",
         "reshard_after_backward",
@@ -81,6 +82,8 @@ class UnitRecord:
         # ---- settings
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        # Whether a unit that is not freed after forward stays full also when no backward can follow.
+        self.keeps_in_evaluation = True
         # Whether gradients are reduced at the end of this backward or kept until one that does.
         self.sync = True
         # Some parameters get no gradient, so "all gradients are ready" does not say that all weights were used.

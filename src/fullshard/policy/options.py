@@ -4,6 +4,11 @@ FULLSHARD_PREFETCH        how many units a forward gathers ahead along the recor
 FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2)
 FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend;
                           "torch": one all-gather and one reduce-scatter per unit, as FSDP2
+FULLSHARD_WATCH           "auto" (default): saved weights are watched in a unit's first forwards, and as long as its
+                          backward reads weights that no gradient of an output announced; "always"; "never"
+FULLSHARD_EVAL_ROOT       "free" (default): a root that stays full between forward and backward by default (not by an
+                          explicit reshard_after_forward=False) is freed after a forward that no backward can follow;
+                          "keep": it stays, as in FSDP2, for the next forward
 FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
 """
 
@@ -15,6 +20,7 @@ from dataclasses import dataclass
 
 COMMUNICATION = ("auto", "torch")
 WATCH = ("auto", "always", "never")
+EVAL_ROOT = ("free", "keep")
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Options:
     reductions_in_flight: int = 2
     communication: str = "auto"
     watch: str = "auto"
+    eval_root: str = "free"
     check: bool = False
 
     @classmethod
@@ -36,6 +43,7 @@ class Options:
             reductions_in_flight=_count(source, "FULLSHARD_REDUCTIONS", 2, at_least=1),
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
+            eval_root=_choice(source, "FULLSHARD_EVAL_ROOT", EVAL_ROOT),
             check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
         )
 

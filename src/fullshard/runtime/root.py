@@ -22,6 +22,7 @@ from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, rules
 from ..param import ShardedParam
 from ..policy import Options
 from .executor import Executor
+from .optimizer_steps import count_optimizer_steps
 from .unit import WATCHED_FORWARDS, Unit, unit_of
 from .watch import Watch
 
@@ -48,6 +49,9 @@ class Root:
         self._backward: weakref.ref[_BackwardEnd] | None = None
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
+        self.thread = count_optimizer_steps()
+        first = self.units[0]
+        first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
             unit.record.name = name

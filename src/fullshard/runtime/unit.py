@@ -25,6 +25,7 @@ from ..lifecycle import Full, UnitRecord
 from ..param import DtypeChanged, Found, OwnedMemory, ParamGroup, Placing, ShardedParam
 from ..policy import resolve_precision
 from ..policy.precision import MixedPrecisionLike
+from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
     from .root import Root
@@ -181,7 +182,8 @@ class Unit:
         return written or not all(group.is_aliased(showing_full=showing_full) for group in self.groups)
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(group.versions() for group in self.groups)
+        assert self.root is not None
+        return ((optimizer_steps(self.root.thread),), *(group.versions() for group in self.groups))
 
     # ---- which parameters get gradients --------------------------------------------------------------------
 

@@ -1,0 +1,38 @@
+"""How many optimizer steps a thread took: one of the two signs that shards were written.
+
+The other is the version of the sharded parameters. It is not enough: torch's list operations (`foreach=True`,
+`fused=True`) write DTensors without raising any version. Where neither sign is given (a direct `torch._foreach_copy_`
+on the parameters), full parameters that the user asked to keep are used as they were gathered; see ADR 0010.
+
+The hook is torch's public, global one. It counts and does nothing else. By thread, because the ranks of a test may be
+threads of one process; a model is stepped by the thread that runs its forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_steps: Counter[int] = Counter()
+_registrations = itertools.count()
+
+
+def optimizer_steps(thread: int) -> int:
+    """Optimizer steps of the thread with this identifier since the first model was run."""
+    return _steps[thread]
+
+
+def count_optimizer_steps() -> int:
+    """Begin to count, once in a process; the identifier of this thread."""
+    if next(_registrations) == 0:
+        register_optimizer_step_post_hook(_count)
+    return threading.get_ident()
+
+
+def _count(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _steps[threading.get_ident()] += 1

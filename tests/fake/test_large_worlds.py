@@ -1,0 +1,97 @@
+"""Layout and commands at worlds no machine here has: 64 and 1000 ranks; the first, a middle one and the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard import fully_shard, inspect_units
+from fullshard.observe import record
+from tests.harness.fake import fake_world
+from tests.harness.models import BY_NAME, CASES, Case, adamw
+
+WORLDS = [(64, 0), (64, 31), (64, 63), (1000, 0), (1000, 499), (1000, 999)]
+# Dims from 1 to 64: more than 64 rows, fewer, and one.
+SOME = [BY_NAME[name] for name in ("tiny_dims", "mixed_shapes", "transformer", "tied", "frozen")]
+at_large = pytest.mark.parametrize(("world", "rank"), WORLDS)
+
+
+def _sharded(case: Case) -> Any:
+    return case.shard(case.build(), fully_shard)
+
+
+@at_large
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_local_shards_are_those_of_torch_chunk(case: Case, world: int, rank: int) -> None:
+    plain = case.build()
+    with fake_world(world, rank):
+        model = _sharded(case)
+        for (name, ours), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            chunks = torch.chunk(whole.detach(), world)
+            expected = chunks[rank] if rank < len(chunks) else whole.detach()[:0]
+            assert isinstance(ours, DTensor) and ours.shape == whole.shape, name
+            assert ours.placements == (Shard(0),)
+            assert ours.to_local().shape == expected.shape, name
+            assert torch.equal(ours.to_local(), expected), name
+        infos = inspect_units(model)
+        assert sum(info.numel for info in infos) == sum(p.numel() for p in plain.parameters())
+        assert sum(info.local_numel for info in infos) == sum(p.to_local().numel() for p in model.parameters())
+        assert {info.world for info in infos} == {world}
+
+
+def _commands(case: Case, world: int, rank: int) -> list[list[tuple[str, str]]]:
+    """Of three steps: the first, one with the recorded order, one whose window stays open; then an evaluation."""
+    with fake_world(world, rank):
+        model = _sharded(case)
+        steps = []
+        for step in range(3):
+            model.set_requires_gradient_sync(step < 2)
+            with record(model) as trace:
+                case.loss(model, case.batch(step)).backward()
+            steps.append(trace.commands)
+            for name, p in model.named_parameters():
+                assert isinstance(p, DTensor), name
+                if p.requires_grad and step == 1:
+                    assert p.grad is not None and p.grad.to_local().shape == p.to_local().shape, name
+            if step < 2:
+                model.zero_grad()
+        with record(model) as trace, torch.no_grad():
+            case.loss(model, case.batch(3))
+        assert not any(info.full_nbytes_live for info in inspect_units(model) if info.name)
+        return [*steps, trace.commands]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_commands_are_those_of_two_ranks(case: Case) -> None:
+    """What is gathered, freed and reduced, and in which order, depends neither on the world nor on the rank."""
+    expected = _commands(case, 2, 0)
+    assert {kind for kind, _ in expected[1]} >= {"gather", "wait", "free", "reduce", "finish"}
+    assert _commands(case, 2, 1) == expected
+    for world, rank in WORLDS:
+        assert _commands(case, world, rank) == expected, f"rank {rank} of {world}"
+
+
+@at_large
+def test_ranks_that_own_nothing_step_and_save_as_the_others(world: int, rank: int) -> None:
+    """On 1000 ranks most own no row of anything; optimizers, clipping and state dicts see empty tensors."""
+    from fullshard import clip_grad_norm_
+
+    case = BY_NAME["tiny_dims"]
+    with fake_world(world, rank):
+        model = _sharded(case)
+        optimizer = adamw(model.parameters())
+        case.loss(model, case.batch(0)).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        state = model.state_dict()
+        assert list(state) == list(case.build().state_dict())
+        for name, value in state.items():
+            rows = -(-value.shape[0] // world)
+            assert value.to_local().shape[0] == max(0, min(rows, value.shape[0] - rank * rows)), name
+        assert sum(info.local_numel for info in inspect_units(model)) == (
+            0 if rank > 4 else sum(value.to_local().numel() for value in state.values())
+        )

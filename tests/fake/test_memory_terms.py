@@ -1,0 +1,235 @@
+"""The expected bytes of `layout/memory.py` against bytes counted on the engine: shards, full parameters, message buffers.
+
+What is expected is computed from the plain model's shapes and from dtypes, knowing nothing of the engine's objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
+from fullshard.layout import Pack, ShardLayout, UnitMemory, align_numel, direct_indices, plan_gather, total
+from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, shard_terms
+from fullshard.lifecycle import Command
+from fullshard.runtime import Unit, unit_of
+from tests.harness.fake import fake_world
+from tests.harness.models import BY_NAME, Case
+from tests.harness.parity import environment
+
+
+def _single_weights() -> nn.Module:
+    """Units of one parameter each, which are gathered straight into place. The root has the first module."""
+    return nn.Sequential(nn.Linear(6, 6), *(nn.Linear(6, 6, bias=False) for _ in range(3)))
+
+
+class _FewRows(nn.Module):
+    """Dims of one to four, down to one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+        self.first = nn.Linear(4, 3)
+        self.narrow = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(torch.tanh(self.first(x * self.gain)))
+
+
+CASES = {name: BY_NAME[name] for name in ("uneven_mlp", "residual", "one_unit", "transformer", "tied")} | {
+    "single_weights": Case("single_weights", _single_weights, ("1", "2", "3"), (6,), (6,)),
+    "few_rows": Case("few_rows", _FewRows, ("first", "narrow"), (4,), (1,)),
+}
+POLICIES = {
+    "float32": (MixedPrecisionPolicy(), (4, 4, 4)),
+    "bf16 compute": (MixedPrecisionPolicy(torch.bfloat16, torch.float32), (4, 2, 2)),
+    "bf16 reduce": (MixedPrecisionPolicy(None, torch.bfloat16), (4, 4, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    world: int
+    policy: str = "float32"
+    reshard: bool | None = None
+    prefetch_depth: int = 1
+    reductions_in_flight: int = 2
+    communication: str = "auto"
+
+
+SETTINGS = [
+    Setting(1),
+    Setting(1, "bf16 compute"),
+    Setting(2),
+    Setting(2, "bf16 compute", reshard=True),
+    Setting(2, "bf16 reduce", reshard=False, reductions_in_flight=1),
+    Setting(2, prefetch_depth=0, communication="torch"),
+    Setting(8, "bf16 compute", prefetch_depth=2, reductions_in_flight=3),
+    Setting(8, reshard=True, prefetch_depth=3, reductions_in_flight=1),
+    Setting(64, "bf16 compute"),
+    Setting(64, reshard=False),
+]
+
+
+def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
+    """The root, if it has parameters of its own, then the other units in the order in which they run."""
+    _, (storage, compute, wire) = POLICIES[setting.policy]
+    model = case.build()
+    seen: set[int] = set()
+    by_unit: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in ("", *case.units)}
+    for name, parameter in model.named_parameters():
+        owner = max((u for u in by_unit if not u or name.startswith(u + ".")), key=len)
+        if id(parameter) not in seen:
+            by_unit[owner][name.removeprefix(owner + ".") if owner else name] = tuple(parameter.shape)
+        seen.add(id(parameter))
+    units = []
+    for name, shapes in by_unit.items():
+        if not shapes:
+            continue
+        layouts = [ShardLayout(shape, world=setting.world) for shape in shapes.values()]
+        pack = Pack.build(
+            layouts,
+            align_numel([storage, compute, wire]),
+            first=direct_indices(layouts, compute, backend="fake", direct_threshold_nbytes=1 << 20),
+            names=list(shapes),
+            full_align_numel=align_numel([storage, compute, wire]) if setting.world == 1 else None,
+        )
+        plan = plan_gather(pack, compute, backend="fake", direct_threshold_nbytes=1 << 20)
+        reshard = setting.reshard is not False if name else setting.reshard is True
+        units.append(
+            UnitMemory(
+                name or "root",
+                pack,
+                plan,
+                storage,
+                compute,
+                # One reduce-scatter is made of the reduce dtype, which only "bf16 reduce" narrows.
+                wire if setting.communication == "auto" else (2 if setting.policy == "bf16 reduce" else 4),
+                reshard,
+                outer=not name,
+                exchanges=setting.communication == "auto",
+            )
+        )
+    return units
+
+
+class _Counted:
+    """Full parameters that are allocated, at every module's forward pre-hook, and whenever a unit is freed in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.forward: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
+        self.in_backward = False
+        for name, module in model.named_modules():
+            if unit_of(module) is not None:
+                module.register_forward_pre_hook(self._noting(name or "root"))
+
+    def live(self) -> int:
+        return sum(info.full_nbytes_live for info in inspect_units(self.model))
+
+    def _noting(self, name: str) -> Any:
+        def note(*_: Any) -> None:
+            self.forward[name] = self.live()
+
+        return note
+
+    def listen(self) -> None:
+        _unit(self.model).root.executor.listeners.append(self._command)  # type: ignore[union-attr]
+
+    def _command(self, command: Command) -> None:
+        # Listeners are called before the command is done: all gradients of the unit are there, and its weights.
+        if self.in_backward and command.kind == "free":
+            self.backward[command.unit.name] = self.live()
+
+
+def _unit(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _run(case: Case, setting: Setting) -> tuple[_Counted, int, int]:
+    """Three steps; the counts of the last, bytes of the shards, and bytes of the kept message buffers."""
+    policy, _ = POLICIES[setting.policy]
+    model = case.build()
+    case.shard(model, fully_shard, mp_policy=policy, reshard_after_forward=setting.reshard)
+    counted = _Counted(model)
+    for step in range(3):
+        loss = case.loss(_Float32(model), case.batch(step))
+        if step == 0:
+            counted.listen()
+        counted.in_backward = True
+        loss.backward()
+        counted.in_backward = False
+        model.zero_grad()
+    assert counted.live() == 0
+    groups = [group for module in model.modules() if (unit := unit_of(module)) for group in unit.groups]
+    root = _unit(model).root
+    assert root is not None
+    return counted, sum(group.flat.nbytes for group in groups), root.pool.nbytes
+
+
+class _Float32(nn.Module):
+    """Outputs in float32, as the loss wants them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).float()
+
+
+def _full(terms: list[Any]) -> int:
+    return sum(term.nbytes for term in terms if term.name.startswith("full"))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
+    case = CASES[name]
+    dials = {
+        "FULLSHARD_PREFETCH": str(setting.prefetch_depth),
+        "FULLSHARD_REDUCTIONS": str(setting.reductions_in_flight),
+        "FULLSHARD_COMMUNICATION": setting.communication,
+    }
+    with fake_world(setting.world), environment(dials):
+        counted, shards, buffers = _run(case, setting)
+    units = _expected_units(case, setting)
+    assert shards == total(shard_terms(units))
+    for i, unit in enumerate(units):
+        forward = forward_terms(units, i, prefetch_depth=setting.prefetch_depth)
+        assert counted.forward[unit.name] == _full(forward), f"forward of {unit.name}: {forward}"
+        backward = backward_terms(units, i, reductions_in_flight=setting.reductions_in_flight)
+        if setting.world > 1 or unit.full_nbytes:
+            assert counted.backward[unit.name] == _full(backward), f"backward of {unit.name}: {backward}"
+    expected = buffer_terms(
+        units, prefetch_depth=setting.prefetch_depth, reductions_in_flight=setting.reductions_in_flight
+    )
+    assert buffers == total(expected), f"{buffers} bytes in message buffers, expected {expected}"
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(setting: Setting) -> None:
+    """Its own parameters are used last, so it is freed first; the terms keep it to the end."""
+    case = BY_NAME["tiny_dims"]
+    with fake_world(setting.world):
+        counted, shards, _ = _run(case, setting)
+    units = _expected_units(case, setting)
+    assert shards == total(shard_terms(units))
+    assert counted.forward["root"] == _full(forward_terms(units, 0))
+    terms = [of(units, i) for of in (forward_terms, backward_terms) for i in range(len(units))]
+    assert max([*counted.forward.values(), *counted.backward.values()], default=0) <= max(map(_full, terms))
+
+
+def test_the_expectation_is_not_trivial() -> None:
+    """In the settings above every kind of term is there somewhere."""
+    units = [u for s in SETTINGS for case in CASES.values() for u in _expected_units(case, s)]
+    for kind in ("full", "arriving", "staging", "cast", "send", "receive"):
+        sizes = {getattr(unit, f"{kind}_nbytes") for unit in units}
+        assert len(sizes) > 3, kind

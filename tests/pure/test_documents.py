@@ -1,0 +1,295 @@
+"""The documents say what the code says: links, commands, settings, names and lists are compared with it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from fullshard.train import cli
+from fullshard.train.config_load import load_config
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "fullshard"
+README = ROOT / "README.md"
+ADRS = ROOT / "docs" / "adr"
+
+FOLDERS = ("docs", "examples", "benchmarks", "tests", "src")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+# Those whose code paths are checked, too; the notes beside golden traces speak of torch's files as well.
+OURS = [path for path in DOCUMENTS if path.parent in (ROOT, ROOT / "docs", ADRS)]
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def fences(text: str) -> list[tuple[str, str]]:
+    """(language, code) of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S)
+
+
+def prose(text: str) -> str:
+    """The text without fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def anchors(text: str) -> set[str]:
+    """What `#...` may point to: headings as they are spelt in links."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    """Links of a document in `folder` that lead nowhere. Addresses outside of the repository are not followed."""
+    dead = []
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(text))):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = folder / path if path else None
+        if found is not None and not found.exists():
+            dead.append(target)
+        elif anchor:
+            there = text if found is None else found.read_text()
+            if anchor not in anchors(there):
+                dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_links_lead_somewhere(path: Path) -> None:
+    assert dead_links(path.read_text(), path.parent) == []
+
+
+def test_dead_links_are_found() -> None:
+    text = "# Two words, here\n[a](README.md) [b](#two-words-here) [c](https://example.org/x) [d](no.md) [e](#no)"
+    assert dead_links(text, ROOT) == ["no.md", "#no"]
+
+
+# ---- commands ------------------------------------------------------------------------------------------------
+
+
+def commands(path: Path, program: str) -> list[str]:
+    """The lines of code blocks that call `program`, without a comment behind."""
+    lines = [line.split("#")[0].strip() for _, code in fences(path.read_text()) for line in code.splitlines()]
+    return [line for line in lines if line.startswith(f"{program} ")]
+
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, flags=re.M))
+
+
+@pytest.mark.parametrize("path", OURS, ids=_name)
+def test_make_targets_exist(path: Path) -> None:
+    wanted = {command.split()[1] for command in commands(path, "make")}
+    wanted |= {target for target in re.findall(r"`make ([a-z-]+)[^`]*`", prose(path.read_text()))}
+    assert wanted <= TARGETS, f"not in the Makefile: {wanted - TARGETS}"
+
+
+def test_the_two_commands_are_in_the_readme() -> None:
+    assert commands(README, "make") == ["make train", "make test"]
+    assert {"train", "test"} <= TARGETS
+
+
+@pytest.mark.parametrize("path", OURS, ids=_name)
+def test_commands_of_the_trainer_are_accepted(path: Path) -> None:
+    """Options by its parser, keys and values of `--set` by its configuration."""
+    for command in commands(path, "fullshard"):
+        words = shlex.split(command.split(">")[0])[1:]
+        arguments: argparse.Namespace = cli._parser().parse_args(words)
+        if arguments.command == "train":
+            load_config(None, arguments.set)
+
+
+def test_the_examples_of_the_readme_are_the_files() -> None:
+    """tests/procs/test_readme.py runs it."""
+    blocks = [code for language, code in fences(README.read_text()) if language == "python"]
+    assert blocks == [(ROOT / "examples" / "quickstart.py").read_text()]
+
+
+# ---- lists ---------------------------------------------------------------------------------------------------
+
+
+def test_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    assert set(first_cells(README, "extra")) == extras
+    assert set(first_cells(ADRS / "0009-dependencies.md", "extra")) == extras - {"train"}  # a sum of others
+    assert project["dependencies"] == ["torch>=2.11"], "README, ADR 0009 and docs/engine.md say 2.11"
+
+
+def first_cells(path: Path, heading: str) -> list[str]:
+    """The words in backticks of the first column of the table whose first column has this heading."""
+    cells = [line.split("|")[1].strip() for line in table(path, heading)]
+    return [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
+
+
+def table(path: Path, heading: str) -> list[str]:
+    """The rows of the table that begins `| heading |`; one table at most has it."""
+    lines = path.read_text().splitlines()
+    (start,) = [i for i, line in enumerate(lines) if line.startswith(f"| {heading} |")]
+    end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+    return lines[start + 2 : end]
+
+
+def refusals(source: str) -> set[str]:
+    """What `not_built(...)` is called with first, as far as it is written there, and the names in `NOT_BUILT`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("not_built"):
+            first = node.args[0]
+            if isinstance(first, ast.JoinedStr):
+                first = first.values[0]
+            if isinstance(first, ast.Constant):
+                names.add(str(first.value).strip())
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NOT_BUILT":
+            names |= {name for name in ast.literal_eval(node.value) if not name.startswith("_")}
+    return names - {"FSDPModule."}
+
+
+def test_what_is_refused_is_in_the_readme() -> None:
+    """Both ways: what is refused is said, and what is said to be refused is."""
+    refused = {name for path in (PACKAGE / "api").glob("*.py") for name in refusals(path.read_text())}
+    assert {"mesh", "set_all_reduce_hook"} <= refused
+    said = {re.sub(r"\W.*", "", word) for word in first_cells(README, "refused so far")}
+    assert said == refused
+
+
+SETTING = re.compile(r"\bFULLSHARD_[A-Z][A-Z_]*\b")
+
+
+def settings(texts: Iterable[str]) -> set[str]:
+    """The names of environment variables of ours in `texts`."""
+    return {name for text in texts for name in SETTING.findall(text)}
+
+
+def test_settings_are_documented_and_exist() -> None:
+    in_code = settings(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert in_code >= {"FULLSHARD_PREFETCH", "FULLSHARD_CHECK"}
+    assert settings([(ROOT / "docs" / "engine.md").read_text()]) == in_code
+    assert settings(path.read_text() for path in DOCUMENTS) <= in_code
+
+
+def test_settings_have_the_defaults_that_are_documented() -> None:
+    from fullshard.policy import Options
+
+    rows = [line.split("|")[1:4] for line in table(ROOT / "docs" / "engine.md", "variable")]
+    documented = {name.strip(" `"): default.strip(" `") for name, default, _ in rows}
+    options = Options.from_environment({})
+    assert documented == {
+        "FULLSHARD_PREFETCH": str(options.prefetch_depth),
+        "FULLSHARD_REDUCTIONS": str(options.reductions_in_flight),
+        "FULLSHARD_COMMUNICATION": options.communication,
+        "FULLSHARD_WATCH": options.watch,
+        "FULLSHARD_EVAL_ROOT": options.eval_root,
+        "FULLSHARD_CHECK": str(int(options.check)),
+    }
+
+
+# ---- records -------------------------------------------------------------------------------------------------
+
+RECORDS = sorted(path for path in ADRS.glob("*.md") if path.name != "README.md")
+SECTIONS = ["Context", "Decision", "Alternatives", "What would change our mind"]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=_name)
+def test_a_record_has_its_number_and_its_four_sections(path: Path) -> None:
+    text = path.read_text()
+    assert re.fullmatch(r"\d{4}-[a-z0-9-]+\.md", path.name)
+    assert text.startswith(f"# {path.name[:4]}: ")
+    parts = re.split(r"^## (.*)$", text, flags=re.M)
+    assert parts[1::2] == SECTIONS
+    assert all(part.strip() for part in parts[2::2]), "an empty section"
+
+
+def test_records_are_numbered_and_listed() -> None:
+    assert [path.name[:4] for path in RECORDS] == [f"{i:04}" for i in range(1, len(RECORDS) + 1)]
+    listed = re.findall(r"^\| \[(\d{4})\]\(([^)]+)\) \|", (ADRS / "README.md").read_text(), flags=re.M)
+    assert listed == [(path.name[:4], path.name) for path in RECORDS]
+
+
+def test_records_named_in_the_source_exist() -> None:
+    named = {n for path in PACKAGE.rglob("*.py") for n in re.findall(r"\bADR (\d{4})\b", path.read_text())}
+    assert named and named <= {path.name[:4] for path in RECORDS}
+
+
+# ---- names of code -------------------------------------------------------------------------------------------
+
+CODE_PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py|(?:[\w.-]+/)+)`")
+WHERE_PATHS_BEGIN = (ROOT, PACKAGE, ROOT / "tests", ROOT / "src")
+
+
+def missing_paths(text: str) -> list[str]:
+    """Python files and folders in backticks that are neither in the repository, nor in the package, nor in tests."""
+    named = [name for name in CODE_PATH.findall(text) if "/" in name or name.endswith(".py")]
+    # What a run leaves is no part of the repository.
+    named = [name for name in named if not name.startswith(("runs/", "tensorboard/", "build/", "dist/"))]
+    bare = {path.name for path in PACKAGE.rglob("*.py")}  # a document about one room leaves the folder away
+    return [
+        name for name in named if name not in bare and not any((base / name).exists() for base in WHERE_PATHS_BEGIN)
+    ]
+
+
+@pytest.mark.parametrize("path", OURS, ids=_name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    assert missing_paths(path.read_text()) == []
+
+
+def test_missing_files_are_found() -> None:
+    text = "`comm/pool.py` `comm/` `comm/lanes.py` `_torch_compat.py` `lanes.py` `lanes/`"
+    assert missing_paths(text) == ["comm/lanes.py", "lanes.py", "lanes/"]
+
+
+def glossary() -> list[tuple[str, str, list[str]]]:
+    """(word, file, names) of each row."""
+    rows = []
+    for line in (ROOT / "docs" / "glossary.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0] != "word" and not set(cells[0]) <= set("-"):
+            path, *names = re.findall(r"`([^`]+)`", cells[2])
+            rows.append((cells[0], path, names))
+    return rows
+
+
+GLOSSARY = glossary()
+
+
+@pytest.mark.parametrize(("word", "path", "names"), GLOSSARY, ids=[word for word, _, _ in GLOSSARY])
+def test_words_of_the_glossary_are_in_the_code(word: str, path: str, names: list[str]) -> None:
+    """As names that the file defines or assigns, not in a comment."""
+    assert defined_names((PACKAGE / path).read_text()) >= set(names)
+
+
+def defined_names(source: str) -> set[str]:
+    """Functions, classes, variables and attributes that a source defines."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.Attribute(ctx=ast.Store()):
+                names.add(node.attr)
+    return names
+
+
+def test_the_glossary_has_the_words_of_the_design() -> None:
+    words = {part for word, _, _ in GLOSSARY for part in re.findall(r"[\w ]+", word)}
+    words = {word.strip() for word in words}
+    assert words >= {"unit", "group", "shard", "full", "gather", "free", "reduce", "pack", "lane", "axis", "dim"}
+    assert len({word for word, _, _ in GLOSSARY}) == len(GLOSSARY), "a word stands there twice"
+
+
+def test_commands_and_gradient_words_are_explained() -> None:
+    from fullshard.lifecycle import COMMANDS
+
+    words = {part.strip() for word, _, _ in GLOSSARY for part in word.split(",")}
+    assert set(COMMANDS) <= words

@@ -1,0 +1,186 @@
+"""Any model trains as plain training does, on any number of ranks; a step that raised leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fullshard import fully_shard
+from tests.harness.models import Trained, assert_close_to_tensor_max, full_copy, seeded
+from tests.harness.parity import Ours, assert_same_bits, environment, train_alone, train_beside_oracle
+from tests.harness.random_models import (
+    EXPLORING,
+    Block,
+    BlockSpec,
+    LeafSpec,
+    ModelSpec,
+    build,
+    examples,
+    loss,
+    model_specs,
+)
+from tests.harness.threads import run_ranks
+
+# One example takes a fraction of a second; so long a limit is for those that explore.
+pytestmark = pytest.mark.hang_after(7200 if EXPLORING else 120)
+TIMEOUT = 20.0
+
+
+@examples(25, 1500)
+@given(spec=model_specs(), world=st.integers(2, 4))
+def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) -> None:
+    with environment(spec.environment()):
+        run_ranks(world, train_beside_oracle, spec, world, 3, timeout=TIMEOUT)
+
+
+# ---- steps that raise ----------------------------------------------------------------------------------------
+
+
+class Raised(RuntimeError):
+    """Raised on purpose."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`module` raises in one extra micro-batch, which comes before micro-batch `micro` of `step`."""
+
+    module: str
+    where: Literal["before", "after", "backward"]
+    step: int
+    micro: int
+    sync: bool
+
+
+class _Explode(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise Raised("backward")
+
+
+def _break(module: nn.Module, where: str) -> Any:
+    def fail(*_: Any) -> None:
+        raise Raised("forward")
+
+    if where == "before":
+        return module.register_forward_pre_hook(fail)
+    if where == "after":
+        return module.register_forward_hook(fail)
+    return module.register_forward_hook(lambda _module, _args, out: _Explode.apply(out) if out.requires_grad else None)
+
+
+def _raises(spec: ModelSpec, model: nn.Module, fault: Fault, rank: int) -> bool:
+    """Run the micro-batch that is to fail; whether it did."""
+    handle = _break(model.get_submodule(fault.module), fault.where)
+    try:
+        loss(spec, model, fault.step, 7, rank).backward()
+    except Raised:
+        return True
+    finally:
+        handle.remove()
+    return False
+
+
+def _train_with_fault(rank: int, spec: ModelSpec, fault: Fault, steps: int) -> Trained:
+    ours = Ours(spec, local=True)
+    for step in range(steps):
+        for micro, reduces in enumerate(spec.sync):
+            if (step, micro) == (fault.step, fault.micro):
+                ours.model.set_requires_gradient_sync(fault.sync)
+                assert _raises(spec, ours.model, fault, rank), "the plain model raised here and ours did not"
+            ours.model.set_requires_gradient_sync(reduces)
+            loss(spec, ours.model, step, micro, rank).backward()
+        ours.update()
+        ours.zero_grad()
+    return ours.trained()[0]
+
+
+@st.composite
+def _models_with_faults(draw: st.DrawFn) -> tuple[ModelSpec, Fault]:
+    spec = draw(model_specs())
+    modules = [name for name, module in build(spec).named_modules() if not isinstance(module, nn.ModuleList)]
+    return spec, Fault(
+        module=draw(st.sampled_from(modules)),
+        where=draw(st.sampled_from(["backward", "before", "after"])),
+        step=draw(st.integers(0, 2)),
+        micro=draw(st.integers(0, len(spec.sync) - 1)),
+        sync=draw(st.booleans()),
+    )
+
+
+@examples(15, 800)
+@given(drawn=_models_with_faults(), world=st.integers(2, 3))
+def test_a_step_that_raised_leaves_nothing_behind(drawn: tuple[ModelSpec, Fault], world: int) -> None:
+    """On all ranks a module raises, the caller goes on: bitwise what it would have been without that micro-batch."""
+    spec, fault = drawn
+    assume(_raises(spec, build(spec), fault, 0))
+    with environment(spec.environment()):
+        undisturbed = run_ranks(world, train_alone, spec, 3, timeout=TIMEOUT)
+        disturbed = run_ranks(world, _train_with_fault, spec, fault, 3, timeout=TIMEOUT)
+    for ours, expected in zip(disturbed, undisturbed, strict=True):
+        assert_same_bits(ours, expected)
+
+
+# ---- gradients that not every rank has -----------------------------------------------------------------------
+
+HALF = LeafSpec("scale", use="by_rank")  # at one step one rank uses it, at the next the other
+WHOLE = LeafSpec("dense", 2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens"),
+    [
+        pytest.param((BlockSpec((WHOLE, HALF)),), False, id="part of a unit without input gradients"),
+        pytest.param((BlockSpec((WHOLE, HALF)), BlockSpec((HALF, WHOLE))), True, id="part of each unit"),
+        pytest.param((BlockSpec((HALF,), unit=False), BlockSpec((WHOLE,))), True, id="part of the root"),
+        pytest.param((BlockSpec((WHOLE,)), BlockSpec((HALF,)), BlockSpec((WHOLE,))), True, id="a whole unit"),
+    ],
+)
+def test_gradients_that_only_some_ranks_have(blocks: tuple[BlockSpec, ...], tokens: bool) -> None:
+    """Every rank runs every unit, but what inside it is used depends on the rank's data: absent gradients are zeros."""
+    spec = ModelSpec(blocks, width=3, tokens=tokens)
+    with environment(spec.environment()):
+        run_ranks(2, train_beside_oracle, spec, 2, 2, timeout=5)
+
+
+class _Towers(nn.Module):
+    """Two units of equal layout on the same plain input; part of the second is not used by every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block(BlockSpec((WHOLE, LeafSpec("scale"))), 3)
+        self.second = Block(BlockSpec((WHOLE, HALF)), 3)
+
+    def forward(self, x: Tensor, turn: tuple[int, int]) -> Tensor:
+        return self.first(x, turn) + 2.0 * self.second(x, turn)
+
+
+def _towers(rank: int) -> None:
+    def loss_of(model: nn.Module, of_rank: int) -> Tensor:
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(of_rank))
+        return model(x, (0, of_rank)).pow(2).mean()
+
+    model, plain = seeded(_Towers), seeded(_Towers)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit)
+    loss_of(model, rank).backward()
+    for other in range(2):
+        (loss_of(plain, other) / 2).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close_to_tensor_max(full_copy(ours.grad), theirs.grad, 2, name)
+
+
+def test_the_order_of_reductions_does_not_depend_on_the_rank() -> None:
+    """The ranks have the gradients of the towers complete in a different order; their messages have equal sizes."""
+    run_ranks(2, _towers, timeout=5)
