@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 # CommDebugMode puts backward hooks on modules that get tokens, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")

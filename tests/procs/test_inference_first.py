@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
-from tests.harness.pool import pool
-from tests.threads.programs import Model, batch, part, shard
 
 import fullshard
+from tests.harness.pool import pool
+from tests.threads.programs import Model, batch, part, shard
 
 
 def _evaluate_then_train(rank: int) -> float:

@@ -1,7 +1,7 @@
 """Valid training programs that drive autograd and units in every way we know, each written once for any model.
 
-A program is a model and a loss. `run_program` trains the sharded model on `world` threads beside the plain one on the whole
-batch, and compares gradients, whether there is one at all, and parameters after AdamW steps.
+A program is a model and a loss. `run_program` trains the sharded model on `world` threads beside the plain one on the
+whole batch, and compares gradients, whether there is one at all, and parameters after AdamW steps.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.harness.threads import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import fully_shard
+from tests.harness.threads import run_ranks
 
 VOCABULARY, WIDTH, ROWS = 11, 6, 2
-STEPS = 4
+STEPS = 3
 
 
 class Block(nn.Module):

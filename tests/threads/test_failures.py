@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness.threads import run_ranks
-from tests.threads.programs import PROGRAMS, Model, batch, part, recomputed, shard
 from torch import Tensor, nn
 
 import fullshard
+from tests.harness.threads import run_ranks
+from tests.threads.programs import PROGRAMS, Model, batch, part, recomputed, shard
 
 WORLD = 2
 

@@ -49,7 +49,7 @@ def test_a_failing_rank_frees_those_in_a_collective() -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank two is unwell") as caught:
         run_ranks(4, rank_main)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert isinstance(caught.value.exception(2), ValueError)
     assert "in rank_main" in str(caught.value), "the traceback of the failing rank belongs to the message"
     assert next(iter(caught.value.reports)) == 2, "the cause comes first"
@@ -66,7 +66,7 @@ def test_a_failing_rank_frees_those_that_make_a_group() -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="no group for me"):
         run_ranks(3, rank_main)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     _assert_clean()
 
 

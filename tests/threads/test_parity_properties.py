@@ -39,6 +39,24 @@ def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) ->
         run_ranks(world, train_beside_oracle, spec, world, 3, timeout=TIMEOUT)
 
 
+FREED_EARLY = BlockSpec(
+    (LeafSpec("scale"),), BlockSpec((LeafSpec("dense", unit=True), LeafSpec("table"))), recompute="inside"
+)
+FOUND = {
+    # The gradients of the inner unit are ready before the outer block is recomputed, which gathers the inner one again:
+    # at the end of the backward it is to be sharded as all others are.
+    "recomputed after its gradients were ready": ModelSpec((FREED_EARLY,), width=3),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_models_that_were_wrong_once(name: str) -> None:
+    """What the property above has found, kept by name."""
+    spec = FOUND[name]
+    with environment(spec.environment()):
+        run_ranks(2, train_beside_oracle, spec, 2, 3, timeout=TIMEOUT)
+
+
 # ---- steps that raise ----------------------------------------------------------------------------------------
 
 

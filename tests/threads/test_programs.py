@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tests.threads.programs import PROGRAMS, run_program
 
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness.threads import run_ranks
-from tests.threads.programs import WIDTH, Model, Tied, batch, part, shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.harness.threads import run_ranks
+from tests.threads.programs import WIDTH, Model, Tied, batch, part, shard
 
 WORLD = 2
 
@@ -366,7 +366,7 @@ def test_names_and_classes_of_a_sharded_module() -> None:
 
 @pytest.mark.parametrize("prefetch", ["0", "1", "2"])
 def test_full_parameters_are_freed(prefetch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every module's hooks, in forward and backward: the root, the unit at work and those gathered ahead, no more."""
+    """At every hook of every module, in forward and backward: the root and the unit at work, and no more."""
     monkeypatch.setenv("FULLSHARD_PREFETCH", prefetch)
     base = _base(0)
 
