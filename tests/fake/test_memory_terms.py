@@ -1,4 +1,4 @@
-"""The expected bytes of `layout/memory.py` against bytes counted on the engine: shards, full parameters, message buffers.
+"""The expected bytes of `layout/memory.py` against bytes counted on the engine: shards, full parameters, buffers.
 
 What is expected is computed from the plain model's shapes and from dtypes, knowing nothing of the engine's objects.
 """
@@ -118,7 +118,7 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
 
 
 class _Counted:
-    """Full parameters that are allocated, at every module's forward pre-hook, and whenever a unit is freed in backward."""
+    """Full parameters that are allocated, whenever a unit begins its forward and whenever one is freed in backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

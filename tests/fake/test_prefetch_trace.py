@@ -120,8 +120,8 @@ def test_the_first_step_gathers_when_needed(tower: Any) -> None:
 
 
 def test_a_forward_issues_the_next_gather_before_its_own_compute(tower: Any) -> None:
-    """From the second step on: the next layer's gather is issued in this one's `pre_forward`, and waited for in its own,
-    with this one's compute in between.
+    """From the second step on: the next layer's gather is issued in this one's `pre_forward`, and waited for in its
+    own, with this one's compute in between.
     """
     traced(tower)
     for _ in range(2):
@@ -178,8 +178,8 @@ def test_no_more_than_two_layers_have_memory(tower: Any) -> None:
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (3, 2, 1, 0), (0, 2, 3), (0,), (1, 1, 0), (0, 1, 2, 3, 0)])
 def test_a_step_in_another_order_gathers_late_and_is_right(tower: Any, order: tuple[int, ...]) -> None:
-    """Behind the first deviation each gather is issued when needed; every layer is full when it computes (`Noted` asserts
-    it), every gradient is reduced, and nothing stays full or in flight.
+    """Behind the first deviation each gather is issued when needed; every layer is full when it computes (`Noted`
+    asserts it), every gradient is reduced, and nothing stays full or in flight.
     """
     traced(tower)
     lines = traced(tower, order)
@@ -281,7 +281,7 @@ def test_more_backwards_may_be_announced_before_the_first_forward(tower: Any) ->
 
 
 def test_a_guess_may_outlive_a_backward_that_is_not_the_last() -> None:
-    """layers.1 is gathered for nothing: kept, as more backwards follow, dropped by the last one. Checking accepts it."""
+    """layers.1 is gathered for nothing: kept while more backwards follow, dropped by the last. The check accepts it."""
     with fake_world(2):
         model = models.side(fully_shard, True)
         loss, _ = model(torch.arange(3))
@@ -297,8 +297,8 @@ def test_a_guess_may_outlive_a_backward_that_is_not_the_last() -> None:
 
 
 def test_recomputation_that_is_cut_short_leaves_the_recorded_order() -> None:
-    """One checkpoint around two layers, of which the loss reaches the first: a good step, whose order is the plan of the
-    next one.
+    """One checkpoint around two layers, of which the loss reaches the first: a good step, whose order is the plan of
+    the next one.
     """
 
     class Pair(Tower):

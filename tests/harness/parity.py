@@ -1,9 +1,9 @@
 """Training of a `ModelSpec` beside an oracle that knows nothing of sharding.
 
-The oracle computes each rank's micro-batches with a plain copy of the model in the compute dtype, adds each rank's gradients
-in the reduce dtype, adds those of the ranks in rank order in the sum dtype, divides, and takes one AdamW step. After
-every step it is set to what ours holds, so that what is compared is one step from equal state and errors do not pile
-up over steps.
+The oracle computes each rank's micro-batches with a plain copy of the model in the compute dtype, adds each rank's
+gradients in the reduce dtype, adds those of the ranks in rank order in the sum dtype, divides, and takes one AdamW
+step. After every step it is set to what ours holds, so that what is compared is one step from equal state and errors do
+not pile up over steps.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _windows(sync: Sequence[bool]) -> Iterator[list[int]]:
 class Ours:
     """The sharded model of `spec` on this rank, and its AdamW.
 
-    `local`: the optimizer holds this rank's plain tensors instead of DTensors. The arithmetic is the same; it saves DTensor's
-    analysis of every operation, which takes far longer than all the rest of so small a model's step.
+    `local`: the optimizer holds this rank's plain tensors instead of DTensors. The arithmetic is the same; it saves
+    DTensor's analysis of every operation, which takes far longer than all the rest of so small a model's step.
     """
 
     def __init__(self, spec: ModelSpec, *, local: bool) -> None:
@@ -174,7 +174,9 @@ def _gather(mine: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...
     dist.all_gather_object(everyones, mine)
     for rank, theirs in enumerate(everyones):
         for here, there in zip(mine, theirs, strict=True):
-            assert here.keys() == there.keys(), f"rank {rank} alone has, or has not, {sorted(here.keys() ^ there.keys())}"
+            assert here.keys() == there.keys(), (
+                f"rank {rank} alone has, or has not, {sorted(here.keys() ^ there.keys())}"
+            )
     return tuple(
         {name: t if t.ndim == 0 else torch.cat([theirs[i][name] for theirs in everyones]) for name, t in part.items()}
         for i, part in enumerate(mine)

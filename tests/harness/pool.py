@@ -31,6 +31,8 @@ from tests.harness.worker import main as worker_main
 # After one rank failed, the others get this long to fail by themselves (their connection to it is closed) and so say
 # where they stood; then they are ended.
 _RELEASE_SECONDS = 2.0
+# A process that takes longer to start, or to put itself in order after a job, is replaced.
+_START_SECONDS = 60.0
 # What the fork server imports once for all processes; the last one only helps where it can be found on its path.
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.harness.worker"]
 # The tail of a rank's output that an error quotes.
@@ -54,14 +56,22 @@ class _Worker:
         self.ready = False
         self.log_start = 0
 
+    def wait_ready(self) -> bool:
+        """Wait until the process can take a job; False if it has ended, or does not come back from its last job."""
+        try:
+            self.ready = self.ready or (self.conn.poll(_START_SECONDS) and self.conn.recv_bytes() == b"ready")
+        except (EOFError, OSError):
+            self.ready = False
+        return self.ready
+
     def send(self, job: bytes) -> None:
-        if not self.ready:
-            if not self.conn.poll(60):
-                raise RuntimeError(f"a pool process did not start within 60 s; its output:\n{self.output()}")
-            assert self.conn.recv_bytes() == b"ready"
-            self.ready = True
         self.log_start = os.path.getsize(self.log)
         self.conn.send_bytes(job)
+
+    def release(self) -> None:
+        """Let the process, which has answered, put itself back in order."""
+        self.conn.send_bytes(b"all ranks have answered")
+        self.ready = False
 
     def output(self) -> str:
         """What the process wrote during its last job (the tail of it)."""
@@ -125,7 +135,7 @@ class ProcessPool:
                 f"pool.run expects a function at the top of an importable module and arguments that pickle; "
                 f"{name} or its arguments do not: {error}. Move the function to module level and pass plain values."
             ) from error
-        workers = [self._worker(number) for number in range(world)]
+        workers = self._ready_workers(world)
         self.jobs_run += 1
         all_answered = False
         self.busy = workers
@@ -135,6 +145,9 @@ class ProcessPool:
             results, reports = _collect(workers, timeout)
             # A rank that raised has put its process back in order, as one that returned has; any other is past trust.
             all_answered = all(report.kind == "raised" for report in reports)
+            if all_answered:
+                for worker in workers:
+                    worker.release()
             if reports:
                 raise RanksFailed(f"{name} failed", world, reports)
             return results
@@ -155,14 +168,24 @@ class ProcessPool:
             self._discard(number)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _worker(self, number: int) -> _Worker:
-        while len(self.workers) <= number:
-            self.workers.append(None)
-        worker = self.workers[number]
-        if worker is None or not worker.process.is_alive():
-            self._discard(number)
-            worker = self.workers[number] = _Worker(number, self.folder)
-        return worker
+    def _ready_workers(self, world: int) -> list[_Worker]:
+        """Workers 0 to world-1, each of them waiting for a job; missing and dead ones are made anew."""
+        self.workers += [None] * (world - len(self.workers))
+        for attempt in range(2):
+            for number in range(world):  # all are started before any is waited for
+                worker = self.workers[number]
+                if worker is None or not worker.process.is_alive():
+                    self._discard(number)
+                    self.workers[number] = _Worker(number, self.folder)
+            workers = [worker for worker in self.workers[:world] if worker is not None]
+            lost = [number for number, worker in enumerate(workers) if not worker.wait_ready()]
+            if not lost:
+                return workers
+            if attempt:
+                raise RuntimeError(f"a pool process did not start; its output:\n{workers[lost[0]].output()}")
+            for number in lost:
+                self._discard(number)
+        raise AssertionError("unreachable")
 
     def _discard(self, number: int) -> None:
         worker, self.workers[number] = self.workers[number], None

@@ -45,7 +45,12 @@ class Job:
 
 
 def main(number: int, folder: str, conn: Connection) -> None:
-    """Run the jobs that arrive on `conn`; answer each with (ok, payload). Returns when the parent closes the pipe."""
+    """Run the jobs that arrive on `conn`, until the parent closes it.
+
+    For each job: this process says that it is ready, receives the job, answers with (ok, payload), waits for the word
+    that all ranks have answered, and puts itself back in order. A rank that has finished must not take its groups
+    down while another is still inside them; one that failed must, or the others wait for it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends its workers itself
     _write_output_to(os.path.join(folder, f"worker{number}.log"))
     stacks = open(os.path.join(folder, f"worker{number}.stacks"), "w")  # open as long as the process lives
@@ -56,24 +61,55 @@ def main(number: int, folder: str, conn: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     gc.freeze()  # torch's own objects never become garbage; without this a collection takes 150 ms
-    conn.send_bytes(b"ready")
-    while True:
-        try:
-            message = conn.recv_bytes()
-        except (EOFError, OSError):
-            return
-        conn.send_bytes(_answer(message))
+    try:
+        while True:
+            conn.send_bytes(b"ready")
+            before = _ProcessState()
+            conn.send_bytes(_answer(conn.recv_bytes(), before))
+            conn.recv_bytes()  # all ranks have answered
+            before.restore()
+            if not _groups_are_gone():
+                return  # the parent finds the pipe closed and puts a new process in the place of this one
+    except (EOFError, OSError):
+        return
 
 
-def _answer(message: bytes) -> bytes:
+class _ProcessState:
+    """What a job may change in its process; taken before it and put back after it."""
+
+    def __init__(self) -> None:
+        self.environment, self.folder = dict(os.environ), os.getcwd()
+        self.dtype, self.excepthook = torch.get_default_dtype(), sys.excepthook
+
+    def restore(self) -> None:
+        """End all groups, with what is still pending in them, and put the rest back. Twice is as once."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.excepthook = self.excepthook  # init_process_group puts one more around the last
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        torch.set_default_dtype(self.dtype)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+
+
+def _groups_are_gone() -> bool:
+    """Whether torch has forgotten all groups. An `init_process_group` that failed, because a peer had gone, has counted
+    one all the same: the next would have another name here than on the peers, and they would wait for each other."""
+    return not dist.is_initialized() and dist.distributed_c10d._world.group_count == 0
+
+
+def _answer(message: bytes, before: _ProcessState) -> bytes:
     """Run one job; the answer is pickled (True, result) or (False, (traceback text, exception or None, when))."""
-    failed_at: list[float] = []
     try:
         job: Job = pickle.loads(message)
-        return pickle.dumps((True, _run(job, failed_at)))
+        return pickle.dumps((True, _run(job)))
     except BaseException as error:
-        text, when = traceback.format_exc(), [*failed_at, time.monotonic()][0]
+        # Noted before the groups go: that makes the peers fail too, and their reports must come after this one.
+        text, when = traceback.format_exc(), time.monotonic()
         error.__traceback__ = None  # it holds the frames of the job, and with them models and groups
+        before.restore()
         try:
             # Not every exception survives: some pickle well and fail when they are read.
             carried = pickle.dumps((False, (text, error, when)))
@@ -85,38 +121,19 @@ def _answer(message: bytes) -> bytes:
         return carried
 
 
-def _run(job: Job, failed_at: list[float]) -> Any:
-    environment, dtype, folder = dict(os.environ), torch.get_default_dtype(), os.getcwd()
-    excepthook = sys.excepthook  # init_process_group puts one more around the last
+def _run(job: Job) -> Any:
     torch.manual_seed(job.seed)
-    try:
-        with warnings.catch_warnings():
-            warnings.filters[:] = job.warning_filters  # the same strictness as in the test that asked
-            if job.rendezvous is not None:
-                dist.init_process_group(
-                    "gloo",
-                    init_method=f"file://{job.rendezvous}",
-                    rank=job.rank,
-                    world_size=job.world,
-                    timeout=timedelta(seconds=job.group_timeout),
-                )
-            return job.fn(job.rank, *job.args)
-    except BaseException:
-        # Noted before the group goes: its end makes the peers fail too, and their reports must come after this one.
-        failed_at.append(time.monotonic())
-        raise
-    finally:
-        # Groups go first, and with them every work of theirs that is still pending. On an error the peers, which may
-        # be waiting for this rank, see the connection close and end as well.
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.excepthook = excepthook
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(False)
+    with warnings.catch_warnings():
+        warnings.filters[:] = job.warning_filters  # the same strictness as in the test that asked
+        if job.rendezvous is not None:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{job.rendezvous}",
+                rank=job.rank,
+                world_size=job.world,
+                timeout=timedelta(seconds=job.group_timeout),
+            )
+        return job.fn(job.rank, *job.args)
 
 
 def _write_output_to(path: str) -> None:

@@ -1,8 +1,8 @@
 """Communication is under way while units compute: on real gloo, by the order of events and never by time.
 
-Three kinds of evidence. The trace, with marks where a unit computes and where a message was really given to gloo or waited for.
-A peer that does not send before this rank says that it computes: were the computation to wait for the peer, neither would
-go on. And an `unshard(async_op=True)` whose peer comes only after the call has returned.
+Three kinds of evidence. The trace, with marks where a unit computes and where a message was really given to gloo or
+waited for. A peer that does not send before this rank says that it computes: were the computation to wait for the peer,
+neither would go on. And an `unshard(async_op=True)` whose peer comes only after the call has returned.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fullshard
 from fullshard import fully_shard
 from fullshard.comm.group import ShardGroup
+from fullshard.observe import record
 from tests.harness.models import assert_close_to_tensor_max, seeded
 from tests.harness.pool import pool
 
@@ -126,7 +126,7 @@ def _traces(rank: int, steps: int) -> list[tuple[list[str], list[str]]]:
     """For each step the lines of its forward and of its backward, marks of compute and messages among them."""
     model = _model()
     traces = []
-    with fullshard.observe.record(model) as trace:
+    with record(model) as trace:
         note = lambda text: trace.lines.append(f"* {text}")  # noqa: E731
         _when_computing(model, note)
         with _Messages(note)():
@@ -206,7 +206,7 @@ def _store(folder: str, world: int) -> dist.Store:
 
 
 def _late_peer(rank: int, folder: str, kind: str, part: str) -> list[Tensor]:
-    """Two steps. In the second, rank 1 gives the messages of `kind` that belong to `part` to gloo only once rank 0 is in the
+    """Two steps. In the second, rank 1 sends the messages of `kind` that belong to `part` only once rank 0 is in the
     midst of the compute that is to hide them."""
     store = _store(folder, 2)
     model = _model()
@@ -219,8 +219,8 @@ def _late_peer(rank: int, folder: str, kind: str, part: str) -> list[Tensor]:
         if rank == 0:
             store.set(text, "computing")
 
-    # Message number -> what rank 0 is to have reached. Gathers: the root, the blocks, then the blocks backwards; the
-    # last block is kept... by nobody: it is gathered again. Exchanges: the blocks backwards, the root.
+    # Message number -> what rank 0 is to have reached. Gathers: the root, the blocks, then all the blocks backwards.
+    # Exchanges: the blocks backwards, the root.
     awaited = {
         ("gather", "forward"): {1 + i: f"forward layers.{i - 1}" for i in range(1, DEPTH)},
         ("gather", "backward"): {2 * DEPTH - i: f"backward layers.{i + 1}" for i in range(DEPTH - 1)},
@@ -293,7 +293,7 @@ def _unshard_waits_without_async_op(rank: int, folder: str) -> bool:
         try:
             store.wait(["returned"])
             came_first = True
-        except dist.DistStoreError:
+        except RuntimeError:
             pass
     model.layers[1].unshard()
     if rank == 0:

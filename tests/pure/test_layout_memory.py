@@ -14,14 +14,25 @@ from fullshard.layout import (
     shard_terms,
     total,
 )
+from fullshard.layout.memory import buffer_terms, sending_terms
 
 
-def unit(name: str, rows: int, *, world: int = 4, compute: int = 4, direct: bool = False, reshard: bool = True):
+def unit(
+    name: str,
+    rows: int,
+    *,
+    world: int = 4,
+    compute: int = 4,
+    direct: bool = False,
+    reshard: bool = True,
+    outer: bool = False,
+    exchanges: bool = True,
+) -> UnitMemory:
     """Two parameters of (rows, 16) and (16,): one message, or both gathered directly."""
     layouts = [ShardLayout((rows, 16), world=world), ShardLayout((16,), world=world)]
     pack = Pack.build(layouts, 8)
     plan = GatherPlan((0, 1), ()) if direct else GatherPlan((), (0, 1))
-    return UnitMemory(name, pack, plan, 4, compute, 4, reshard)
+    return UnitMemory(name, pack, plan, 4, compute, 4, reshard, outer, exchanges)
 
 
 def test_terms_of_one_unit_by_hand() -> None:
@@ -33,8 +44,14 @@ def test_terms_of_one_unit_by_hand() -> None:
     assert found.staging_nbytes == 4 * local * 2
     assert found.gradient_nbytes == (8 * 16 + 16) * 2
     assert found.send_nbytes == 4 * (local + 8) * 4  # two presence elements, aligned to eight
-    assert found.reduced_nbytes == local * 4
+    assert found.receive_nbytes == found.send_nbytes
+    assert unit("block", 8, exchanges=False).receive_nbytes == (local + 8) * 4  # one chunk
+    assert found.reduced_nbytes == (local + 8) * 4  # views of the reduced chunk, presence behind them
+    assert found.cast_nbytes == local * 2
+    assert found.arriving_nbytes == 0
     assert unit("block", 8, direct=True).staging_nbytes == 0
+    assert unit("block", 8, direct=True).arriving_nbytes == unit("block", 8).full_nbytes
+    assert unit("block", 8).cast_nbytes == 0
 
 
 def test_world_of_one_has_no_full_copy_and_no_message() -> None:
@@ -46,7 +63,7 @@ def test_world_of_one_has_no_full_copy_and_no_message() -> None:
 
 
 def test_forward_is_shards_and_two_units() -> None:
-    """Full parameters of the running unit and of the one being gathered, no more; the root stays."""
+    """Full parameters of the running unit and the message of the next, no more; the root stays."""
     root = unit("root", 4, reshard=False)
     blocks = [unit(f"layers.{i}", 8) for i in range(3)]
     units = [root, *blocks]
@@ -58,48 +75,85 @@ def test_forward_is_shards_and_two_units() -> None:
         "shards of layers.2",
         "full root (kept)",
         "full layers.0",
-        "full layers.1 (next)",
         "staging of layers.1",
     ]
     by_hand = (
-        sum(each.shard_nbytes for each in units)
-        + root.full_nbytes
-        + 2 * blocks[0].full_nbytes
-        + blocks[1].staging_nbytes
+        sum(each.shard_nbytes for each in units) + root.full_nbytes + blocks[0].full_nbytes + blocks[1].staging_nbytes
     )
     assert total(terms) == by_hand
-    last = forward_terms(units, 3)
-    assert not any("next" in term.name for term in last)
-    assert len(forward_terms(units, 1, prefetch_depth=0)) == len(terms) - 2
+    assert not any("staging" in term.name for term in forward_terms(units, 3))
+    assert len(forward_terms(units, 1, prefetch_depth=0)) == len(terms) - 1
+    assert len(forward_terms(units, 1, prefetch_depth=2)) == len(terms) + 1
+
+
+def test_a_direct_gather_arrives_in_the_full_parameters() -> None:
+    """And one in another dtype is sent from a cast of the shards."""
+    units = [unit(f"layers.{i}", 8, direct=True, compute=2) for i in range(2)]
+    names = [term.name for term in forward_terms(units, 0)]
+    assert names[2:] == ["full layers.0", "full layers.1 (next)", "cast of layers.1"]
+
+
+def test_an_outer_unit_stays_full_while_those_inside_run() -> None:
+    """Also when it is freed after its forward."""
+    units = [unit("root", 4, outer=True), unit("layers.0", 8), unit("layers.1", 8)]
+    for terms in (forward_terms(units, 2), backward_terms(units, 2), backward_terms(units, 1)):
+        assert "full root (kept)" in [term.name for term in terms]
+    assert not any("root" in term.name and "next" in term.name for term in backward_terms(units, 1))
 
 
 def test_backward_holds_gradients_messages_and_reduced_shards() -> None:
-    """Two units full, one with gradients, one message in flight, reduced shards of all that are done."""
+    """Two units full, one with gradients, one message in flight, reduced shards of those that have arrived."""
     units = [unit("root", 4, reshard=False), *(unit(f"layers.{i}", 8, direct=True) for i in range(4))]
-    terms = backward_terms(units, 2)
+    terms = backward_terms(units, 2, reductions_in_flight=1)
     assert [term.name for term in terms[len(units) :]] == [
         "full root (kept)",
         "full layers.1",
         "full layers.0 (next)",
         "gradients of layers.1",
         "reduction of layers.2",
-        "reduced shards of layers.2",
         "reduced shards of layers.3",
     ]
     dialled = backward_terms(units, 2, reductions_in_flight=2)
-    assert total(dialled) - total(terms) == units[4].send_nbytes
-    at_the_end = backward_terms(units, 0)
+    message = units[4].send_nbytes + units[4].receive_nbytes
+    assert total(dialled) - total(terms) == message - units[4].reduced_nbytes
+    at_the_end = backward_terms(units, 0, reductions_in_flight=0)
     assert sum(term.name.startswith("reduced") for term in at_the_end) == 4
     # A unit that was never freed is not gathered again.
     assert not any("next" in term.name for term in backward_terms(units, 1))
+
+
+def test_a_message_is_made_after_the_full_parameters_are_freed() -> None:
+    """Gradients and their message exist together, weights and message do not."""
+    units = [unit(f"layers.{i}", 8) for i in range(3)]
+    before, after = backward_terms(units, 1), sending_terms(units, 1)
+    message = units[1].send_nbytes + units[1].receive_nbytes
+    assert total(after) - total(before) == message - units[1].full_nbytes
+    assert "full layers.1" not in [term.name for term in after]
+
+
+def test_kept_buffers_are_shared_by_units_of_equal_layout() -> None:
+    """Three equal blocks and the root: one staging buffer for the blocks, as many messages as are in flight at once."""
+    root, blocks = unit("root", 4, outer=True), [unit(f"layers.{i}", 8) for i in range(3)]
+    terms = {term.name: term.nbytes for term in buffer_terms([root, *blocks], reductions_in_flight=1)}
+    assert terms == {
+        "1 staging as of root": root.staging_nbytes,
+        "1 staging as of layers.0": blocks[0].staging_nbytes,
+        "2 send as of layers.2": 2 * blocks[0].send_nbytes,
+        "1 send as of root": root.send_nbytes,
+        "2 receive as of layers.2": 2 * blocks[0].receive_nbytes,
+        "1 receive as of root": root.receive_nbytes,
+    }
+    deeper = {term.name for term in buffer_terms([root, *blocks], prefetch_depth=2, reductions_in_flight=2)}
+    assert {"2 staging as of layers.0", "3 send as of layers.2"} <= deeper
+    assert buffer_terms([unit("layers.0", 8, world=1, direct=True)]) == []
 
 
 def test_peak_is_the_largest_moment() -> None:
     """Without any kept unit the biggest block decides, in backward."""
     units = [unit("layers.0", 8), unit("layers.1", 64), unit("layers.2", 8)]
     name, terms = peak(units)
-    moments = [forward_terms(units, i) for i in range(3)] + [backward_terms(units, i) for i in range(3)]
-    assert name == "backward layers.1"
+    moments = [of(units, i) for of in (forward_terms, backward_terms, sending_terms) for i in range(3)]
+    assert name == "sending layers.1"
     assert total(terms) == max(map(total, moments))
 
 
@@ -122,7 +176,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="current"):
         forward_terms(units, 1)
     with pytest.raises(ValueError, match="prefetch_depth"):
-        backward_terms(units, 0, prefetch_depth=-1)
+        forward_terms(units, 0, prefetch_depth=-1)
     with pytest.raises(ValueError, match="reductions_in_flight"):
         backward_terms(units, 0, reductions_in_flight=-1)
     with pytest.raises(ValueError, match="units"):

@@ -1,4 +1,4 @@
-"""One small test for each rule [R1] to [R19] of lifecycle/rules.py, and for the user's calls, in the order of a step."""
+"""One small test, or a few, for each rule [R1] to [R20] of lifecycle/rules.py, in the order of a step. No torch."""
 
 from __future__ import annotations
 
@@ -48,23 +48,9 @@ def test_r1_is_for_units_whose_backward_began() -> None:
     world = before_backward("a", "b")
     says(world, "pre_backward root")
     assert say(world, "pre_forward a in_backward") == ["gather a", "wait a"]
-    assert world["a"].phase is Phase.FORWARD and world.run.forward_root is world["a"]
+    assert world["a"].phase is Phase.FORWARD and world.run.forward_root is None
     assert say(world, "post_forward a in_backward inputs outputs") == []
     assert world["a"].phase is Phase.IDLE and world.run.forward_root is None
-
-
-def test_a_recomputation_that_is_cut_short_leaves_nothing_behind() -> None:
-    """A non-reentrant checkpoint around two units, of which the loss reaches only the first: the second is recomputed
-    until all that is needed is there, and its own backward never begins. The step is a good one: the next one must
-    find no leftovers, or it throws the recorded order away, step after step.
-    """
-    world = before_backward("a", "b")
-    says(world, "pre_backward root", "inputs_reached b", "pre_backward a", "pre_forward a in_backward")
-    says(world, "post_forward a in_backward inputs outputs", "pre_forward b in_backward")
-    say(world, "forward_failed b in_backward")
-    world.feed([Report("gradient", "a"), Report("grads_ready", "a"), Report("inputs_reached", "a")])
-    say(world, "backward_end root")
-    assert world.run.forward_root is None and not world.run.has_leftovers
 
 
 def test_r2_kept_parameters_are_not_used_once_their_shards_changed() -> None:
@@ -109,12 +95,12 @@ def test_r3_recomputation_gathers_only_what_the_user_listed() -> None:
 
 
 def test_r4_the_end_of_recomputation_frees_nothing() -> None:
-    """[R4] The backward that asked for it reads the weights next. The phase and the hooks are those of the first use."""
+    """[R4] The backward that asked for it reads the weights next. Phase and hooks are those of the first use."""
     world = before_backward("a")
     says(world, "pre_backward root", "pre_backward a", "pre_forward a in_backward")
     before = world.state
     assert say(world, "post_forward a in_backward outputs") == []
-    assert world.state == before and world["a"].inputs_hooked and world["a"].phase is Phase.BACKWARD
+    assert world.state == before and world["a"].phase is Phase.BACKWARD
     assert say(world, "inputs_reached a") == ["free a"]
 
 
@@ -150,6 +136,17 @@ def test_r6_without_a_backward_users_find_sharded_parameters() -> None:
     assert say(world, "post_forward b") == ["free b"]
 
 
+def test_r20_what_was_kept_for_a_backward_is_freed_when_none_comes() -> None:
+    """[R20] The root, by default; where memory was asked for, it stays (R6), and where a backward may come, too."""
+    world = World("a", reshard=None, root_kept=False)
+    says(world, "pre_forward root")
+    assert say(world, "post_forward root") == ["free root"]
+    assert says(world, "pre_forward root", "post_forward root outputs") == ["gather root", "wait root"]
+    assert world["root"].full is Full.FULL
+    world = World("a", reshard=None, root_kept=True)
+    assert says(world, "pre_forward root", "post_forward root")[-1] == "shelve root"
+
+
 def test_r7_each_use_has_its_own_place_in_the_order() -> None:
     """[R7] In the order in which the forwards ended. A unit without parameters has none."""
     world = World("a", "b", empty=["b"])
@@ -159,15 +156,6 @@ def test_r7_each_use_has_its_own_place_in_the_order() -> None:
     say(world, "post_forward root outputs")
     assert [unit.name for unit in world.run.order] == ["a", "a", "root"]
     assert (world["a"].uses, world["b"].uses, world["root"].uses) == ([0, 1], [], [2])
-
-
-def test_a_forward_that_failed_may_be_caught() -> None:
-    """Nothing is freed and no pass ends: the module around it goes on, and the unit may run again."""
-    world = World("a")
-    says(world, "pre_forward root", "pre_forward a")
-    assert say(world, "forward_failed a") == []
-    assert world["a"].phase is Phase.IDLE and world.run.forward_root is world["root"]
-    assert says(world, "pre_forward a", "post_forward a inputs outputs") == ["free a"]
 
 
 def test_a_forward_inside_another_ends_no_pass() -> None:
@@ -192,7 +180,7 @@ def test_r8_a_second_output_of_one_use_brings_nothing_ahead() -> None:
 
 
 def test_r8_another_use_is_another_backward() -> None:
-    """[R8] After the gradients of one use were handed over, the next one counts: with its own place and its prefetch."""
+    """[R8] After the gradients of one use were handed over, the next one counts: its own place, its prefetch."""
     world = World("a", "b")
     says(world, "pre_forward root")
     for name in ("a", "b", "a"):
@@ -221,13 +209,17 @@ def test_r10_a_frozen_weight_waits_for_the_gradient_of_the_inputs() -> None:
     assert say(world, "inputs_reached a") == ["free a", "reduce a"]
 
 
-def test_r10_does_not_wait_for_what_will_not_come() -> None:
-    """[R10] No input is hooked; or the gradients came by a way that no output announced; or nothing is frozen."""
-    world = World("a", traits={"a": Trait("mixed")})
+def test_r10_waits_for_the_end_where_no_input_reports() -> None:
+    """[R10] The inputs need no gradient, but an inner unit may be reached through the frozen weight."""
+    world = World("a", traits={"a": Trait("mixed", inputs=False)})
     says(world, "pre_forward root", "pre_forward a", "post_forward a outputs", "post_forward root outputs")
     says(world, "pre_backward root", "pre_backward a", "gradient a")
-    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+    assert say(world, "grads_ready a") == []
+    assert {"free a", "reduce a"} <= {*say(world, "backward_end root")}
 
+
+def test_r10_does_not_wait_for_what_will_not_come() -> None:
+    """[R10] The gradients came by a way that no output announced; or nothing is frozen."""
     world = before_backward("a", traits={"a": Trait("mixed")})
     says(world, "pre_backward root", "gradient a")
     assert say(world, "grads_ready a") == ["reduce a"]
@@ -248,13 +240,12 @@ def test_r11_the_end_of_the_backward_takes_what_is_left() -> None:
     assert all(unit.phase is Phase.IDLE and not unit.in_backward for unit in world.units.values())
 
 
-def test_r11_what_was_handed_over_and_gathered_again_stays() -> None:
-    """[R11] The user's `unshard` behind a unit's backward survives the end of that backward, as in FSDP2."""
+def test_r11_what_was_gathered_once_more_behind_its_gradients_is_freed() -> None:
+    """[R11] Recomputation may come for the sake of an inner unit, when the own gradients were handed over already."""
     world = before_backward("a")
-    says(world, "pre_backward root", "pre_backward a", "gradient a", "grads_ready a", "inputs_reached a")
-    assert says(world, "unshard a", "wait_unshard a") == ["gather a", "wait a"]
-    assert say(world, "backward_end root") == ["free root", "finish root"]
-    assert world["a"].full is Full.FULL
+    says(world, "pre_backward root", "pre_backward a", "gradient a", "grads_ready a")
+    assert says(world, "pre_forward a in_backward", "post_forward a in_backward outputs") == ["gather a", "wait a"]
+    assert say(world, "backward_end root") == ["free root", "free a", "finish root"]
 
 
 def test_the_end_of_a_backward_ends_what_it_began() -> None:
@@ -262,7 +253,7 @@ def test_the_end_of_a_backward_ends_what_it_began() -> None:
     world = before_backward("a")
     says(world, "pre_backward root create_graph", "pre_backward a create_graph", "backward_end root")
     assert not world.run.in_backward and not world.run.keep_full
-    assert not world["a"].in_backward and not world["a"].inputs_hooked
+    assert not world["a"].in_backward and world["a"].phase is Phase.IDLE
 
 
 def test_r12_a_gather_that_nobody_needed_is_waited_for_and_dropped() -> None:
@@ -358,7 +349,7 @@ def test_r17_weights_go_before_the_message_comes() -> None:
 
 
 def test_r17_weights_stay_where_they_are_needed_again() -> None:
-    """[R17] The user says so; or the backward records a graph, whose own backward reads them. A gather in flight too."""
+    """[R17] The user says so; or the backward records a graph, whose own backward reads them. No gather is dropped."""
     for prepare, flag in ((setting("reshard_after_backward", False, "a"), ""), ([], " create_graph")):
         world = before_backward("a")
         world.feed(prepare)
@@ -416,64 +407,3 @@ def test_r19_gradients_that_came_unannounced_are_handed_over() -> None:
     says(world, "pre_backward root", "gradient a")
     assert say(world, "inputs_reached a") == ["reduce a"]
     assert world["a"].phase is Phase.DONE
-
-
-# ---- the user's calls ---------------------------------------------------------------------------------------
-
-
-def test_unshard_issues_and_wait_unshard_waits() -> None:
-    """Each only where something is missing; repeating them changes nothing."""
-    world = World("a")
-    assert says(world, "unshard a", "unshard a") == ["gather a"]
-    assert says(world, "wait_unshard a", "wait_unshard a", "unshard a") == ["wait a"]
-    assert says(world, "reshard a", "reshard a") == ["free a"]
-    assert say(world, "wait_unshard a") == [], "a forward used and freed them in between"
-
-
-def test_unshard_finds_kept_memory_unless_shards_changed() -> None:
-    """Shelved parameters are put back; what was written since is gathered anew, from both states that keep memory."""
-    world = World("a", reshard=False)
-    world.feed(evaluation("a"))
-    assert says(world, "unshard a", "wait_unshard a") == ["expose a"]
-    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
-    world.feed(evaluation("a"))
-    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
-
-
-def test_unshard_gathers_again_what_is_in_flight_once_its_shards_changed() -> None:
-    """The first gather is waited for all the same: every rank issued it."""
-    world = World("a")
-    assert says(world, "unshard a", "unshard a stale", "wait_unshard a") == ["gather a", "drop a", "gather a", "wait a"]
-
-
-def test_reshard_frees_drops_and_respects_a_running_forward() -> None:
-    """What is in flight is dropped, kept memory is freed, and a unit that is to stay full stays so in its forward."""
-    world = World("a", reshard=False)
-    assert says(world, "unshard a", "reshard a") == ["gather a", "drop a"]
-    world.feed(evaluation("a"))
-    assert say(world, "reshard a") == ["free a"]
-    says(world, "pre_forward root", "pre_forward a")
-    assert says(world, "reshard a", "reshard root") == []
-    world["a"].reshard_after_forward = True
-    assert say(world, "reshard a") == ["free a"]
-
-
-# ---- a backward inside a forward ------------------------------------------------------------------------------
-
-
-def test_a_backward_inside_a_forward_leaves_the_module_around_it_its_weights() -> None:
-    """Forces are the gradient of an energy: the model calls `autograd.grad` in its forward, and then its own head."""
-    world = World("a")
-    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
-    says(world, "pre_backward a", "inputs_reached a")
-    world.report(Report("backward_end"))
-    world.report(Report("compute", "root"))
-
-
-def test_a_backward_inside_an_evaluation_may_be_one_of_several() -> None:
-    """The use that the inner backward took is not forgotten a second time when the evaluation ends."""
-    world = World("a")
-    world.feed(setting("is_last_backward", False))
-    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
-    says(world, "pre_backward a", "inputs_reached a", "backward_end root", "post_forward root")
-    assert world.run.order == [] and world["a"].uses == []

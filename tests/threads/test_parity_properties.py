@@ -29,7 +29,7 @@ from tests.harness.threads import run_ranks
 
 # One example takes a fraction of a second; so long a limit is for those that explore.
 pytestmark = pytest.mark.hang_after(7200 if EXPLORING else 120)
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 @examples(25, 1500)
@@ -46,6 +46,23 @@ FOUND = {
     # The gradients of the inner unit are ready before the outer block is recomputed, which gathers the inner one again:
     # at the end of the backward it is to be sharded as all others are.
     "recomputed after its gradients were ready": ModelSpec((FREED_EARLY,), width=3),
+    # The root's trainable parameters (the head) have their gradients at once, and its inputs need none; its frozen ones
+    # are still needed on the way to the first block.
+    "frozen weights of the root behind a unit": ModelSpec(
+        (BlockSpec((LeafSpec("dense"),)), BlockSpec((LeafSpec("dense_no_bias", 2),), unit=False)),
+        width=3,
+        tokens=False,
+        frozen=(3, 4),
+    ),
+    "frozen weights of the root, recomputed": ModelSpec(
+        (
+            BlockSpec((LeafSpec("dense"),)),
+            BlockSpec((LeafSpec("table"), LeafSpec("dense", unit=True)), unit=False, recompute="inside"),
+        ),
+        width=3,
+        tokens=False,
+        frozen=(3,),
+    ),
 }
 
 

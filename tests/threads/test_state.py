@@ -216,6 +216,24 @@ def test_an_optimizer_step_is_seen_by_parameters_kept_full(foreach: bool, kept: 
     run_ranks(WORLD, job)
 
 
+def test_an_early_unshard_is_repeated_once_its_shards_were_written() -> None:
+    base = _base(0)
+
+    def job(rank: int) -> None:
+        model, reference = shard(copy.deepcopy(base)), copy.deepcopy(base)
+        tokens = part(batch(WORLD, 5), rank)
+        model(tokens).pow(2).mean().backward()
+        model.zero_grad()
+        for module in (model, model.layers[0]):
+            module.unshard(async_op=True)  # on its way, and not waited for
+        with torch.no_grad():
+            for p in (*model.parameters(), *reference.parameters()):
+                p.mul_(1.5)
+            assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+
+    run_ranks(WORLD, job)
+
+
 def test_a_parameter_replaced_by_a_plain_tensor_is_named() -> None:
     base = _base(0)
 

@@ -82,7 +82,10 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards through the forwards already run will follow; keep what they need of the order."""
-        early_root_of(self._unit()).run.is_last_backward = is_last_backward
+        unit = self._unit()
+        unit.is_last_backward = is_last_backward
+        if unit.root is not None:
+            unit.root.run.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to free full parameters after forward, from the next forward on."""

@@ -84,7 +84,7 @@ def parse_event(text: str) -> Event:
 
     Raises `ValueError` for another form, an unknown kind or an unknown flag.
     """
-    marker, *words = text.split()
+    marker, *words = text.split() or [""]
     if marker != ">" or len(words) < 2 or words[0] not in EVENTS or not set(words[2:]) <= set(FLAGS):
         raise ValueError(f"event: expected '> KIND UNIT FLAG...' with a kind of {EVENTS}, found {text!r}")
     return Event(words[0], words[1], tuple(words[2:]))

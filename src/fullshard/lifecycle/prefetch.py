@@ -46,7 +46,8 @@ def end_forward(run: RunRecord, *, backward_follows: bool) -> None:
     run.forward_plan = run.forward_log
     if not backward_follows:
         for unit in run.order[run.order_mark :]:
-            unit.uses.pop()
+            if unit.uses:  # a backward inside the evaluation may have counted them off
+                unit.uses.pop()
         del run.order[run.order_mark :]
 
 

@@ -29,14 +29,13 @@ def pre_forward(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, 
         # use, and must be full again. It is no new use, so nothing else changes.
         _make_full(unit, commands)
         return commands
-    if run.forward_root is None:
+    if run.forward_root is None and not in_backward:
         run.forward_root = unit
-        if not in_backward:
-            begin_forward(run)
+        begin_forward(run)
     unit.phase = Phase.FORWARD
-    if stale and unit.full in (Full.FULL, Full.SHELVED):
-        # [R2] Kept full parameters are not used again once their shards changed.
-        _free(unit, commands)
+    if stale:
+        # [R2] Full parameters, there or on their way, are not used once their shards changed.
+        _throw_away(unit, commands)
     _make_full(unit, commands)
     # [R3] Gathers are issued before the compute that hides them, and in the order in which they will be needed.
     ahead = unit.forward_prefetch if in_backward else next_in_forward(run, unit)
@@ -112,8 +111,8 @@ def pre_backward(run: RunRecord, unit: UnitRecord, *, create_graph: bool = False
 
 def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
     """All gradients that this backward will bring to the unit's parameters are there."""
-    if unit.frees_late and unit.inputs_hooked and unit.phase is Phase.BACKWARD:
-        # [R10] A frozen weight may still be needed for the gradient of the inputs.
+    if unit.frees_late and unit.phase is Phase.BACKWARD:
+        # [R10] A frozen weight may still be needed, for the gradient of the inputs or on the way to an inner unit.
         return _NOTHING
     return _hand_over(run, unit, present=True)
 
@@ -130,8 +129,14 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> C
     """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over."""
     commands: Commands = []
     for unit in run.units:
-        if unit.phase is not Phase.DONE or present[unit.index]:
-            # [R11] Units whose inputs needed no gradient, or with parameters that got none.
+        if unit.phase is Phase.FORWARD:
+            # [R21] This backward runs inside the unit's forward, which goes on and needs its weights.
+            if present[unit.index]:
+                _send(unit, commands)
+            continue
+        if unit.phase is not Phase.DONE or present[unit.index] or unit.full in (Full.FULL, Full.SHELVED):
+            # [R11] Units whose inputs needed no gradient, with parameters that got none, or gathered once more by
+            # recomputation behind their gradients.
             commands += _hand_over(run, unit, present=present[unit.index])
         unit.phase = Phase.IDLE
         unit.in_backward = False
@@ -157,8 +162,8 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> C
 def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Commands:
     """Issue the gather; `wait_unshard` makes it usable."""
     commands: Commands = []
-    if stale and unit.full in (Full.FULL, Full.SHELVED):
-        _free(unit, commands)
+    if stale:
+        _throw_away(unit, commands)
     _gather_ahead((unit,), commands)
     return commands
 
@@ -176,11 +181,7 @@ def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
     commands: Commands = []
     if unit.phase is Phase.FORWARD and not unit.reshard_after_forward:
         return commands
-    if unit.full is Full.PENDING:
-        unit.full = Full.SHARDED
-        commands.append(Command("drop", unit))
-    elif unit.full is not Full.SHARDED:
-        _free(unit, commands)
+    _throw_away(unit, commands)
     return commands
 
 
@@ -188,16 +189,13 @@ def abandon(run: RunRecord, root: UnitRecord) -> Commands:
     """[R14] A step did not come to its end: afterwards nothing of it is left, as if it had not been tried."""
     commands: Commands = []
     for unit in run.units:
-        if unit.full is Full.PENDING:
-            unit.full = Full.SHARDED
-            commands.append(Command("drop", unit))
-        elif unit.full is not Full.SHARDED:
-            _free(unit, commands)
+        _throw_away(unit, commands)
         unit.phase = Phase.IDLE
         unit.in_backward = False
         unit.inputs_hooked = False
         unit.uses.clear()
     run.order.clear()
+    run.order_mark = 0
     run.forward_root = None
     run.forward_log = []
     # [R15] A half-recorded order is no plan.
@@ -240,6 +238,15 @@ def _free(unit: UnitRecord, commands: Commands) -> None:
     commands.append(Command("free", unit))
 
 
+def _throw_away(unit: UnitRecord, commands: Commands) -> None:
+    """From any state to SHARDED."""
+    if unit.full is Full.PENDING:
+        unit.full = Full.SHARDED
+        commands.append(Command("drop", unit))
+    elif unit.full is not Full.SHARDED:
+        _free(unit, commands)
+
+
 def _hand_over(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
     """The gradients of a use are complete: free the weights, then send the gradients."""
     commands: Commands = []
@@ -249,5 +256,9 @@ def _hand_over(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
         _free(unit, commands)
     if present:
         # [R18] Gradients are sent, or kept whole for a backward that sends.
-        commands.append(Command("reduce" if unit.sync else "hold", unit))
+        _send(unit, commands)
     return commands
+
+
+def _send(unit: UnitRecord, commands: Commands) -> None:
+    commands.append(Command("reduce" if unit.sync else "hold", unit))

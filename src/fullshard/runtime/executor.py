@@ -35,6 +35,8 @@ class Executor:
         # Units whose held gradients are under way: their accumulation window closes with this backward.
         self._closing: dict[Unit, None] = {}
         self._checker = CommandChecker() if check else None
+        # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
+        self.may_stay_pending: Callable[[], bool] = lambda: False
         self.listeners: list[Callable[[Command], None]] = []
         self._actions: dict[str, Callable[[Unit], None]] = {
             "gather": self._gather,
@@ -52,7 +54,7 @@ class Executor:
     def run(self, commands: Sequence[Command]) -> None:
         """Do the commands, in order."""
         for command in commands:
-            if self._checker is not None:
+            if self._checker is not None and not (command.kind == "finish" and self.may_stay_pending()):
                 self._checker.command(command.kind, command.unit.name)
             for listener in self.listeners:
                 listener(command)
@@ -66,7 +68,7 @@ class Executor:
 
     def _gather(self, unit: Unit) -> None:
         unit.repair()
-        unit.note_versions(needed=unit.keeps_full)
+        unit.note_versions()
         for channel in unit.gathers:
             channel.issue()
 

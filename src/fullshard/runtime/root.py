@@ -44,6 +44,8 @@ class Root:
             self.units, self.pool, reductions_in_flight=options.reductions_in_flight, check=options.check
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
+        self.run.is_last_backward = self.units[0].is_last_backward
+        self.executor.may_stay_pending = lambda: not self.run.is_last_backward
         self.watch = Watch(self._weight_needed, always=options.watch == "always")
         self._watches_left = 8
         self._backward: weakref.ref[_BackwardEnd] | None = None
@@ -73,7 +75,7 @@ class Root:
         if self.run.order and record.index == 0 and not in_backward:
             self._watch_again()
         repeated = in_backward and record.in_backward
-        stale = record.full in (Full.FULL, Full.SHELVED) and unit.is_stale()
+        stale = record.full is not Full.SHARDED and unit.is_stale()
         commands = rules.pre_forward(run, record, in_backward=in_backward, stale=stale)
         self._do("pre_forward", record, commands, in_backward=in_backward, stale=stale)
         return not repeated
@@ -169,11 +171,9 @@ class Root:
 
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of `unit`."""
-        stale = unit.record.full in (Full.FULL, Full.SHELVED) and unit.is_stale()
+        stale = unit.record.full is not Full.SHARDED and unit.is_stale()
         commands = rules.unshard(self.run, unit.record, stale=stale)
         self._do("unshard", unit.record, commands, stale=stale)
-        if commands:
-            unit.note_versions(needed=True)
 
     def wait_unshard(self, unit: Unit) -> None:
         """Make the gathered parameters usable."""

@@ -75,10 +75,12 @@ class Unit:
         self.on_repaired: Callable[[Unit], None] | None = None
         self._gradient_hooks: list[RemovableHandle] = []
         self._knows_trainable = False
+        # What the user announced; counts when this unit is the root.
+        self.is_last_backward = True
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
         self.window_open = False
         # ---- staleness of kept full parameters, and watching
-        self.gathered_versions: tuple[tuple[int, ...], ...] | None = None
+        self.gathered_versions: tuple[tuple[int, ...], ...] = ()
         self.watched = WATCHED_FORWARDS
         self.irregular = False
         # The saved weights of the last forward with gradients were watched.
@@ -166,20 +168,16 @@ class Unit:
                 self.groups[position] = group.converted(resolve_precision(self.policy, change.storage))
         return broken
 
-    @property
-    def keeps_full(self) -> bool:
-        """Whether its full parameters may be found still gathered by a next forward."""
-        return not (self.record.reshard_after_forward and self.record.reshard_after_backward)
-
-    def note_versions(self, *, needed: bool) -> None:
-        """Remember of which shards the full parameters are made; only where a later forward may find them."""
-        self.gathered_versions = self.versions() if needed else None
+    def note_versions(self) -> None:
+        """Remember of which shards the full parameters are made."""
+        self.gathered_versions = self.versions()
 
     def is_stale(self) -> bool:
         """Whether shards were written, or replaced, since the full parameters were gathered."""
         showing_full = self.record.full is Full.FULL
-        written = self.gathered_versions is not None and self.gathered_versions != self.versions()
-        return written or not all(group.is_aliased(showing_full=showing_full) for group in self.groups)
+        return self.gathered_versions != self.versions() or not all(
+            group.is_aliased(showing_full=showing_full) for group in self.groups
+        )
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
         assert self.root is not None

@@ -1,0 +1,230 @@
+"""Break the lifecycle on purpose: each mutation takes one rule away or turns it around, and some test must go red.
+
+    python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
+    python -m tests.harness.mutate R9 next_in_backward     those of some rules
+    python -m tests.harness.mutate --list            what there is (the table: mutations.txt)
+    python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
+
+For each mutation the package is copied to a temporary folder, one text in it is replaced, and the tests of the
+lifecycle (pure, then the golden traces end to end) run against the copy, in a process of their own, until the first
+failure. Killed: a test failed. Survived: all passed, so the rule is untested or redundant. A mutation whose text is no
+longer in the source is an error, and so are tests that are red without any mutation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import multiprocessing.context
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parent.parent.parent
+SOURCES = "src/fullshard/"
+PACKAGE = REPOSITORY / SOURCES
+TABLE = Path(__file__).with_name("mutations.txt")
+# In two runs, the direct tests first: most mutations die there, and collecting the others takes longer than that.
+STAGES = (
+    (
+        "tests/pure/test_lifecycle_rules.py",
+        "tests/pure/test_lifecycle_calls.py",
+        "tests/pure/test_lifecycle_prefetch.py",
+        "tests/pure/test_lifecycle_vocabulary.py",
+        "tests/pure/test_lifecycle_worlds.py",
+    ),
+    (
+        "tests/pure/test_lifecycle_programs.py",
+        "tests/pure/test_lifecycle_replay.py",
+        "tests/pure/test_lifecycle_exhaustive.py",
+        "tests/fake/test_golden_fullshard.py",
+    ),
+)
+SECONDS = 600.0
+# What is slow to import. Nothing that imports fullshard, which has to come from the copy, and no plugin of pytest.
+PRELOADED = (
+    "pytest",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.utils.checkpoint",
+)
+
+
+class Mutation(NamedTuple):
+    """A mistake in one file. `old` has to occur in it exactly once."""
+
+    # The [Rn] of lifecycle/rules.py, or the name of a function where the rule has no number.
+    rule: str
+    # Below src/fullshard.
+    file: str
+    old: str
+    new: str
+    # What goes wrong in a program.
+    breaks: str
+
+
+def read(text: str) -> list[Mutation]:
+    """The mutations of a table; its form is said at the top of mutations.txt.
+
+    Raises `ValueError` with the number of a line that is none of it.
+    """
+    found: list[Mutation] = []
+    file = ""
+    for block in re.finditer(r"(?:^(?!#).+\n)+", text, re.MULTILINE):
+        lines = block[0].splitlines()
+        rule, colon, breaks = lines[0].partition(": ")
+        removed = [line[1:] for line in lines[1:] if line[0] == "-"]
+        added = [line[1:] for line in lines[1:] if line[0] == "+"]
+        if lines[0].startswith("== " + SOURCES) and len(lines) == 1:
+            file = lines[0].removeprefix("== " + SOURCES)
+        elif colon and file and removed and lines[1:] == ["-" + r for r in removed] + ["+" + a for a in added]:
+            found.append(Mutation(rule, file, "\n".join(removed), "\n".join(added), breaks))
+        else:
+            number = text.count("\n", 0, block.start()) + 1
+            raise ValueError(
+                f"line {number}: expected 'RULE: TEXT', lines with '-', lines with '+', found {lines[0]!r}"
+            )
+    return found
+
+
+MUTATIONS = read(TABLE.read_text())
+
+
+class Outcome(NamedTuple):
+    """What became of one mutation. `verdict`: killed, survived, or what went wrong."""
+
+    mutation: Mutation | None
+    verdict: str
+    # The test that failed first, or the end of the output.
+    detail: str
+    seconds: float
+
+
+def apply(mutation: Mutation, package: Path) -> None:
+    """Replace the mutation's text in `package` (a copy of src/fullshard).
+
+    Raises `LookupError` when the text does not occur exactly once.
+    """
+    path = package / mutation.file
+    text = path.read_text()
+    found = text.count(mutation.old)
+    if found != 1:
+        raise LookupError(
+            f"{mutation.rule} in {mutation.file}: expected to find this text once, found it {found} times; "
+            f"write the mutation anew for the source as it is now:\n{mutation.old}"
+        )
+    path.write_text(text.replace(mutation.old, mutation.new))
+
+
+def attempt(mutation: Mutation | None, package: Path) -> Outcome:
+    """Run the tests against a copy of `package` with `mutation` (None: as it is), in a process of their own."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fullshard-mutate-") as folder:
+        copy, output = Path(folder).resolve() / "fullshard", Path(folder) / "output.txt"
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        if mutation is not None:
+            try:
+                apply(mutation, copy)
+            except LookupError as error:
+                return Outcome(mutation, "error", str(error), time.monotonic() - start)
+        for tests in STAGES:
+            process = _processes().Process(target=_run_tests, args=(tests, str(copy.parent), str(output)))
+            process.start()
+            process.join(SECONDS)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+                verdict, detail = "error", f"no end after {SECONDS:.0f} seconds"
+            else:
+                verdict, detail = judge(process.exitcode, output.read_text() if output.exists() else "")
+            if verdict != "survived":
+                break
+    return Outcome(mutation, verdict, detail, time.monotonic() - start)
+
+
+def _processes() -> multiprocessing.context.ForkServerContext:
+    """Processes that begin with torch and pytest loaded, which takes longer than most of the tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED])
+    return context
+
+
+def _run_tests(tests: tuple[str, ...], folder: str, output: str) -> None:
+    """In the new process: run `tests` with the package in `folder`."""
+    with open(output, "wb", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(REPOSITORY)
+    os.environ["HYPOTHESIS_PROFILE"] = "quick"
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "fullshard"]
+    assert not loaded, f"the package is loaded already, not from the copy: {loaded}"
+    sys.path[:0] = [folder, str(REPOSITORY)]
+    import fullshard
+
+    assert Path(fullshard.__file__).is_relative_to(folder), f"expected the copy in {folder}, found {fullshard.__file__}"
+    import pytest
+
+    code = int(pytest.main(["-x", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", *tests]))
+    sys.stdout.flush()
+    # Past whatever the tests left running.
+    os._exit(code)
+
+
+def judge(returncode: int, output: str) -> tuple[str, str]:
+    """Verdict and detail of a run of pytest. Only a failed test kills: a copy that cannot be imported is no proof."""
+    if returncode == 0:
+        return "survived", ""
+    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+    if returncode == 1 and failed:
+        return "killed", failed[1]
+    return "error", f"pytest ended with {returncode}:\n{output[-2000:]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: all were killed. 1: some survived. 2: the tests are red without a mutation, or one could not be tried."""
+    parser = argparse.ArgumentParser(prog="python -m tests.harness.mutate", description="Break each rule; expect red.")
+    parser.add_argument("rules", nargs="*", metavar="RULE", help="such as R9 or next_in_backward; default: all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
+    parser.add_argument("--package", type=Path, default=PACKAGE, help="the package to break a copy of")
+    parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
+    options = parser.parse_args(arguments)
+    unknown = set(options.rules) - {mutation.rule for mutation in MUTATIONS}
+    if unknown:
+        parser.error(f"expected rules of the table, found {', '.join(sorted(unknown))}; --list shows them")
+    chosen = [mutation for mutation in MUTATIONS if not options.rules or mutation.rule in options.rules]
+    if options.list:
+        for mutation in chosen:
+            print(f"{mutation.rule:18} {mutation.breaks}")
+        return 0
+    # torch reads it when it is loaded; the new processes inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start = time.monotonic()
+    baseline = attempt(None, options.package)
+    if baseline.verdict != "survived":
+        print(f"the tests fail without any mutation, so nothing can be said: {baseline.detail}")
+        return 2
+    with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+        outcomes = []
+        for outcome in pool.map(lambda mutation: attempt(mutation, options.package), chosen):
+            assert outcome.mutation is not None
+            outcomes.append(outcome)
+            name = f"{outcome.mutation.rule:18} {outcome.mutation.breaks}"
+            print(f"{outcome.verdict:8} {name}\n{'':9}{outcome.detail} ({outcome.seconds:.1f} s)", flush=True)
+    by_verdict = {verdict: [o for o in outcomes if o.verdict == verdict] for verdict in ("killed", "survived", "error")}
+    for outcome in by_verdict["survived"]:
+        assert outcome.mutation is not None
+        print(f"SURVIVED {outcome.mutation.rule}: {outcome.mutation.breaks}")
+    print(f"{len(by_verdict['killed'])}/{len(outcomes)} killed in {time.monotonic() - start:.0f} s")
+    return 2 if by_verdict["error"] else int(bool(by_verdict["survived"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The user's calls, forwards that end early, a backward inside a forward: what has no number in rules.py. No torch."""
+
+from __future__ import annotations
+
+from fullshard.lifecycle import Phase
+from tests.pure.test_lifecycle_rules import before_backward, say, says
+from tests.pure.test_lifecycle_worlds import Report, World, evaluation, setting
+
+# ---- the user's calls ---------------------------------------------------------------------------------------
+
+
+def test_unshard_issues_and_wait_unshard_waits() -> None:
+    """Each only where something is missing; repeating them changes nothing."""
+    world = World("a")
+    assert says(world, "unshard a", "unshard a") == ["gather a"]
+    assert says(world, "wait_unshard a", "wait_unshard a", "unshard a") == ["wait a"]
+    assert says(world, "reshard a", "reshard a") == ["free a"]
+    assert say(world, "wait_unshard a") == [], "a forward used and freed them in between"
+
+
+def test_unshard_finds_kept_memory_unless_shards_changed() -> None:
+    """Shelved parameters are put back; what was written since is gathered anew, from both states that keep memory."""
+    world = World("a", reshard=False)
+    world.feed(evaluation("a"))
+    assert says(world, "unshard a", "wait_unshard a") == ["expose a"]
+    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
+    world.feed(evaluation("a"))
+    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
+
+
+def test_unshard_gathers_again_what_is_in_flight_once_its_shards_changed() -> None:
+    """The first gather is waited for all the same: every rank issued it."""
+    world = World("a")
+    assert says(world, "unshard a", "unshard a stale", "wait_unshard a") == ["gather a", "drop a", "gather a", "wait a"]
+
+
+def test_reshard_frees_drops_and_respects_a_running_forward() -> None:
+    """What is in flight is dropped, kept memory is freed, and a unit that is to stay full stays so in its forward."""
+    world = World("a", reshard=False)
+    assert says(world, "unshard a", "reshard a") == ["gather a", "drop a"]
+    world.feed(evaluation("a"))
+    assert say(world, "reshard a") == ["free a"]
+    says(world, "pre_forward root", "pre_forward a")
+    assert says(world, "reshard a", "reshard root") == []
+    world["a"].reshard_after_forward = True
+    assert say(world, "reshard a") == ["free a"]
+
+
+# ---- forwards that end early -------------------------------------------------------------------------------
+
+
+def test_a_forward_that_failed_may_be_caught() -> None:
+    """Nothing is freed and no pass ends: the module around it goes on, and the unit may run again."""
+    world = World("a")
+    says(world, "pre_forward root", "pre_forward a")
+    assert say(world, "forward_failed a") == []
+    assert world["a"].phase is Phase.IDLE and world.run.forward_root is world["root"]
+    assert says(world, "pre_forward a", "post_forward a inputs outputs") == ["free a"]
+
+
+def test_a_recomputation_that_is_cut_short_leaves_nothing_behind() -> None:
+    """A non-reentrant checkpoint around two units, of which the loss reaches only the first: the second is recomputed
+    until all that is needed is there, and its own backward never begins. The step is a good one: the next one must
+    find no leftovers, or it throws the recorded order away, step after step.
+    """
+    world = before_backward("a", "b")
+    says(world, "pre_backward root", "inputs_reached b", "pre_backward a", "pre_forward a in_backward")
+    says(world, "post_forward a in_backward inputs outputs", "pre_forward b in_backward")
+    say(world, "forward_failed b in_backward")
+    world.feed([Report("gradient", "a"), Report("grads_ready", "a"), Report("inputs_reached", "a")])
+    say(world, "backward_end root")
+    assert world.run.forward_root is None and not world.run.has_leftovers
+
+
+def test_a_step_that_did_not_end_is_noticed() -> None:
+    """From its first forward or backward on, until it ended: what is left in between is to be abandoned."""
+    world = World("a")
+    assert not world.run.has_leftovers
+    say(world, "pre_forward root")
+    assert world.run.has_leftovers
+    says(world, "pre_forward a", "post_forward a inputs outputs", "post_forward root outputs")
+    assert not world.run.has_leftovers, "a backward may follow, or not"
+    say(world, "pre_backward a")
+    assert world.run.has_leftovers
+    say(world, "backward_end root")
+    assert not world.run.has_leftovers
+
+
+# ---- a backward inside a forward ------------------------------------------------------------------------------
+
+
+def test_a_backward_inside_a_forward_leaves_the_module_around_it_its_weights() -> None:
+    """Forces are the gradient of an energy: the model calls `autograd.grad` in its forward, and then its own head."""
+    world = World("a")
+    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
+    says(world, "pre_backward a", "inputs_reached a")
+    world.report(Report("backward_end"))
+    world.report(Report("compute", "root"))
+
+
+def test_a_backward_inside_an_evaluation_may_be_one_of_several() -> None:
+    """The use that the inner backward took is not forgotten a second time when the evaluation ends."""
+    world = World("a")
+    world.feed(setting("is_last_backward", False))
+    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
+    says(world, "pre_backward a", "inputs_reached a", "backward_end root", "post_forward root")
+    assert world.run.order == [] and world["a"].uses == []

@@ -1,0 +1,122 @@
+"""The table of mutations fits the source; whether each is killed, `python -m tests.harness.mutate` asks (minutes)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.harness import mutate
+from tests.harness.mutate import MUTATIONS, Mutation
+
+RULES = "lifecycle/rules.py"
+PREFETCH = "lifecycle/prefetch.py"
+SOURCE = {file: (mutate.PACKAGE / file).read_text() for file in {mutation.file for mutation in MUTATIONS}}
+
+
+def numbered(file: str) -> set[str]:
+    """The [Rn] that stand in a source file."""
+    return set(re.findall(r"\[(R\d+)\]", SOURCE[file]))
+
+
+def functions(file: str) -> set[str]:
+    """The functions of a source file."""
+    return {node.name for node in ast.parse(SOURCE[file]).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_rule_is_broken() -> None:
+    """Each [Rn] of the rules, each function of the rules, and each function that chooses what to gather ahead."""
+    broken = {mutation.rule for mutation in MUTATIONS if mutation.file == RULES}
+    assert numbered(RULES) == {f"R{n + 1}" for n in range(len(numbered(RULES)))} <= broken
+    assert functions(PREFETCH) == {mutation.rule for mutation in MUTATIONS if mutation.file == PREFETCH}
+
+
+def test_the_table_is_read_as_it_is_written() -> None:
+    """Several lines, nothing in their place, and half a line; all blocks."""
+    text = "# x: y\n\n== src/fullshard/a/b.py\n\nR1: is: wrong\n-    one\n-two\n\nf: late\n- half\n+ whole\n+\n"
+    assert mutate.read(text) == [
+        Mutation("R1", "a/b.py", "    one\ntwo", "", "is: wrong"),
+        Mutation("f", "a/b.py", " half", " whole\n", "late"),
+    ]
+    assert len(MUTATIONS) == len(re.findall(r"^\w+: ", mutate.TABLE.read_text(), re.MULTILINE)) > 100
+
+
+@pytest.mark.parametrize(
+    "block", ["R1 is wrong\n-a\n+b", "R1: is wrong\n+b", "R1: is wrong\n+b\n-a", "R1: is wrong\n-a\nb"]
+)
+def test_a_broken_table_is_refused(block: str) -> None:
+    """With the number of the line at which the block begins."""
+    with pytest.raises(ValueError, match="line 3: expected 'RULE: TEXT'"):
+        mutate.read(f"== src/fullshard/a.py\n\n{block}\n")
+
+
+def test_a_mutation_is_named_after_what_it_breaks() -> None:
+    """A number or a function that is in its file, whatever the rules are called one day."""
+    for mutation in MUTATIONS:
+        if mutation.file in (RULES, PREFETCH):
+            known = numbered(mutation.file) | {name.lstrip("_") for name in functions(mutation.file)}
+            assert mutation.rule in known, f"{mutation.rule}: {mutation.breaks}"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[f"{m.rule}-{m.breaks}" for m in MUTATIONS])
+def test_each_mutation_still_fits(mutation: Mutation) -> None:
+    """Its text occurs once, the change is one, and what comes out is Python: red must mean a failed test."""
+    text = SOURCE[mutation.file]
+    assert text.count(mutation.old) == 1, f"write it anew for the source as it is now: {mutation.old!r}"
+    changed = text.replace(mutation.old, mutation.new)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
+
+
+def test_no_mutation_is_there_twice() -> None:
+    """Killed is counted by mutation."""
+    assert max(Counter((mutation.file, mutation.old, mutation.new) for mutation in MUTATIONS).values()) == 1
+
+
+def test_the_tests_that_kill_are_there() -> None:
+    """All tests of the lifecycle, and the golden traces on the engine."""
+    found = {
+        path.relative_to(mutate.REPOSITORY).as_posix() for path in Path(__file__).parent.glob("test_lifecycle_*.py")
+    }
+    assert {path for stage in mutate.STAGES for path in stage} == found | {"tests/fake/test_golden_fullshard.py"}
+
+
+def test_a_mutation_changes_one_file_of_the_copy(tmp_path: Path) -> None:
+    """And the package not at all."""
+    copy = tmp_path / "fullshard"
+    shutil.copytree(mutate.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    before = {path: path.read_text() for path in copy.rglob("*.py")}
+    mutate.apply(MUTATIONS[0], copy)
+    assert [path for path in before if path.read_text() != before[path]] == [copy / MUTATIONS[0].file]
+    assert (mutate.PACKAGE / RULES).read_text() == SOURCE[RULES]
+
+
+def test_a_text_that_is_not_found_is_an_error() -> None:
+    """Before anything is written."""
+    with pytest.raises(LookupError, match="found it 0 times"):
+        mutate.apply(MUTATIONS[0]._replace(old="no such rule"), mutate.PACKAGE)
+    with pytest.raises(LookupError, match=r"R1 in lifecycle/rules.py: .* found it [1-9]\d+ times"):
+        mutate.apply(MUTATIONS[0]._replace(old="unit."), mutate.PACKAGE)
+
+
+def test_only_a_failed_test_kills() -> None:
+    """A copy that cannot be imported, or a run without tests, is an error and no success."""
+    failed = "..F\nFAILED tests/pure/test_x.py::test_y[a] - assert False\n1 failed"
+    assert mutate.judge(1, failed) == ("killed", "tests/pure/test_x.py::test_y[a]")
+    assert mutate.judge(0, "3 passed") == ("survived", "")
+    for code, output in ((1, "assert: tested another package"), (2, failed), (4, ""), (5, "no tests ran"), (-9, "")):
+        assert mutate.judge(code, output)[0] == "error"
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(3600)
+def test_every_mutation_is_killed() -> None:
+    """Each rule, broken, turns a test red: the whole run, minutes. By itself: this process may have a fork server."""
+    command = [sys.executable, "-m", "tests.harness.mutate"]
+    run = subprocess.run(command, cwd=mutate.REPOSITORY, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
