@@ -89,15 +89,6 @@ def test_a_step_that_did_not_end_is_noticed() -> None:
 # ---- a backward inside a forward ------------------------------------------------------------------------------
 
 
-def test_a_backward_inside_a_forward_leaves_the_module_around_it_its_weights() -> None:
-    """Forces are the gradient of an energy: the model calls `autograd.grad` in its forward, and then its own head."""
-    world = World("a")
-    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
-    says(world, "pre_backward a", "inputs_reached a")
-    world.report(Report("backward_end"))
-    world.report(Report("compute", "root"))
-
-
 def test_a_backward_inside_an_evaluation_may_be_one_of_several() -> None:
     """The use that the inner backward took is not forgotten a second time when the evaluation ends."""
     world = World("a")

@@ -11,12 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fullshard import fully_shard
-from tests.harness.models import Trained, assert_close_to_tensor_max, full_copy, seeded
+from tests.harness.models import Trained
 from tests.harness.parity import Ours, assert_same_bits, environment, train_alone, train_beside_oracle
 from tests.harness.random_models import (
     EXPLORING,
-    Block,
     BlockSpec,
     LeafSpec,
     ModelSpec,
@@ -179,7 +177,6 @@ WHOLE = LeafSpec("dense", 2)
         pytest.param((BlockSpec((WHOLE, HALF)),), False, id="part of a unit without input gradients"),
         pytest.param((BlockSpec((WHOLE, HALF)), BlockSpec((HALF, WHOLE))), True, id="part of each unit"),
         pytest.param((BlockSpec((HALF,), unit=False), BlockSpec((WHOLE,))), True, id="part of the root"),
-        pytest.param((BlockSpec((WHOLE,)), BlockSpec((HALF,)), BlockSpec((WHOLE,))), True, id="a whole unit"),
     ],
 )
 def test_gradients_that_only_some_ranks_have(blocks: tuple[BlockSpec, ...], tokens: bool) -> None:
@@ -187,35 +184,3 @@ def test_gradients_that_only_some_ranks_have(blocks: tuple[BlockSpec, ...], toke
     spec = ModelSpec(blocks, width=3, tokens=tokens)
     with environment(spec.environment()):
         run_ranks(2, train_beside_oracle, spec, 2, 2, timeout=5)
-
-
-class _Towers(nn.Module):
-    """Two units of equal layout on the same plain input; part of the second is not used by every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block(BlockSpec((WHOLE, LeafSpec("scale"))), 3)
-        self.second = Block(BlockSpec((WHOLE, HALF)), 3)
-
-    def forward(self, x: Tensor, turn: tuple[int, int]) -> Tensor:
-        return self.first(x, turn) + 2.0 * self.second(x, turn)
-
-
-def _towers(rank: int) -> None:
-    def loss_of(model: nn.Module, of_rank: int) -> Tensor:
-        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(of_rank))
-        return model(x, (0, of_rank)).pow(2).mean()
-
-    model, plain = seeded(_Towers), seeded(_Towers)
-    for unit in (model.first, model.second, model):
-        fully_shard(unit)
-    loss_of(model, rank).backward()
-    for other in range(2):
-        (loss_of(plain, other) / 2).backward()
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_close_to_tensor_max(full_copy(ours.grad), theirs.grad, 2, name)
-
-
-def test_the_order_of_reductions_does_not_depend_on_the_rank() -> None:
-    """The ranks have the gradients of the towers complete in a different order; their messages have equal sizes."""
-    run_ranks(2, _towers, timeout=5)

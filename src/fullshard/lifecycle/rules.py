@@ -129,11 +129,6 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> C
     """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over."""
     commands: Commands = []
     for unit in run.units:
-        if unit.phase is Phase.FORWARD:
-            # [R21] This backward runs inside the unit's forward, which goes on and needs its weights.
-            if present[unit.index]:
-                _send(unit, commands)
-            continue
         if unit.phase is not Phase.DONE or present[unit.index] or unit.full in (Full.FULL, Full.SHELVED):
             # [R11] Units whose inputs needed no gradient, with parameters that got none, or gathered once more by
             # recomputation behind their gradients.
