@@ -70,6 +70,7 @@ def test_a_recomputation_that_is_cut_short_leaves_nothing_behind() -> None:
     world.feed([Report("gradient", "a"), Report("grads_ready", "a"), Report("inputs_reached", "a")])
     say(world, "backward_end root")
     assert world.run.forward_root is None and not world.run.has_leftovers
+    assert not world.full() and not any(unit.phase for unit in world.units.values())
 
 
 def test_a_step_that_did_not_end_is_noticed() -> None:

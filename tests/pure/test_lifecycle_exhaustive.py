@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import permutations, product
 
 import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -144,9 +145,9 @@ def test_every_split_of_forwards_into_backwards(reshard: bool | None) -> None:
 
 def test_every_window_of_micro_batches() -> None:
     """Synchronised or not, kept full or not, in every order over three steps; the last one sends what is left."""
-    for settings in product(product((True, False), repeat=2), repeat=3):
+    for windows in product(product((True, False), repeat=2), repeat=3):
         world = World("a", "b", depth=1)
-        for order, (sync, frees) in zip((("a", "b"), ("a",), ("b", "a")), settings, strict=True):
+        for order, (sync, frees) in zip((("a", "b"), ("a",), ("b", "a")), windows, strict=True):
             world.feed(setting("sync", sync, "root", "a", "b"))
             world.feed(setting("reshard_after_backward", frees, "root", "a", "b"))
             run_to_the_end(world, step(*order))
@@ -336,4 +337,6 @@ class AnyProgram(RuleBasedStateMachine):
             assert not any(unit.full for unit in first.units.values() if unit.empty)
 
 
-test_any_program = AnyProgram.TestCase
+# Explaining a failure takes far longer than finding and shrinking it.
+AnyProgram.TestCase.settings = settings(phases=(Phase.generate, Phase.shrink))
+test_any_program = pytest.mark.hang_after(300)(AnyProgram.TestCase)
