@@ -14,8 +14,10 @@ from .gather import plan_gather as plan_gather
 from .memory import Term as Term
 from .memory import UnitMemory as UnitMemory
 from .memory import backward_terms as backward_terms
+from .memory import buffer_terms as buffer_terms
 from .memory import forward_terms as forward_terms
 from .memory import peak as peak
+from .memory import sending_terms as sending_terms
 from .memory import shard_terms as shard_terms
 from .memory import total as total
 from .pack import Pack as Pack
