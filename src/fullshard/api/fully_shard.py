@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import ShardGroup
+from ..comm import Links, ShardGroup
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, OffloadPolicy, Options
-from ..runtime import Unit, unit_of
+from ..runtime import Part, Unit, unit_of
 from ..runtime.hooks import UnitHooks, hook_state_dict
 from . import validate
 from .module import sharded_class
@@ -78,9 +78,8 @@ def fully_shard(
     validate.mark_owner(found, name)
     unit = Unit(
         module,
-        found,
-        shard_group=group,
-        placing=placing,
+        [Part(found, placing, Links(group))],
+        device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
     )

@@ -31,7 +31,7 @@ class UnitInfo:
     storage_itemsize: int
     compute_itemsize: int
     reduce_itemsize: int
-    # Ranks that share the parameters.
+    # Ranks that share the parameters: the most of any group.
     world: int
     # Bytes of full parameters that are allocated right now.
     full_nbytes_live: int
@@ -54,12 +54,12 @@ def inspect_units(model: nn.Module) -> tuple[UnitInfo, ...]:
                 param_names=tuple(clean_name(prefix + param.name) for param in unit.params),
                 num_params=len(unit.params),
                 numel=sum(group.pack.numel for group in unit.groups),
-                local_numel=sum(group.pack.local_numel(unit.placing.rank) for group in unit.groups),
+                local_numel=sum(group.pack.local_numel(group.placing.rank) for group in unit.groups),
                 padded_local_numel=sum(group.pack.padded_local_numel for group in unit.groups),
                 storage_itemsize=max((p.storage.itemsize for p in precisions), default=0),
                 compute_itemsize=max((p.compute.itemsize for p in precisions), default=0),
                 reduce_itemsize=max((p.reduce.itemsize for p in precisions), default=0),
-                world=unit.placing.world,
+                world=max((group.placing.world for group in unit.groups), default=1),
                 full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
             )
         )

@@ -7,6 +7,7 @@ from .gather import CastGather as CastGather
 from .gather import GatherChannel as GatherChannel
 from .gather import PlannedGather as PlannedGather
 from .gather import SharedGather as SharedGather
+from .group import Links as Links
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over
 from .pool import BufferPool as BufferPool

@@ -12,7 +12,7 @@ is issued before the compute that is to hide it (ADR 0003).
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,15 @@ class ShardGroup:
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """In place, and finished on return."""
         dist.all_reduce(tensor, op=op, group=self.process_group)
+
+
+class Links(NamedTuple):
+    """The ranks with which the parameters of one group are exchanged."""
+
+    # Those that share each parameter.
+    shard: ShardGroup
+    # Those that hold the same shards as this rank, where a mesh has an axis that replicates.
+    replicate: ShardGroup | None = None
 
 
 def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:

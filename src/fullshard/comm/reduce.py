@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Pack, ReduceLayout, contiguous_stride
-from .group import ShardGroup, Work
+from .group import Links, ShardGroup, Work
 from .pool import BufferPool, Slot
 
 
@@ -259,10 +259,9 @@ class _Native:
         self._channel.pool.give(self._send)
 
 
-def reduce_channel(
-    group: ShardGroup, pack: Pack, dtypes: Dtypes, pool: BufferPool, *, communication: str
-) -> ReduceChannel:
+def reduce_channel(links: Links, pack: Pack, dtypes: Dtypes, pool: BufferPool, *, communication: str) -> ReduceChannel:
     """The strategy for this group: see the table above. Measured in benchmarks/ and ADR 0006."""
+    group = links.shard
     if group.world == 1:
         return LocalReduce(dtypes.storage)
     if communication == "torch":

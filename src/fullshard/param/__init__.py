@@ -1,14 +1,15 @@
 """The tensors of parameters: shards, full parameters, gradients, and which of them stands on the modules.
 
-`sharded` (one parameter), `group` (those that travel together), `memory` (of full parameters), `swap` (module slots),
-`pending` (what stands for a gradient that was not reduced yet).
+`sharded` (one parameter), `group` (those that travel together), `placement` (meshes and DTensor specs), `memory` (of
+full parameters), `swap` (module slots), `pending` (what stands for a gradient that was not reduced yet).
 """
 
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
-from .group import Placing as Placing
 from .memory import OwnedMemory as OwnedMemory
 from .pending import PendingGrad as PendingGrad
+from .placement import Placing as Placing
+from .placement import Spec as Spec
 from .sharded import ShardedParam as ShardedParam
 from .swap import Found as Found
 from .swap import Slot as Slot

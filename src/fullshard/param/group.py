@@ -9,32 +9,19 @@ Knows tensors and layouts; no phases, no collectives (a `comm` channel is handed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .._torch_compat import all_hold, local_of, set_local, sharded_parameter, version_of
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
+from .placement import Placing, sharded_spec
 from .sharded import ShardedParam
 from .swap import Found, Swap
-
-
-class Placing(NamedTuple):
-    """Where a group's shards live and who shares them."""
-
-    mesh: DeviceMesh
-    rank: int
-    world: int
-    device: torch.device
-    backend: str
-    # Full parameters of at least so many bytes are gathered straight into place, where the backend can group.
-    direct_nbytes: int
 
 
 class ParamGroup:
@@ -44,7 +31,13 @@ class ParamGroup:
         self.precision = precision
         self.placing = placing
         self.params = [
-            ShardedParam(f.name, f.slots, ShardLayout(tuple(f.parameter.shape), world=placing.world)) for f in found
+            ShardedParam(
+                f.name,
+                f.slots,
+                ShardLayout(tuple(f.parameter.shape), f.dim, placing.world),
+                sharded_spec(f, placing),
+            )
+            for f in found
         ]
         self._make_plan()
         on_meta = any(f.parameter.is_meta for f in found)
@@ -121,10 +114,10 @@ class ParamGroup:
     def _dtensor(self, param: ShardedParam, requires_grad: bool) -> nn.Parameter:
         return sharded_parameter(
             param.local,
-            mesh=self.placing.mesh,
-            placements=(Shard(0),),
-            shape=param.layout.shape,
-            stride=contiguous_stride(param.layout.shape),
+            mesh=param.spec.mesh,
+            placements=param.spec.placements,
+            shape=param.spec.shape,
+            stride=param.spec.stride,
             requires_grad=requires_grad,
         )
 
@@ -134,7 +127,7 @@ class ParamGroup:
         rank, layout = self.placing.rank, param.layout
         start = layout.start(rank)
         with torch.no_grad():
-            param.local.copy_(source.detach()[start : start + layout.rows(rank)])
+            param.local.copy_(source.detach().narrow(layout.dim, start, layout.rows(rank)))
 
     # ---- alias repair --------------------------------------------------------------------------------------
 
@@ -179,13 +172,13 @@ class ParamGroup:
         self.swap.put(self._slot_shards)
 
     def _check_standing(self, param: ShardedParam, standing: nn.Parameter | None) -> None:
-        if isinstance(standing, DTensor) and standing.shape == param.layout.shape:
+        if isinstance(standing, DTensor) and standing.shape == param.spec.shape:
             local = local_of(standing)
             if tuple(local.shape) == param.layout.local_shape(self.placing.rank):
                 return
         found = "nothing" if standing is None else f"{type(standing).__name__} of shape {tuple(standing.shape)}"
         raise RuntimeError(
-            f"{param.name}: expected the sharded DTensor parameter of shape {param.layout.shape} on its module, found "
+            f"{param.name}: expected the sharded DTensor parameter of shape {param.spec.shape} on its module, found "
             f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into the "
             f"parameter in place"
         )

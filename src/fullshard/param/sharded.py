@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks
 from ..layout import ShardLayout
 from .pending import PendingGrad
+from .placement import Spec
 from .swap import Slot
 
 
@@ -36,12 +37,16 @@ class ShardedParam:
         "reduced",
         "sharded",
         "slots",
+        "spec",
     )
 
-    def __init__(self, name: str, slots: tuple[Slot, ...], layout: ShardLayout) -> None:
+    def __init__(self, name: str, slots: tuple[Slot, ...], layout: ShardLayout, spec: Spec) -> None:
         self.name = name
         self.slots = slots
+        # How the ranks of the shard axis cut it; the shape is that of `full`.
         self.layout = layout
+        # What `sharded` says about itself.
+        self.spec = spec
         self.sharded: nn.Parameter
         self.local: Tensor
         self.full: nn.Parameter

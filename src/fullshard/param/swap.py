@@ -66,6 +66,8 @@ class Found(NamedTuple):
     # Dotted name below the unit's module, of the first slot.
     name: str
     slots: tuple[Slot, ...]
+    # The dim to cut, not negative.
+    dim: int = 0
 
 
 def managed_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:

@@ -6,5 +6,6 @@ no output gradient announced it), `tree` (tensors in arguments and outputs).
 from .executor import Executor as Executor
 from .root import Root as Root
 from .root import root_of as root_of
+from .unit import Part as Part
 from .unit import Unit as Unit
 from .unit import unit_of as unit_of

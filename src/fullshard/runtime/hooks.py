@@ -51,8 +51,8 @@ class UnitHooks:
         root = unit.root
         if root is None or root.provisional:
             root = root_of(unit)
-        if unit.record.index == 0 and unit.placing.device.type != "cpu":
-            args, kwargs = to_device(args, unit.placing.device), to_device(kwargs, unit.placing.device)
+        if unit.record.index == 0 and unit.device.type != "cpu":
+            args, kwargs = to_device(args, unit.device), to_device(kwargs, unit.device)
         policy = unit.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)

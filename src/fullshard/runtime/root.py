@@ -38,7 +38,7 @@ class Root:
         # Made for one unit by an early `unshard`; gives way to the real one.
         self.provisional = provisional
         self.options = options = Options.from_environment()
-        device = self.units[0].placing.device
+        device = self.units[0].device
         self.pool = BufferPool(keep=device.type == "cpu")
         self.executor = Executor(
             self.units, self.pool, reductions_in_flight=options.reductions_in_flight, check=options.check

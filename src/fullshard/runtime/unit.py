@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ from ..comm import (
     CastGather,
     Dtypes,
     GatherChannel,
+    Links,
     PlannedGather,
     ReduceChannel,
-    ShardGroup,
     SharedGather,
     reduce_channel,
 )
@@ -40,28 +40,40 @@ def unit_of(module: nn.Module) -> Unit | None:
     return cast("Unit | None", module.__dict__.get(_ATTRIBUTE))
 
 
+class Part(NamedTuple):
+    """Parameters of a unit that share a mesh. They become one group for each of their dtypes."""
+
+    found: Sequence[Found]
+    placing: Placing
+    links: Links
+
+
 class Unit:
     """`reshard_after_forward` is what the user said: None means yes unless the unit turns out to be the root."""
 
     def __init__(
         self,
         module: nn.Module,
-        found: Sequence[Found],
+        parts: Sequence[Part],
         *,
-        shard_group: ShardGroup,
-        placing: Placing,
+        device: torch.device,
         policy: MixedPrecisionLike,
         reshard_after_forward: bool | None,
     ) -> None:
         self.module = module
-        self.shard_group = shard_group
-        self.placing = placing
+        # Where it computes.
+        self.device = device
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.record = UnitRecord(type(module).__name__, 0, reshard_after_forward=reshard_after_forward is not False)
-        self.groups = [
-            ParamGroup(part, resolve_precision(policy, part[0].parameter.dtype), placing) for part in _by_dtype(found)
-        ]
+        self.groups: list[ParamGroup] = []
+        # By group: with whom it is exchanged.
+        self.links: list[Links] = []
+        for part in parts:
+            for same in _by_dtype(part.found):
+                precision = resolve_precision(policy, same[0].parameter.dtype)
+                self.groups.append(ParamGroup(same, precision, part.placing))
+                self.links.append(part.links)
         self.record.empty = not self.groups
         self.root: Root | None = None
         self.gathers: list[GatherChannel] = []
@@ -95,7 +107,7 @@ class Unit:
     @property
     def may_read_early(self) -> bool:
         """Whether a backward that nothing announced could read weights while they arrive in their final memory."""
-        return not self.is_watched and self.shard_group.world > 1 and any(g.plan.direct for g in self.groups)
+        return not self.is_watched and any(g.placing.world > 1 and g.plan.direct for g in self.groups)
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -115,13 +127,15 @@ class Unit:
         pool = self._pool
         assert pool is not None
         with torch.inference_mode(False):
-            self.gathers = [self._gather_channel(group, pool) for group in self.groups]
+            self.gathers = [
+                self._gather_channel(group, links, pool) for group, links in zip(self.groups, self.links, strict=True)
+            ]
         self._reduces = [{} for _ in self.groups]
         self._knows_trainable = False
 
-    def _gather_channel(self, group: ParamGroup, pool: BufferPool) -> GatherChannel:
-        if self.shard_group.world > 1:
-            return PlannedGather(self.shard_group, group.pack, group.plan, group.flat, group.memory, pool)
+    def _gather_channel(self, group: ParamGroup, links: Links, pool: BufferPool) -> GatherChannel:
+        if links.shard.world > 1:
+            return PlannedGather(links.shard, group.pack, group.plan, group.flat, group.memory, pool)
         if group.precision.storage is group.precision.compute:
             return SharedGather()
         return CastGather(group.flat, group.memory)
@@ -138,7 +152,7 @@ class Unit:
             precision = group.precision
             dtypes = Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage)
             channel = known[group.trainable] = reduce_channel(
-                self.shard_group, pack, dtypes, self._pool, communication=self._communication
+                self.links[position], pack, dtypes, self._pool, communication=self._communication
             )
         return channel
 
