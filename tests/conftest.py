@@ -20,7 +20,7 @@ from typing import Any  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.harness import hang  # noqa: E402
+from tests.harness import hang, recording  # noqa: E402
 
 HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "procs": 120.0, "gpu": 120.0}
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(ALLOWED_SKIPS),
         help="file of glob patterns of test ids that may be skipped; any other skip fails the run ('' allows all)",
     )
+    parser.addoption(
+        "--record-behaviours",
+        default="",
+        help="run the tests with a behaviour mark only, for torch too, and write what came of them to this file "
+        "(use python -m tests.harness.behaviours)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # terminal.
     config.stash[_TERMINAL] = os.fdopen(os.dup(2), "w")
     config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
+    config.addinivalue_line("markers", "behaviour(title, area, torch, reason): tests/harness/behaviours.py")
+    if config.getoption("--record-behaviours"):
+        config.pluginmanager.register(recording.Recorder(Path(config.getoption("--record-behaviours"))), "recorder")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    recording.parametrize(metafunc)
 
 
 _TERMINAL = pytest.StashKey[Any]()
@@ -74,6 +87,10 @@ def _has_accelerator() -> bool:
 def _limited(item: pytest.Item, stage: str) -> Generator[None, Any, Any]:
     mark = item.get_closest_marker("hang_after")
     seconds = float(mark.args[0]) if mark else HANG_SECONDS.get(_tier(item) or "", 60.0)
+    if item.config.getoption("--record-behaviours"):
+        case = recording.case_of_item(item)
+        if case is not None and case.only_when_written:
+            seconds = min(seconds, recording.HANG_SECONDS_WHEN_BETTER)
     with hang.limit(seconds, f"{stage} of {item.nodeid}", terminal=item.config.stash[_TERMINAL]):
         return (yield)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.implementations import Implementation, for_each_implementation
 
@@ -96,6 +97,7 @@ def test_policies_have_torch_s_fields_and_defaults(name: str) -> None:
     assert _signature(ours) == _signature(theirs)
 
 
+@behaviour("`MixedPrecisionPolicy` is frozen", area="surface")
 @for_each_implementation
 def test_mixed_precision_policy_is_frozen(impl: Implementation) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -145,6 +147,7 @@ def test_a_two_axis_mesh_is_refused_by_name() -> None:
 # ---- the class -----------------------------------------------------------------------------------------------
 
 
+@behaviour("the class of the module is swapped in place, one class for each", area="surface")
 @for_each_implementation
 def test_the_class_is_swapped_in_place(impl: Implementation, world: None) -> None:
     linear, other = nn.Linear(3, 2), nn.Linear(2, 2)
@@ -156,6 +159,7 @@ def test_the_class_is_swapped_in_place(impl: Implementation, world: None) -> Non
     assert repr(linear).startswith("FSDPLinear(")
 
 
+@behaviour("slicing a sharded `nn.Sequential` gives a plain one", area="surface")
 @for_each_implementation
 def test_slicing_a_sharded_container_gives_a_plain_one(impl: Implementation, world: None) -> None:
     model = impl.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
@@ -258,6 +262,7 @@ ERRORS: dict[str, tuple[type[Exception], Any]] = {
 }
 
 
+@behaviour("refused, by the same type of error: {case}", area="errors")
 @for_each_implementation
 @pytest.mark.parametrize("case", ERRORS)
 def test_error_types(case: str, impl: Implementation, world: None) -> None:
@@ -268,6 +273,7 @@ def test_error_types(case: str, impl: Implementation, world: None) -> None:
     assert not isinstance(caught.value, NotImplementedError) or error is NotImplementedError
 
 
+@behaviour("the text of the error for a 0-dim parameter", area="errors")
 @for_each_implementation
 def test_the_text_for_a_scalar_says_what_to_do(impl: Implementation, world: None) -> None:
     """Callers are known to match on this sentence."""
@@ -275,6 +281,7 @@ def test_the_text_for_a_scalar_says_what_to_do(impl: Implementation, world: None
         impl.fully_shard(_Scalar())
 
 
+@behaviour("`register_fsdp_forward_method` on a plain module does nothing", area="surface")
 @for_each_implementation
 def test_register_forward_method_on_a_plain_module_does_nothing(impl: Implementation) -> None:
     linear = nn.Linear(2, 2)

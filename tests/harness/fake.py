@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.harness import worlds
+
 
 @contextmanager
 def fake_world(world: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
@@ -23,6 +25,7 @@ def fake_world(world: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
             f"fake_world({world}) expects that this process has no process group, but one of "
             f"{dist.get_world_size()} ranks is initialised; destroy it first (fake worlds do not nest)"
         )
+    worlds.note("fake", world)
     excepthook = sys.excepthook  # every init_process_group puts one more around the last
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
-from tests.harness import hang
+from tests.harness import hang, worlds
 from tests.harness.errors import RankReport, RanksFailed
 from tests.harness.worker import STACKS_SIGNAL, Job
 from tests.harness.worker import main as worker_main
@@ -137,6 +137,8 @@ class ProcessPool:
             ) from error
         workers = self._ready_workers(world)
         self.jobs_run += 1
+        if group:
+            worlds.note("gloo", world)
         all_answered = False
         self.busy = workers
         try:

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from tests.harness import worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
 
 # How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
@@ -62,6 +63,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
             "run_ranks expects that this process has no process group, but one is initialised; "
             "leave fake_world() or call destroy_process_group() first"
         )
+    worlds.note("threads", world)
     run = _Run(world, fn, args)
     excepthook = sys.excepthook
     torch._C._distributed_c10d._set_thread_isolation_mode(True)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     Implementation,
     each_case,
@@ -31,6 +32,7 @@ from tests.harness.models import (
 # ---- parameters ----------------------------------------------------------------------------------------------
 
 
+@behaviour("parameters are DTensors, cut as `torch.chunk` cuts, uneven and empty shards included", area="parameters")
 @for_each_implementation
 @each_case
 @pytest.mark.parametrize("world", [2, 3])
@@ -55,6 +57,7 @@ def test_parameters_are_dtensors_cut_as_torch_chunk_cuts(case: Case, impl: Imple
     run(rank_main, impl, world=world)
 
 
+@behaviour("plain and full inside forward, sharded outside, and always the same object", area="parameters")
 @for_each_implementation
 def test_full_in_forward_sharded_outside_and_always_the_same_object(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -74,6 +77,7 @@ def test_full_in_forward_sharded_outside_and_always_the_same_object(impl: Implem
     run(rank_main, impl)
 
 
+@behaviour("`ignored_params` stay as they are and train locally", area="parameters")
 @for_each_implementation
 def test_ignored_parameters_stay_as_they_are(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -88,6 +92,7 @@ def test_ignored_parameters_stay_as_they_are(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("meta device, `fully_shard`, `to_empty`, then data in the local shards", area="initialisation")
 @for_each_implementation
 def test_meta_initialisation(impl: Implementation) -> None:
     reference = BY_NAME["residual"].build()
@@ -108,6 +113,7 @@ def test_meta_initialisation(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("`model.double()` after sharding", area="parameters")
 @for_each_implementation
 def test_dtype_may_be_changed_after_sharding(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -126,6 +132,10 @@ def test_dtype_may_be_changed_after_sharding(impl: Implementation) -> None:
 # ---- when parameters are full --------------------------------------------------------------------------------
 
 
+@behaviour(
+    "`reshard_after_forward={reshard}`: what is registered between forward and backward",
+    area="when parameters are full",
+)
 @for_each_implementation
 @pytest.mark.parametrize("reshard", [True, False, None])
 def test_registered_parameters_between_forward_and_backward(reshard: bool | None, impl: Implementation) -> None:
@@ -147,6 +157,7 @@ def test_registered_parameters_between_forward_and_backward(reshard: bool | None
     run(rank_main, impl)
 
 
+@behaviour("`set_reshard_after_forward` and `set_reshard_after_backward`", area="when parameters are full")
 @for_each_implementation
 def test_set_reshard_after_forward_and_backward(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -168,6 +179,7 @@ def test_set_reshard_after_forward_and_backward(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("`unshard`, `unshard(async_op=True)` and `reshard`, once or twice", area="when parameters are full")
 @for_each_implementation
 def test_unshard_and_reshard(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -192,6 +204,7 @@ def test_unshard_and_reshard(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("forward under `torch.no_grad` frees what it gathered", area="when parameters are full")
 @for_each_implementation
 def test_forward_without_grad(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -205,6 +218,7 @@ def test_forward_without_grad(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("explicit prefetch lists change no value", area="prefetch")
 @for_each_implementation
 def test_explicit_prefetch_changes_no_value(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:

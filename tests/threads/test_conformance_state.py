@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     Implementation,
     for_each_implementation,
@@ -26,6 +27,7 @@ from tests.harness.models import (
 # ---- mixed precision -----------------------------------------------------------------------------------------
 
 
+@behaviour("dtypes of parameters, inputs, outputs and gradients under a policy", area="mixed precision")
 @for_each_implementation
 def test_mixed_precision_dtypes(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -45,6 +47,7 @@ def test_mixed_precision_dtypes(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("inputs are cast in any nesting, or left alone by `cast_forward_inputs=False`", area="mixed precision")
 @for_each_implementation
 def test_inputs_are_left_alone_when_asked(impl: Implementation) -> None:
     class KeepsInput(nn.Module):
@@ -68,6 +71,7 @@ def test_inputs_are_left_alone_when_asked(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("bfloat16 gradients are reduced in float32", area="mixed precision")
 @for_each_implementation
 def test_reduction_in_float32_of_bfloat16_gradients(impl: Implementation) -> None:
     """Each rank's bfloat16 gradient is exact here, and so is their float32 mean; a bfloat16 sum would round it away."""
@@ -86,6 +90,7 @@ def test_reduction_in_float32_of_bfloat16_gradients(impl: Implementation) -> Non
 # ---- state dicts ---------------------------------------------------------------------------------------------
 
 
+@behaviour("`state_dict` is sharded and needs no communication; `load_state_dict` puts it back", area="state")
 @for_each_implementation
 def test_state_dict_is_sharded_and_needs_no_communication(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -123,6 +128,7 @@ def test_state_dict_is_sharded_and_needs_no_communication(impl: Implementation) 
     run(rank_main, impl)
 
 
+@behaviour("`load_state_dict(assign=True)`", area="state")
 @for_each_implementation
 def test_state_dict_may_be_assigned(impl: Implementation) -> None:
     """`load_state_dict(assign=True)` replaces the parameters; the next step uses what was assigned."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     FULLSHARD,
     Implementation,
@@ -43,6 +44,7 @@ from tests.harness.models import (
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
+@behaviour("gradients are DTensors with the mean over ranks, and add up", area="gradients")
 @for_each_implementation
 @each_case
 def test_gradients_are_dtensors_with_the_mean_over_ranks(case: Case, impl: Implementation) -> None:
@@ -70,6 +72,7 @@ def test_gradients_are_dtensors_with_the_mean_over_ranks(case: Case, impl: Imple
     run(rank_main, impl)
 
 
+@behaviour("a parameter that no rank used has no gradient", area="gradients")
 @for_each_implementation
 def test_a_parameter_that_no_rank_used_has_no_gradient(impl: Implementation) -> None:
     class Partly(nn.Module):
@@ -89,6 +92,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(impl: Implementation) -> 
     run(rank_main, impl)
 
 
+@behaviour("`requires_grad` may be switched between steps", area="gradients")
 @for_each_implementation
 def test_requires_grad_may_be_switched_between_steps(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -104,6 +108,7 @@ def test_requires_grad_may_be_switched_between_steps(impl: Implementation) -> No
     run(rank_main, impl)
 
 
+@behaviour("accumulation under `set_requires_gradient_sync(False)`", area="gradients")
 @for_each_implementation
 def test_accumulation_without_synchronisation(impl: Implementation) -> None:
     """Two micro-batches of which only the second reduces: the gradient is the sum of both, averaged over ranks."""
@@ -134,6 +139,7 @@ def test_accumulation_without_synchronisation(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("activation checkpointing: {kind}", area="recomputation")
 @for_each_implementation
 @pytest.mark.parametrize("kind", ["inside", "inside_reentrant", "outside"])
 def test_activation_checkpointing(kind: str, impl: Implementation) -> None:
@@ -173,6 +179,7 @@ def test_activation_checkpointing(kind: str, impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("two forwards, then one backward", area="autograd")
 @for_each_implementation
 def test_two_forwards_then_one_backward(impl: Implementation) -> None:
     case = BY_NAME["transformer"]
@@ -211,6 +218,7 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = 
 }
 
 
+@behaviour("outputs in a {container} reach backward", area="autograd")
 @for_each_implementation
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_outputs_in_any_container_reach_backward(container: str, impl: Implementation) -> None:
@@ -248,6 +256,7 @@ def test_outputs_in_any_container_reach_backward(container: str, impl: Implement
     run(rank_main, impl)
 
 
+@behaviour("`register_post_accumulate_grad_hook` sees the reduced gradient", area="gradients")
 @for_each_implementation
 def test_hooks_on_sharded_parameters_see_the_reduced_gradient(impl: Implementation) -> None:
     """`register_post_accumulate_grad_hook`, as an optimizer that steps inside backward uses it."""
@@ -266,6 +275,7 @@ def test_hooks_on_sharded_parameters_see_the_reduced_gradient(impl: Implementati
 # ---- clipping and optimizer ----------------------------------------------------------------------------------
 
 
+@behaviour("`clip_grad_norm_` by the global norm: {norm_type}", area="clipping")
 @for_each_implementation
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_by_the_global_norm(norm_type: float, impl: Implementation) -> None:
@@ -292,6 +302,7 @@ def test_clipping_by_the_global_norm(norm_type: float, impl: Implementation) -> 
     run(rank_main, impl)
 
 
+@behaviour("training with AdamW equals the plain model, optimizer state included", area="training")
 @for_each_implementation
 @each_case
 @pytest.mark.parametrize("world", [1, 2])

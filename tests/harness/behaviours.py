@@ -1,0 +1,246 @@
+"""Behaviours that users rely on: the mark that a conformance test carries, and the rows that the marks make.
+
+    @behaviour("slicing a sharded container gives a plain one", area="surface")
+    @for_each_implementation
+    def test_slicing(impl): ...
+
+`docs/compatibility.md` is made of these rows and of what came of running the tests for torch's FSDP2 and for fullshard:
+
+    python -m tests.harness.behaviours --write              # all marked tests, a few minutes
+    python -m tests.harness.behaviours --write tests/threads/test_x.py   # these files; the other results are kept
+    python -m tests.harness.behaviours --check              # no run: is the page what marks and results say?
+
+The results of both implementations are a dated document beside the page, one line for each test and implementation; the
+page is a function of the marks and of that document, and `tests/pure/test_compatibility.py` compares it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+
+# In the order of the page.
+AREAS = (
+    "surface",
+    "errors",
+    "parameters",
+    "strategies",
+    "placement",
+    "when parameters are full",
+    "prefetch",
+    "mixed precision",
+    "gradients",
+    "autograd",
+    "recomputation",
+    "communication",
+    "clipping",
+    "training",
+    "offload",
+    "initialisation",
+    "extensions",
+    "state",
+    "failures",
+)
+
+Verdict = Literal["same", "better", "different", "none"]
+
+
+def behaviour(title: str, *, area: str, torch: Verdict = "same", reason: str = "") -> pytest.MarkDecorator:
+    """Mark a test as the proof of one row of `docs/compatibility.md`; several tests may show the same row.
+
+    `title` says what holds, as a user would say it. Names in braces are the test's parameters, so that
+    `"refuses: {case}"` makes a row of each case. The mark may also stand on one case, `pytest.param(x, marks=behaviour(
+    ...))`, and then goes before the one on the test. `area`: one of `AREAS`. `torch` says how torch's FSDP2 compares:
+
+    * `"same"`: it passes, too. The test runs for both, under `@for_each_implementation`, always.
+    * `"better"`: we pass and it fails. The test takes `impl` and is *not* under `@for_each_implementation`: it runs for
+      fullshard, and for torch only when the page is written, which notes how torch fails (a wrong result, an error, a
+      hang, a crash). That torch fails is checked, so that the row goes when torch has mended it.
+    * `"different"`: both have it and behave otherwise. The test may run for both (with `impl`, asserting each one's own
+      behaviour) or for fullshard alone.
+    * `"none"`: torch has no such thing.
+
+    `reason` is wanted for all but "same": what is better or different, and why. Raises ValueError for a mark that the
+    page could not show.
+    """
+    if area not in AREAS:
+        raise ValueError(f"behaviour({title!r}): area is one of {', '.join(AREAS)}, not {area!r}; or add yours there")
+    if torch not in get_args(Verdict):
+        raise ValueError(f"behaviour({title!r}): torch is one of {', '.join(get_args(Verdict))}, not {torch!r}")
+    if (torch == "same") == bool(reason):
+        raise ValueError(
+            f"behaviour({title!r}): a reason is expected exactly when torch is not 'same'; torch is {torch!r}, the "
+            f"reason {reason!r}"
+        )
+    return pytest.mark.behaviour(title, area=area, torch=torch, reason=reason)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a marked test, before it runs. `implementation`: "torch" or "fullshard"; a test without `impl` is ours
+    alone, and `asks` is false for it."""
+
+    area: str
+    title: str
+    torch: Verdict
+    reason: str
+    test: str  # tests/threads/test_x.py::test_y
+    implementation: str
+    asks: bool
+
+    @property
+    def only_when_written(self) -> bool:
+        return self.torch == "better" and self.implementation == "torch"
+
+
+def case_of(test: str, marks: Iterable[Any], params: dict[str, Any]) -> Case | None:
+    """The case that a test with these marks (its own first, its parameters' after them) and parameters is."""
+    found = [mark for mark in marks if mark.name == "behaviour"]
+    if not found:
+        return None
+    mark = found[-1]
+    title = mark.args[0].format(**params)
+    implementation = getattr(params.get("impl"), "name", params.get("impl", "fullshard"))
+    return Case(area=mark.kwargs["area"], title=title, torch=mark.kwargs["torch"], reason=mark.kwargs["reason"],
+                test=test, implementation=implementation, asks="impl" in params)  # fmt: skip
+
+
+def implementations_of(function: Any, given: dict[str, Any]) -> list[str]:
+    """What `impl` is for a marked test that asks for it without being parametrised by it; empty if not."""
+    if "impl" in given or "impl" not in inspect.signature(function).parameters:
+        return []
+    return ["fullshard", "torch"]
+
+
+# ---- collection, without a run -------------------------------------------------------------------------------
+
+
+def marked_files(folder: Path = TESTS) -> list[Path]:
+    """The test files in which a mark is made."""
+    files = sorted(folder.glob("*/test_*.py"))
+    return [path for path in files if re.search(r"^from tests\.harness\.behaviours import ", path.read_text(), re.M)]
+
+
+def cases_of_module(module: ModuleType, path: str) -> Iterator[Case]:
+    """What pytest would run of a module's marked functions, from their marks; its files' fixtures are not asked."""
+    for name, function in vars(module).items():
+        if not name.startswith("test") or getattr(function, "__module__", None) != module.__name__:
+            continue
+        own = list(getattr(function, "pytestmark", []))
+        for params, extra in _parameter_sets([mark for mark in own if mark.name == "parametrize"]):
+            for impl in implementations_of(function, params) or [None]:
+                case = case_of(f"{path}::{name}", [*own, *extra], params if impl is None else {**params, "impl": impl})
+                if case is not None:
+                    yield case
+
+
+def _parameter_sets(marks: list[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    """(parameters, marks on them) of every combination of the `parametrize` marks."""
+    axes = []
+    for mark in marks:
+        names, values = mark.args[:2] if len(mark.args) > 1 else (mark.args[0], mark.kwargs["argvalues"])
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        axis = []
+        for value in values:
+            extra = list(getattr(value, "marks", ())) if hasattr(value, "marks") else []
+            plain = value.values if hasattr(value, "marks") else (value if len(names) > 1 else (value,))
+            axis.append((dict(zip(names, plain, strict=True)), [getattr(mark, "mark", mark) for mark in extra]))
+        axes.append(axis)
+    for combination in itertools.product(*axes):
+        params = {name: value for chosen, _ in combination for name, value in chosen.items()}
+        yield params, [mark for _, extra in combination for mark in extra]
+
+
+def collect() -> list[Case]:
+    """The cases of all marked files, which are imported for it."""
+    cases: list[Case] = []
+    for path in marked_files():
+        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        cases += cases_of_module(importlib.import_module(name), path.relative_to(ROOT).as_posix())
+    return cases
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One line of the page. `runs[test]` are the implementations that the test runs for."""
+
+    area: str
+    title: str
+    torch: Verdict
+    reason: str
+    runs: dict[str, set[str]] = field(default_factory=dict)
+
+
+def rows_of(cases: Iterable[Case]) -> tuple[list[Row], list[str]]:
+    """The rows in the order of the page, and what is wrong with the marks."""
+    rows: dict[tuple[str, str], Row] = {}
+    wrong: list[str] = []
+    for case in cases:
+        row = rows.setdefault((case.area, case.title), Row(case.area, case.title, case.torch, case.reason))
+        if (row.torch, row.reason) != (case.torch, case.reason):
+            wrong.append(
+                f"{case.test}: {case.title!r} is {case.torch!r} ({case.reason!r}) here and {row.torch!r} "
+                f"({row.reason!r}) elsewhere; marks of one row agree"
+            )
+        row.runs.setdefault(case.test, set()).add(case.implementation)
+    for row in rows.values():
+        for test, implementations in row.runs.items():
+            if "fullshard" not in implementations:
+                wrong.append(f"{test}: {row.title!r} does not run for fullshard")
+            if row.torch == "same" and "torch" not in implementations:
+                wrong.append(
+                    f"{test}: {row.title!r} is 'same', but does not run for torch; use @for_each_implementation"
+                )
+            if row.torch == "better" and "torch" not in implementations:
+                wrong.append(f"{test}: {row.title!r} is 'better', but the test has no `impl` to run it for torch")
+            if row.torch == "none" and "torch" in implementations:
+                wrong.append(f"{test}: torch has no {row.title!r}, but the test asks for `impl`")
+    return sorted(rows.values(), key=lambda row: (AREAS.index(row.area), row.title.lower())), wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.harness.behaviours", description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="run marked tests and write the page and the results")
+    action.add_argument("--check", action="store_true", help="compare the page with the marks and the results")
+    action.add_argument("--list", action="store_true", help="the rows that the marks make")
+    parser.add_argument("files", nargs="*", type=Path, help="run these test files only; default: all with marks")
+    parsed = parser.parse_args(arguments)
+    from tests.harness import compatibility, recording  # they import this module
+
+    # This file runs as __main__; what the tests import is the module of its name.
+    module = importlib.import_module("tests.harness.behaviours")
+    if parsed.write:
+        files = [path.resolve().relative_to(ROOT).as_posix() for path in parsed.files]
+        recording.record(files)
+    cases = module.collect()
+    if parsed.list:
+        for row in module.rows_of(cases)[0]:
+            print(f"{row.area}: {row.title} [{row.torch}] {', '.join(row.runs)}")
+        return 0
+    if parsed.write:
+        compatibility.write_page(cases)
+    problems = compatibility.problems(cases)
+    print("\n".join(problems) or "the page is what marks and results say")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
