@@ -11,6 +11,7 @@ import datetime
 import json
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,9 @@ class Recorder:
         kept = [item for item in items if cases[item] is not None and item.nodeid not in self.done]
         # Last those that may leave a mess: nothing of ours runs after them.
         kept.sort(key=lambda item: bool(cases[item] and cases[item].only_when_written))
+        for item in kept:
+            if (case := cases[item]) and case.only_when_written:
+                item.add_marker(pytest.mark.filterwarnings("ignore"))  # torch's warnings are no failures of torch
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
 
@@ -194,7 +198,7 @@ def _run_all(files: list[str], path: Path, options: tuple[str, ...] = ()) -> Non
                 )
             return
         # A signal took it, or the second stage of the hang timer did.
-        outcome, detail = ("crash", f"signal {-child.returncode}") if child.returncode < 0 else ("hang", "")
+        outcome, detail = ("crash", signal.Signals(-child.returncode).name) if child.returncode < 0 else ("hang", "")
         _append(path, {**open_[0], "state": "ended", "outcome": outcome, "detail": detail, "worlds": []})
 
 

@@ -157,7 +157,7 @@ def test_failures_of_torch_are_recorded_as_they_happen(tmp_path: Path) -> None:
         ("wrong", "torch"): ("wrong", "one is not two"),
         ("error", "torch"): ("error", "RuntimeError: as torch says"),
         ("hang", "torch"): ("hang", ""),
-        ("crash", "torch"): ("crash", "signal 9"),
+        ("crash", "torch"): ("crash", "SIGKILL"),
         ("pass", "torch"): ("pass", ""),
         ("skip", "torch"): ("skipped", "not here"),
     }

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import fully_shard
+from tests.harness.implementations import FULLSHARD, Implementation, kinds
 from tests.harness.threads import run_ranks
 
 VOCABULARY, WIDTH, ROWS = 11, 6, 2
@@ -194,7 +195,7 @@ def recomputed(reentrant: bool) -> type[Model]:
 
 
 class TwiceInOneSegment(Model):
-    """A block used twice inside one reentrant checkpoint (torch's FSDP2 loses the second use's gradient here)."""
+    """A block used twice inside one reentrant checkpoint."""
 
     def forward(self, tokens: Tensor, depth: int | None = None) -> Any:
         x = self.embedding(tokens)
@@ -298,11 +299,11 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def shard(model: Any, **options: Any) -> Any:
+def shard(model: Any, impl: Implementation = FULLSHARD, **options: Any) -> Any:
     """Every block a unit, then the whole."""
     for layer in model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
+        impl.fully_shard(layer, **options)
+    return impl.fully_shard(model, **options)
 
 
 def batch(world: int, step: int) -> Tensor:
@@ -314,17 +315,21 @@ def part(tokens: Tensor, rank: int) -> Tensor:
     return tokens[rank * ROWS : (rank + 1) * ROWS]
 
 
-def run_program(name: str, world: int, *, accumulate: bool = False, **options: Any) -> None:
+def run_program(
+    name: str, world: int, *, impl: Implementation = FULLSHARD, accumulate: bool = False, **options: Any
+) -> None:
     """Train and compare; AssertionError names the parameter and the step."""
     program = PROGRAMS[name]
     torch.manual_seed(0)
     base = program.model()
-    run_ranks(world, _train, program, base, world, accumulate, options)
+    run_ranks(world, _train, program, base, impl, world, accumulate, options)
 
 
-def _train(rank: int, program: Program, base: nn.Module, world: int, accumulate: bool, options: Any) -> None:
+def _train(
+    rank: int, program: Program, base: nn.Module, impl: Implementation, world: int, accumulate: bool, options: Any
+) -> None:
     reference: Any = copy.deepcopy(base)
-    model = shard(copy.deepcopy(base), **options)
+    model = shard(copy.deepcopy(base), impl, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
     assert dist.get_rank() == rank
     for step in range(STEPS):
@@ -341,8 +346,11 @@ def _train(rank: int, program: Program, base: nn.Module, world: int, accumulate:
     for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         difference = (ours.full_tensor() - theirs).abs().max()
         assert difference <= 2e-5 * theirs.abs().max() + 1e-7, f"{name}: off by {difference:g}"
-    live = {unit.name: unit.full_nbytes_live for unit in fullshard.inspect_units(model) if unit.full_nbytes_live}
-    assert not live, f"full parameters left in memory: {live}"
+    if impl is FULLSHARD:
+        live = {unit.name: unit.full_nbytes_live for unit in fullshard.inspect_units(model) if unit.full_nbytes_live}
+        assert not live, f"full parameters left in memory: {live}"
+    else:
+        assert kinds(model) == {DTensor}, "full parameters left on the module"
 
 
 def _compare_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:
