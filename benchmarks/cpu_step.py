@@ -1,8 +1,8 @@
 """One training step on CPU: no communication, DDP, FSDP1, torch's FSDP2 and fullshard, side by side in one run.
 
-    python -m benchmarks.cpu_step                                   2 and 4 ranks, both workloads; under eight minutes
-    on two cores python -m benchmarks.cpu_step --worlds 2 --workloads light      one of them python -m
-    benchmarks.cpu_step --adamw                           the optimizer step belongs to the measured step
+    python -m benchmarks.cpu_step                                2 and 4 ranks, both workloads; 2.5 minutes on two cores
+    python -m benchmarks.cpu_step --worlds 2 --workloads light   one of them
+    python -m benchmarks.cpu_step --adamw                        the optimizer step belongs to the measured step
 
 Rounds are interleaved (each way of training takes one step in turn, then all again), so that a slow spell of the
 machine hits all of them; ratios are taken within a round and their median is reported. Absolute times on a shared

@@ -8,6 +8,7 @@ from .api import clip_grad_norm_ as clip_grad_norm_
 from .api import fully_shard as fully_shard
 from .api import inspect_units as inspect_units
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
+from .api import step_on_shards as step_on_shards
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .policy import OffloadPolicy as OffloadPolicy
@@ -24,4 +25,5 @@ __all__ = [
     "fully_shard",
     "inspect_units",
     "register_fsdp_forward_method",
+    "step_on_shards",
 ]

@@ -1,0 +1,228 @@
+"""Optimizers that step on local shards: torch's own arithmetic, without a DTensor dispatch per parameter.
+
+During `step()` the optimizer sees plain tensors, the shards themselves:
+
+    param_groups[i]["params"]    the local tensors, with the local gradients on `.grad`
+    state                        the same state tensors, without their DTensor wrappers
+
+and before it returns everything is back: parameters, and state as DTensors over the tensors that were written. So
+`state_dict()`, DCP, schedulers, hooks and scalers find what they always find. This is right for optimizers that treat
+each element by itself, and for these alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch_compat import dtensor_like, local_of
+from ..param import PendingGrad
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+
+# What these do to an element depends on that element, its gradient, its state and scalars.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+_ATTRIBUTE = "_fullshard_mirrors"
+_CLASSES: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
+    """Let `optimizer.step()` work on the local tensors of sharded parameters; the same optimizer, changed in place.
+
+    Same values, states and state dicts as without it, at the cost of plain tensors: torch's optimizers otherwise pay a
+    DTensor dispatch for every operation and parameter. `foreach`, `fused` and `capturable` keep their meaning.
+
+        optimizer = fullshard.step_on_shards(torch.optim.AdamW(model.parameters(), lr=3e-4))
+
+    optimizer: one of torch's that treat each element by itself (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam,
+        RAdam, RMSprop, Rprop, SGD). Plain parameters among its parameters are stepped as always.
+    elementwise: True says that another class does so too. For one that does not (Muon, Adafactor, LBFGS, Shampoo: their
+        update of an element depends on other elements) the result would silently depend on the number of ranks.
+    Its class becomes a subclass of its own, `isinstance` and `type(...).__name__` hold. Applying it again does nothing.
+    Raises `TypeError` for something that is no optimizer and `ValueError` for a class that is not elementwise.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}; build it from "
+            f"model.parameters() and pass it here"
+        )
+    original = type(optimizer)
+    if _ATTRIBUTE in optimizer.__dict__:
+        return optimizer
+    if original not in ELEMENTWISE and not elementwise:
+        names = ", ".join(c.__name__ for c in ELEMENTWISE)
+        raise ValueError(
+            f"optimizer: expected one that treats each element by itself ({names}), found {original.__name__}; use it "
+            f"as it is, or pass elementwise=True if its update of an element depends on no other element"
+        )
+    optimizer.__dict__[_ATTRIBUTE] = {}
+    optimizer.__class__ = _stepping(original)
+    return optimizer
+
+
+def _stepping(original: type[Optimizer]) -> Any:
+    made = _CLASSES.get(original)
+    if made is None:
+        # Below the wrapper that runs the hooks of a step: they are to see the optimizer as it always is.
+        plain_step = getattr(original.step, "__wrapped__", original.step)
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            shards = _Shards(self)
+            try:
+                shards.put()
+                plain_step(self)
+            finally:
+                shards.take_back()
+            return loss
+
+        step.__doc__ = original.step.__doc__
+        hooked: Any = Optimizer.profile_hook_step(step)
+        hooked.hooked = True
+        made = type(original.__name__, (original,), {"step": hooked, "__module__": original.__module__})
+        _CLASSES[original] = made
+    return made
+
+
+class _Mirror:
+    """One sharded parameter as the optimizer sees it during a step."""
+
+    __slots__ = ("inner", "local", "outer", "proxy", "values")
+
+    def __init__(self, local: Tensor) -> None:
+        self.local = local
+        # Shares memory and version counter; `.grad` on it is nobody else's.
+        self.proxy = local.detach()
+        self.inner: dict[Any, Any] = {}
+        # What `inner` was made of: the optimizer's state dict of the parameter, and its values.
+        self.outer: Any = None
+        self.values: list[Any] = []
+
+    def refresh(self, outer: dict[Any, Any]) -> None:
+        """Follow `outer`: a state dict may have been loaded, or an entry replaced."""
+        if (
+            outer is self.outer
+            and len(outer) == len(self.values)
+            and all(map(operator.is_, outer.values(), self.values))
+        ):
+            return
+        self.inner = {key: local_of(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
+        self._note(outer)
+
+    def publish(self, parameter: Tensor, outer: dict[Any, Any]) -> None:
+        """Show in `outer` what a step added or replaced."""
+        inner = self.inner
+        if len(inner) == len(self.values) and all(map(self._shows, inner.values(), self.values)):
+            return
+        shape = self.local.shape
+        for key, value in inner.items():
+            old = outer.get(key)
+            if old is not None and self._shows(value, old):
+                continue
+            # A tensor of the shard's shape is one value per element; others (step counts) belong to the whole.
+            per_element = isinstance(value, Tensor) and value.shape == shape
+            outer[key] = dtensor_like(parameter, value) if per_element else value
+        for key in outer.keys() - inner.keys():
+            del outer[key]
+        self._note(outer)
+
+    @staticmethod
+    def _shows(inner: Any, outer: Any) -> bool:
+        return inner is outer or (isinstance(outer, DTensor) and local_of(outer) is inner)
+
+    def _note(self, outer: dict[Any, Any]) -> None:
+        self.outer = outer
+        self.values = list(outer.values())
+
+
+class _Shards:
+    """The exchange around one step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._mirrors: dict[Tensor, _Mirror] = optimizer.__dict__[_ATTRIBUTE]
+        self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._state = optimizer.state
+        self._used: list[tuple[Tensor, _Mirror]] = []
+
+    def put(self) -> None:
+        outer_state = self._state
+        inner_state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for group in self._optimizer.param_groups:
+            proxies: list[Tensor] = []
+            for parameter in group["params"]:
+                if not isinstance(parameter, DTensor):
+                    if parameter in outer_state:
+                        inner_state[parameter] = outer_state[parameter]
+                    proxies.append(parameter)
+                    continue
+                local = local_of(parameter)
+                mirror = self._mirrors.get(parameter)
+                if mirror is None or mirror.local is not local:
+                    mirror = self._mirrors[parameter] = _Mirror(local)
+                if parameter in outer_state:
+                    mirror.refresh(outer_state[parameter])
+                elif mirror.outer is not None:
+                    mirror = self._mirrors[parameter] = _Mirror(local)
+                mirror.proxy.grad = _local_gradient(parameter)
+                inner_state[mirror.proxy] = mirror.inner
+                proxies.append(mirror.proxy)
+                self._used.append((parameter, mirror))
+            self._groups.append((group, group["params"]))
+            group["params"] = proxies
+        self._optimizer.state = inner_state
+
+    def take_back(self) -> None:
+        """Also after a failure in `put` or in the step: whatever was exchanged is exchanged back."""
+        inner_state, outer_state = self._optimizer.state, self._state
+        for group, parameters in self._groups:
+            group["params"] = parameters
+        self._optimizer.state = outer_state
+        for parameter, mirror in self._used:
+            mirror.proxy.grad = None
+            if mirror.inner:
+                mirror.publish(parameter, outer_state[parameter])
+        if inner_state is not outer_state:
+            for group, _ in self._groups:
+                for parameter in group["params"]:
+                    if not isinstance(parameter, DTensor) and inner_state.get(parameter):
+                        outer_state[parameter] = inner_state[parameter]
+
+
+def _local_gradient(parameter: DTensor) -> Tensor | None:
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if isinstance(gradient, PendingGrad):
+        gradient.to_local()  # refuses, with the reason
+    if not isinstance(gradient, DTensor):
+        raise RuntimeError(
+            f"expected a DTensor on the .grad of a sharded parameter of shape {tuple(parameter.shape)}, found "
+            f"{type(gradient).__name__}; leave .grad as backward made it, or assign a DTensor with its placements"
+        )
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return local_of(gradient)
