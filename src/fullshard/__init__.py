@@ -7,6 +7,8 @@ from .api import UnshardHandle as UnshardHandle
 from .api import clip_grad_norm_ as clip_grad_norm_
 from .api import fully_shard as fully_shard
 from .api import inspect_units as inspect_units
+from .api import mark_initialized as mark_initialized
+from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
 from .api import step_on_shards as step_on_shards
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
@@ -24,6 +26,8 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "inspect_units",
+    "mark_initialized",
+    "materialize",
     "register_fsdp_forward_method",
     "step_on_shards",
 ]

@@ -14,6 +14,7 @@
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
+    Module._non_persistent_buffers_set          which buffers a state dict leaves out                   2.13
     torch.distributed.fsdp.FSDPModule           base class, so that isinstance checks elsewhere hold    2.13
 
 torch's own FSDP2 is never called from here.
@@ -41,6 +42,7 @@ __all__ = [
     "dtensor_like",
     "local_of",
     "no_torch_function",
+    "non_persistent_buffers",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",
     "push_saved_tensor_hooks",
@@ -132,6 +134,11 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], Non
     """The hooks registered with `register_post_accumulate_grad_hook`, in order."""
     hooks = cast(Any, parameter)._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
+    """Names of the module's own buffers that its state dict leaves out."""
+    return frozenset(module._non_persistent_buffers_set)
 
 
 # ---- saved-tensor hooks -------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from .clip import clip_grad_norm_ as clip_grad_norm_
 from .fully_shard import fully_shard as fully_shard
 from .info import UnitInfo as UnitInfo
 from .info import inspect_units as inspect_units
+from .materialize import mark_initialized as mark_initialized
+from .materialize import materialize as materialize
 from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import register_fsdp_forward_method as register_fsdp_forward_method

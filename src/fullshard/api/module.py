@@ -10,6 +10,7 @@ from torch import nn
 from .._torch_compat import TorchFSDPModule
 from ..runtime import Unit, unit_of
 from ..runtime.root import early_root_of, module_units
+from ..runtime.uninitialized import Conversion, note_uninitialized
 from . import validate
 
 # The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
@@ -127,11 +128,19 @@ class FSDPModule(TorchFSDPModule):
     # ---- what surrounds a module ---------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """`to`, `to_empty`, `float`, ...: on sharded parameters, which afterwards are views of one buffer again."""
+        """`to`, `to_empty`, `float`, ...: on sharded parameters, which afterwards are views of one buffer again.
+
+        What `to_empty` makes is watched until it was written; buffers that have data keep it (docs/initialisation.md).
+        """
         self.reshard()
+        conversion = Conversion.of(fn)
+        emptied = conversion.emptied
         # Past torch's class, to that of the module.
-        result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        self._unit().repair()
+        result = super(TorchFSDPModule, self)._apply(conversion, recurse)  # type: ignore[misc]
+        unit = self._unit()
+        unit.repair()
+        if conversion.emptied != emptied:
+            note_uninitialized(unit)
         return result
 
     def _unit(self) -> Unit:

@@ -1,8 +1,11 @@
 """The only room that calls a collective. Buffers in, buffers out: no parameters, no phases.
 
-`group` (the messages), `gather` and `reduce` (strategies over them), `pool` (the buffers).
+`group` (the messages), `gather` and `reduce` (strategies over them), `pool` (the buffers), `agree` (small messages by
+which ranks come to one answer).
 """
 
+from .agree import agreed as agreed
+from .agree import sum_over as sum_over
 from .gather import CastGather as CastGather
 from .gather import GatherChannel as GatherChannel
 from .gather import PlannedGather as PlannedGather

@@ -1,7 +1,8 @@
 """The tensors of parameters: shards, full parameters, gradients, and which of them stands on the modules.
 
 `sharded` (one parameter), `group` (those that travel together), `placement` (meshes and DTensor specs), `memory` (of
-full parameters), `swap` (module slots), `pending` (what stands for a gradient that was not reduced yet).
+full parameters), `swap` (module slots), `pending` (what stands for a gradient that was not reduced yet),
+`uninitialized` (memory that nobody wrote yet).
 """
 
 from .group import DtypeChanged as DtypeChanged
@@ -16,3 +17,7 @@ from .swap import Slot as Slot
 from .swap import managed_modules as managed_modules
 from .swap import managed_parameters as managed_parameters
 from .swap import move_unsharded as move_unsharded
+from .uninitialized import are_poisoned as are_poisoned
+from .uninitialized import is_poisoned as is_poisoned
+from .uninitialized import local_data as local_data
+from .uninitialized import poison as poison

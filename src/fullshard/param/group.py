@@ -22,6 +22,7 @@ from .memory import OwnedMemory, SharedMemory
 from .placement import Placing, sharded_spec
 from .sharded import ShardedParam
 from .swap import Found, Swap
+from .uninitialized import poison
 
 
 class ParamGroup:
@@ -40,10 +41,12 @@ class ParamGroup:
             for f in found
         ]
         self._make_plan()
-        on_meta = any(f.parameter.is_meta for f in found)
-        self._make_flat(torch.device("meta") if on_meta else placing.device)
+        on_meta = [f.parameter.is_meta for f in found]
+        self._make_flat(torch.device("meta") if all(on_meta) else placing.device)
+        # Beside parameters with data, those on the meta device get memory that says that nobody wrote it.
+        self.has_uninitialized = any(on_meta) and not all(on_meta)
         for param, source in zip(self.params, found, strict=True):
-            self._fill(param, source.parameter)
+            self.fill(param, source.parameter)
             param.sharded = self._dtensor(param, source.parameter.requires_grad)
             # Marks that callers left on the parameter object (optimizer groups, initialisers) stay with it.
             param.sharded.__dict__.update(source.parameter.__dict__)
@@ -58,6 +61,7 @@ class ParamGroup:
         group.placing = self.placing
         group.params = self.params
         group.swap = self.swap
+        group.has_uninitialized = False
         group._make_plan()
         group.rebase()
         return group
@@ -121,8 +125,10 @@ class ParamGroup:
             requires_grad=requires_grad,
         )
 
-    def _fill(self, param: ShardedParam, source: Tensor) -> None:
+    def fill(self, param: ShardedParam, source: Tensor) -> None:
+        """Write this rank's part of the whole tensor `source`; of one on the meta device there is nothing to write."""
         if source.is_meta or self.flat.is_meta:
+            poison(param.local)
             return
         rank, layout = self.placing.rank, param.layout
         start = layout.start(rank)
@@ -154,6 +160,11 @@ class ParamGroup:
             current.append(local_of(standing))
         dtypes = {local.dtype for local in current}
         devices = {local.device for local in current}
+        if len({device.type == "meta" for device in devices}) > 1:
+            # Given memory module by module, and not done yet: whole at a later use, or named there.
+            for param, local in zip(self.params, current, strict=True):
+                param.local = local
+            return
         if len(dtypes) > 1 or len(devices) > 1:
             raise RuntimeError(
                 f"{self.params[0].name} and the parameters sharded with it: expected one dtype and one device, found "

@@ -22,12 +22,11 @@ from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, rules
 from ..param import ShardedParam
 from ..policy import Options
 from .executor import Executor
+from .names import clean_name as clean_name
 from .optimizer_steps import count_optimizer_steps
+from .uninitialized import has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Unit, unit_of
 from .watch import Watch
-
-# Names that wrappers insert into dotted names.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class Root:
@@ -63,11 +62,16 @@ class Root:
             if options.watch == "never":
                 unit.watched = 0
             self.watch.learn(unit)
+        # Some of what stands on the modules may never have been written; looked at in the next forward.
+        self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
 
     # ---- forward -------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> bool:
         """Report that `unit`'s forward begins; whether this is a use of its own, not a repetition in backward."""
+        if self.unproven:
+            prove_initialized(self.units)
+            self.unproven = False
         record, run = unit.record, self.run
         in_backward = current_backward() != -1
         if not in_backward and run.has_leftovers and (run.forward_root in (None, record) or record.index == 0):
@@ -248,13 +252,6 @@ def _settle(unit: Unit) -> None:
     """What was gathered under a provisional root is complete before the buffers change hands."""
     if unit.root is not None and unit.record.full is Full.PENDING:
         unit.root.wait_unshard(unit)
-
-
-def clean_name(name: str) -> str:
-    """`name` without what recomputation and compile wrappers insert into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
-    return name
 
 
 def _refuse_meta(names: Sequence[str], units: Sequence[Unit]) -> None:

@@ -97,6 +97,8 @@ class Unit:
         self.irregular = False
         # The saved weights of the last forward with gradients were watched.
         self.is_watched = False
+        # Some of it may never have been written (runtime/uninitialized.py); looked at in the next forward.
+        self.unproven = any(group.has_uninitialized for group in self.groups)
         module.__dict__[_ATTRIBUTE] = self
 
     @property

@@ -1,0 +1,325 @@
+"""`materialize`: from a model on the meta device to initial values, one unit at a time, the same at any world size."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..comm import agreed
+from ..param import ParamGroup, ShardedParam, is_poisoned, poison
+from ..runtime import Unit, unit_of
+from ..runtime.names import clean_name
+from ..runtime.root import module_units
+from ..runtime.uninitialized import (
+    Conversion,
+    find_uninitialized,
+    note_uninitialized,
+    recompute_buffers,
+    shown,
+    takes_no_argument,
+)
+
+T = TypeVar("T", bound=nn.Module)
+
+Init = Callable[[nn.Module], object]
+
+# torch's generators are one per process, and ranks may be threads of one.
+_GENERATORS = threading.RLock()
+
+
+def materialize(
+    model: T, *, device: torch.device | str | None = None, init: Init | None = None, seed: int | None = None
+) -> T:
+    """Give memory and initial values to what `model` has on the meta device, or without a value since `to_empty`.
+
+        with torch.device("meta"):
+            model = Transformer(config)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        fullshard.materialize(model, seed=0)
+
+    One unit after the other, each initialiser sees full, plain parameters in the dtype of storage, as in a model of one
+    process; then every rank keeps its rows, and the full ones are freed. So there are never more full parameters than
+    those of the largest unit, nothing but a few numbers is sent, and each rank draws all values. Every module draws
+    from a seed of its own, made of `seed` and its dotted name: values depend neither on the world size, nor on what is
+    a unit, nor on the order of modules. An unsharded model gets the same ones. The state of torch's random generators
+    is left as it was.
+
+    device: where the memory is to be; None: the device of the mesh, and the CPU for a model without units.
+    init: called with each module that has something without a value in it (below it, but not in other units), children
+        first, as `nn.Module.apply` would. It initialises in any way: in place, through `.data`, or by putting a new
+        parameter on the module. None: `reset_parameters()` of each module that owns something without a value, then
+        `init_weights()` of each that has it.
+    seed: of all values; None: `torch.initial_seed()`, what `torch.manual_seed` was last given. Equal on all ranks.
+
+    What has a value keeps it. Non-persistent buffers that `init` leaves without one are computed by the reset hook of
+    modules without parameters. What has none afterwards is named by the first forward, so a checkpoint may bring it.
+    Collective: all ranks call it.
+
+    Returns `model`. Raises `ValueError` (no initialiser for a module, an `init_weights` that cannot be called within
+    one unit, another seed on another rank, a device that is not the mesh's) and `RuntimeError` (an initialiser wrote
+    parameters of other units, or put a parameter of another shape on a module). Source: torch's meta-device flow
+    (`to_empty`, `reset_parameters`), which leaves all of this to the caller.
+    """
+    units = list(dict.fromkeys(module_units(model)))
+    target = _target_device(device, units)
+    value = _agreed_seed(seed, units)
+    stages = _stages(model)
+    _allocate(model, units, target)
+    lost = {id(tensor) for tensor in find_uninitialized(units, model).tensors}
+    for stage in stages:
+        found = [_call_for(module, stage, lost, init) for module in stage.modules]
+        stage.calls.extend(call for call in found if call is not None)
+    for stage in stages:
+        if stage.calls:
+            with _full(stage.unit, lost):
+                for module, call in stage.calls:
+                    _run(call, _seed_of(value, stage.names[module]), target, _crossed(module, stage.unit))
+    recompute_buffers(model, target)
+    return model
+
+
+def mark_initialized(module: nn.Module) -> None:
+    """Say that what was not written since `to_empty` is meant to be so: the next forward does not look for it.
+
+    Its memory holds NaN (integers: bytes 0xA5). For parameters and buffers that are never read, and for rows that some
+    ranks need not write. Call it on all ranks, after `to_empty`. Raises `ValueError` when nothing in `module` is
+    sharded.
+    """
+    units = module_units(module)
+    if not units:
+        raise ValueError(
+            f"module: expected one with sharded modules in it, found {type(module).__name__} without; "
+            f"call fully_shard first"
+        )
+    for unit in units:
+        unit.unproven = False
+    for unit in units:
+        if unit.root is not None:
+            unit.root.unproven = any(other.unproven for other in unit.root.units)
+
+
+# ---- what is to be done --------------------------------------------------------------------------------------
+
+_Call = tuple[nn.Module, Callable[[], object]]
+
+
+class _Stage(NamedTuple):
+    """The modules of one unit, children first; of no unit, those outside of all."""
+
+    unit: Unit | None
+    modules: list[nn.Module]
+    names: dict[nn.Module, str]
+    calls: list[_Call]
+
+
+def _stages(model: nn.Module) -> list[_Stage]:
+    stages: dict[Unit | None, _Stage] = {}
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module, above: Unit | None) -> None:
+        seen.add(module)
+        unit = unit_of(module) or above
+        for child_name, child in module.named_children():
+            if child not in seen:
+                walk(f"{name}.{child_name}" if name else child_name, child, unit)
+        stage = stages.setdefault(unit, _Stage(unit, [], {}, []))
+        stage.modules.append(module)
+        stage.names[module] = clean_name(name)
+
+    walk("", model, None)
+    return list(stages.values())
+
+
+def _call_for(module: nn.Module, stage: _Stage, lost: set[int], init: Init | None) -> _Call | None:
+    """What is to be called for `module`, if anything."""
+    if not any(id(tensor) in lost for inner in _inside(module, stage) for tensor in _own_tensors(inner)):
+        return None
+    if init is not None:
+        return module, lambda: init(module)
+    where = f"{stage.names[module] or 'the model'} ({type(module).__name__})"
+    missing = [name for name, tensor in _own_named(module) if id(tensor) in lost]
+    reset = getattr(module, "reset_parameters", None)
+    weights = getattr(module, "init_weights", None)
+    hooks: list[Callable[[], object]] = []
+    if missing and callable(reset) and takes_no_argument(reset):
+        hooks.append(reset)
+    if callable(weights):
+        others = _crossed(module, stage.unit)
+        if others or not takes_no_argument(weights):
+            why = f"reaches into {len(others)} other units" if others else "takes arguments"
+            raise ValueError(
+                f"init: expected initialisers that take no argument and stay within one unit, found {where}, whose "
+                f"init_weights {why}; pass init=, a function that initialises the module it is given, or call "
+                f"to_empty(device=...) and initialise the shards yourself"
+            )
+        hooks.append(weights)
+    if missing and not hooks:
+        raise ValueError(
+            f"init: expected reset_parameters() or init_weights() on each module that owns parameters or buffers "
+            f"without a value, found none on {where} for {shown(missing)}; write one, or pass init="
+        )
+    return (module, lambda: [hook() for hook in hooks]) if hooks else None
+
+
+def _inside(module: nn.Module, stage: _Stage) -> Iterator[nn.Module]:
+    return (inner for inner in module.modules() if inner in stage.names)
+
+
+def _own_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    return (tensor for _, tensor in _own_named(module))
+
+
+def _crossed(module: nn.Module, unit: Unit | None) -> list[Unit]:
+    """Other units than `unit` below `module`."""
+    return [other for other in dict.fromkeys(module_units(module)) if other is not unit]
+
+
+def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
+    placed = next((group.placing.device for unit in units for group in unit.groups), None)
+    if device is None:
+        return placed or torch.device("cpu")
+    wanted = torch.device(device)
+    if placed is not None and wanted.type != placed.type:
+        raise ValueError(
+            f"device: expected {placed}, where the mesh of the sharded modules is, found {wanted}; leave it out"
+        )
+    return wanted if placed is None else placed
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
+    """Shards, buffers and unsharded parameters get memory, and the pattern that says that nobody wrote it."""
+    conversion = Conversion(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    for module in model.modules():
+        if any(tensor.is_meta for tensor in _own_tensors(module)):
+            module._apply(conversion, recurse=False)
+    if conversion.emptied:
+        for unit in units:
+            unit.repair()
+            note_uninitialized(unit)
+
+
+@contextmanager
+def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
+    """Full parameters on the modules of `unit`; at the end this rank's part of those in `lost` is kept."""
+    groups = [] if unit is None else [g for g in unit.groups if any(id(p.sharded) in lost for p in g.params)]
+    fulls = [[_full_parameter(group, param) for param in group.params] for group in groups]
+    if unit is not None and unit.root is not None:
+        unit.root.reshard(unit)
+    for group, parameters in zip(groups, fulls, strict=True):
+        group.swap.put(group.swap.spread(parameters))
+    try:
+        yield
+        for group, parameters in zip(groups, fulls, strict=True):
+            for param, full in zip(group.params, parameters, strict=True):
+                source = _written(param, full)
+                if id(param.sharded) in lost and not is_poisoned(source):
+                    group.fill(param, source)
+    finally:
+        for group in groups:
+            group.swap.put(group.swap.spread([param.sharded for param in group.params]))
+
+
+def _full_parameter(group: ParamGroup, param: ShardedParam) -> nn.Parameter:
+    if param.layout.shape != param.spec.shape:
+        raise NotImplementedError(
+            f"{param.name}: expected a parameter that only data parallelism shards, found shape {param.spec.shape} cut "
+            f"to {param.layout.shape} by another mesh axis; use to_empty(device=...) and initialise the DTensor"
+        )
+    full = nn.Parameter(
+        torch.empty(param.layout.shape, dtype=group.precision.storage, device=group.placing.device),
+        requires_grad=param.sharded.requires_grad,
+    )
+    poison(full)
+    # Marks that initialisers look for.
+    full.__dict__.update(param.sharded.__dict__)
+    return full
+
+
+def _written(param: ShardedParam, full: nn.Parameter) -> nn.Parameter:
+    """What the initialiser left for `param`: `full`, or what it put in its place."""
+    for slot in param.slots:
+        standing = slot.get()
+        if standing is full:
+            continue
+        if not isinstance(standing, nn.Parameter) or isinstance(standing, DTensor) or standing.shape != full.shape:
+            found = "nothing" if standing is None else f"{type(standing).__name__} of shape {tuple(standing.shape)}"
+            raise RuntimeError(
+                f"{param.name}: expected a plain parameter of shape {tuple(full.shape)} after its initialiser ran, "
+                f"found {found}; initialise it in place"
+            )
+        return standing
+    return full
+
+
+# ---- values --------------------------------------------------------------------------------------------------
+
+
+def _agreed_seed(seed: int | None, units: Sequence[Unit]) -> int:
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise TypeError(f"seed: expected an int or None, found {type(seed).__name__}; pass a number")
+    value = (torch.initial_seed() if seed is None else seed) & ((1 << 62) - 1)
+    for mesh in dict.fromkeys(group.placing.mesh for unit in units for group in unit.groups):
+        if not agreed(value, mesh):
+            raise ValueError(
+                f"seed: expected the same one on all ranks, found {value} here and another one elsewhere; pass seed=, "
+                f"or call torch.manual_seed with the same number on all ranks first"
+            )
+    return value
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _run(call: Callable[[], object], seed: int, device: torch.device, others: Sequence[Unit]) -> None:
+    """One initialiser, with its own seed; it must leave the parameters of `others` alone."""
+    before = [_versions(unit) for unit in others]
+    with _GENERATORS, _seeded(seed, device), torch.no_grad(), torch.device(device):
+        call()
+    written = [unit.record.name for unit, was in zip(others, before, strict=True) if _versions(unit) != was]
+    if written:
+        raise RuntimeError(
+            f"init: expected a function that initialises the module it is given and what is in the same unit, found "
+            f"that it wrote the shards of other units, where values would depend on the world size: {shown(written)}; "
+            f"return early for modules that only contain others"
+        )
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The generators of the CPU and of `device` begin at `seed`, and go on afterwards as if nothing had been."""
+    state = torch.default_generator.get_state()
+    # Not torch.manual_seed: it would leave its mark on every other device.
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    accelerator_state = None if accelerator is None else accelerator.get_rng_state(device)
+    try:
+        torch.default_generator.manual_seed(seed)
+        if accelerator is not None:
+            accelerator.manual_seed(seed)
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if accelerator is not None:
+            accelerator.set_rng_state(accelerator_state, device)
+
+
+def _versions(unit: Unit) -> list[tuple[int, ...]]:
+    return [group.versions() for group in unit.groups]
