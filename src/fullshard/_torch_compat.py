@@ -15,6 +15,10 @@
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
     Module._non_persistent_buffers_set          which buffers a state dict leaves out                   2.13
+    DeviceMesh._concatenate, ._flatten,         parameters of two and more dims of parallelism: axes    2.13
+    ._get_root_mesh                             behind each other, several axes as one, and of one mesh?
+    AsyncCollectiveTensor.trigger_wait          gradients of DTensors may be results under way          2.13
+    placement_types._StridedShard               two axes cut the same dim, the left one last            2.13
     torch.distributed.fsdp.FSDPModule           base class, so that isinstance checks elsewhere hold    2.13
 
 torch's own FSDP2 is never called from here.
@@ -31,15 +35,18 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
     "TorchFSDPModule",
     "all_hold",
     "base_of",
+    "concatenated_mesh",
     "current_backward",
+    "cut_dim",
     "dtensor_like",
+    "flattened_axes",
     "local_of",
     "no_torch_function",
     "non_persistent_buffers",
@@ -47,9 +54,12 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "push_saved_tensor_hooks",
     "queue_backward_callback",
+    "root_mesh",
     "saved_tensor_hooks_allowed",
     "set_local",
+    "settled",
     "sharded_parameter",
+    "strided_shard",
     "dtensor_without_data",
     "top_saved_tensor_hooks",
     "version_of",
@@ -109,6 +119,12 @@ def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, cast(Any, parameter)._spec, requires_grad=False)
 
 
+def settled(tensor: Tensor) -> Tensor:
+    """`tensor`, or what it stands for when it is the result of an asynchronous functional collective; waits for it."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else cast(Tensor, wait())
+
+
 def version_of(tensor: Tensor) -> int:
     """Counts the in-place writes to a tensor and its views, except those through `.data`."""
     return tensor._version
@@ -139,6 +155,34 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], Non
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Names of the module's own buffers that its state dict leaves out."""
     return frozenset(module._non_persistent_buffers_set)
+
+
+# ---- meshes and placements of several axes ------------------------------------------------------------------
+
+
+def concatenated_mesh(parts: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of `parts` behind each other; they must be different axes of one root mesh."""
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(list(parts))
+
+
+def flattened_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """One axis that has all ranks of `mesh` in order. Its process group is made once for each root mesh."""
+    return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was sliced from, or itself."""
+    return mesh._get_root_mesh()
+
+
+def strided_shard(dim: int, pieces: int) -> Placement:
+    """A shard of `dim` by an axis that cuts each of the `pieces` which axes to its right made of that dim."""
+    return _StridedShard(dim, split_factor=pieces)
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """The dim that `placement` shards, however; None when it does not."""
+    return int(placement.dim) if isinstance(placement, (Shard, _StridedShard)) else None
 
 
 # ---- saved-tensor hooks -------------------------------------------------------------------------------------

@@ -128,7 +128,6 @@ def test_methods_that_are_not_built_refuse(name: str, world: None) -> None:
     [
         ("shard_placement_fn", lambda parameter: None),
         ("offload_policy", fullshard.CPUOffloadPolicy()),
-        ("dp_mesh_dims", "dp"),
         ("reshard_after_forward", 2),
     ],
 )

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from .._torch_compat import local_of
+from .._torch_compat import cut_dim, local_of
 from ..comm import all_reduce_over
 from ..param import PendingGrad
 
@@ -40,19 +40,18 @@ def clip_grad_norm_(
     if not gradients:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
-    plain, by_group = _split(gradients)
-    device = (plain or [t for _, tensors in by_group.values() for t in tensors])[0].device
+    plain, by_groups = _split(gradients)
+    device = (plain or [t for tensors in by_groups.values() for t in tensors])[0].device
     # The norm of norms, as torch takes it, of what this rank sees whole; then the parts of the others.
     norms = [_norm(plain, norm_type, device)] if plain else []
-    for group, tensors in by_group.values():
+    maximum = math.isinf(norm_type)
+    for groups, tensors in by_groups.items():
         value = _norm(tensors, norm_type, device)
-        if math.isinf(norm_type):
-            all_reduce_over(value, group, dist.ReduceOp.MAX)
-        else:
-            value = value.pow(norm_type)
-            all_reduce_over(value, group, dist.ReduceOp.SUM)
-            value = value.pow(1.0 / norm_type)
-        norms.append(value)
+        value = value if maximum else value.pow(norm_type)
+        # Sharded over several axes: the sum over one axis, then that over the next.
+        for group in groups:
+            all_reduce_over(value, group, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+        norms.append(value if maximum else value.pow(1.0 / norm_type))
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     norm = norm.float()
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -61,7 +60,7 @@ def clip_grad_norm_(
             f"clipped; look for the first parameter with a NaN or inf, or pass error_if_nonfinite=False to scale anyway"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = plain + [t for _, tensors in by_group.values() for t in tensors]
+    locals_ = plain + [t for tensors in by_groups.values() for t in tensors]
     if foreach is False:
         for tensor in locals_:
             tensor.mul_(scale.to(tensor.dtype))
@@ -70,31 +69,34 @@ def clip_grad_norm_(
     return norm
 
 
-def _split(gradients: list[Tensor]) -> tuple[list[Tensor], dict[int, tuple[dist.ProcessGroup, list[Tensor]]]]:
-    """Local tensors: those equal on every rank, and those of which each rank of a group holds a part."""
+def _split(gradients: list[Tensor]) -> tuple[list[Tensor], dict[tuple[dist.ProcessGroup, ...], list[Tensor]]]:
+    """Local tensors: those equal on every rank, and those of which each rank holds a part, by the groups of the axes
+    over which they are sharded. An axis that replicates counts once."""
     plain: list[Tensor] = []
-    by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for gradient in gradients:
         if isinstance(gradient, PendingGrad):
             gradient.to_local()  # refuses, with the reason
         if not isinstance(gradient, DTensor):
             plain.append(gradient.detach())
             continue
-        axes = [axis for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
-        if not axes:
+        mesh = gradient.device_mesh
+        groups = []
+        for axis, placement in enumerate(gradient.placements):
+            if placement.is_replicate():
+                continue
+            if cut_dim(placement) is None:
+                raise NotImplementedError(
+                    f"expected gradients that are sharded or replicated, found placements {gradient.placements}; "
+                    f"redistribute them first: the norm of a sum is not that of its summands"
+                )
+            if mesh.size(axis) > 1:
+                groups.append(mesh.get_group(axis))
+        if groups:
+            by_groups.setdefault(tuple(groups), []).append(local_of(gradient))
+        else:
             plain.append(local_of(gradient))
-            continue
-        if len(axes) > 1 or not gradient.placements[axes[0]].is_shard():
-            raise NotImplementedError(
-                f"expected gradients sharded over one mesh axis, found placements {gradient.placements}; "
-                f"use torch.nn.utils.clip_grad_norm_ for these"
-            )
-        if gradient.device_mesh.size(axes[0]) == 1:
-            plain.append(local_of(gradient))
-            continue
-        group = gradient.device_mesh.get_group(axes[0])
-        by_group.setdefault(id(group), (group, []))[1].append(local_of(gradient))
-    return plain, by_group
+    return plain, by_groups
 
 
 # Rows of so many elements are summed in at least float32, the rows in float64. A float32 sum over a whole large matrix

@@ -10,11 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Links, ShardGroup
-from ..param import Placing, managed_modules, managed_parameters, move_unsharded
+from ..param import Placing, check_own_mesh, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from ..runtime import Part, Unit, unit_of
 from ..runtime.hooks import UnitHooks, hook_state_dict
 from . import validate
+from .mesh_dims import data_parallel_axes
 from .module import sharded_class
 
 T = TypeVar("T", bound=nn.Module)
@@ -52,7 +53,9 @@ def fully_shard(
         them; None: True, except for the root, whose backward follows at once.
     mp_policy: dtypes of compute, reduction, inputs and outputs (ours or torch's `MixedPrecisionPolicy`).
     ignored_params: parameters to leave as they are on every rank.
-    shard_placement_fn, dp_mesh_dims, a 2-D mesh, an integer reshard_after_forward and offload are refused with
+    dp_mesh_dims: parameters are DTensors on `mesh`, which has axes of other parallelism too: the names of the
+        data-parallel ones, over which they are replicated and which are now sharded.
+    shard_placement_fn, a 2-D mesh, an integer reshard_after_forward and offload are refused with
         `NotImplementedError` in this version.
 
     Every rank must make the same calls. Returns `module` itself. Raises `ValueError` (a module without forward, a
@@ -67,14 +70,20 @@ def fully_shard(
     modules = list(managed_modules(module, lambda child: unit_of(child) is not None))
     found = managed_parameters(modules, ignored)
     validate.check_parameters(found, name)
-    mesh = validate.resolve_mesh(mesh)
+    full_mesh = None
+    if dp_mesh_dims is None:
+        mesh = validate.resolve_mesh(mesh)
+    else:
+        mesh, full_mesh = data_parallel_axes(mesh, dp_mesh_dims)
+    for item in found:
+        check_own_mesh(item, mesh, full_mesh)
 
     device = validate.device_of(mesh)
     group = ShardGroup(mesh.get_group(), device)
     move_unsharded(modules, ignored, device)
     one_message = Options.from_environment().communication == "torch"
     direct_nbytes = sys.maxsize if one_message else DIRECT_GATHER_NBYTES
-    placing = Placing(mesh, group.rank, group.world, device, group.backend, direct_nbytes)
+    placing = Placing(mesh, group.rank, group.world, device, group.backend, direct_nbytes, full_mesh)
     validate.mark_owner(found, name)
     unit = Unit(
         module,

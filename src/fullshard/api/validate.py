@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from ..param import Found
 from ..policy import CPUOffloadPolicy
@@ -79,8 +78,11 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
         raise TypeError(f"offload_policy: expected an OffloadPolicy, found {offload_policy!r}; leave it out for none")
     if shard_placement_fn is not None:
         raise not_built("shard_placement_fn", shard_placement_fn, "parameters are sharded on dim 0")
-    if dp_mesh_dims is not None:
-        raise not_built("dp_mesh_dims", dp_mesh_dims, "pass a 1-D mesh and plain parameters")
+    if dp_mesh_dims is not None and not (hasattr(dp_mesh_dims, "shard") and hasattr(dp_mesh_dims, "replicate")):
+        raise TypeError(
+            f"dp_mesh_dims: expected a DataParallelMeshDims, found {dp_mesh_dims!r}; "
+            f"use DataParallelMeshDims(shard=..., replicate=...)"
+        )
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -133,8 +135,6 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
                 f"was sharded before; apply fully_shard to a module that contains both places, "
                 f"and not to {owner[0]} alone"
             )
-        if isinstance(parameter, DTensor):
-            raise not_built(f"parameter {name}", f"a DTensor with placements {parameter.placements}", _NO_DTENSOR)
         if parameter.ndim == 0:
             raise ValueError(
                 f"{name}: expected a parameter with at least one dim, found a scalar. "
@@ -145,9 +145,6 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
                 f"{name}: expected a contiguous parameter, found strides {parameter.stride()} for shape "
                 f"{tuple(parameter.shape)}; make it contiguous before fully_shard"
             )
-
-
-_NO_DTENSOR = "shard before tensor parallelism is applied, or leave the module out: 2-D sharding is not built yet"
 
 
 def mark_owner(found: Iterable[Found], module_name: str) -> None:

@@ -9,8 +9,10 @@ from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
 from .memory import OwnedMemory as OwnedMemory
 from .pending import PendingGrad as PendingGrad
+from .placement import FullMesh as FullMesh
 from .placement import Placing as Placing
 from .placement import Spec as Spec
+from .placement import check_own_mesh as check_own_mesh
 from .sharded import ShardedParam as ShardedParam
 from .swap import Found as Found
 from .swap import Slot as Slot

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from .._torch_compat import all_hold, local_of, set_local, sharded_parameter, version_of
+from .._torch_compat import all_hold, local_of, set_local, settled, sharded_parameter, version_of
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
-from .placement import Placing, sharded_spec
+from .placement import Placing, cut_shape, own_spec, sharded_spec
 from .sharded import ShardedParam
 from .swap import Found, Swap
 from .uninitialized import poison
@@ -29,17 +29,18 @@ class ParamGroup:
     """See the module. `params` keep the order of the modules; `trainable` are the positions that get gradients."""
 
     def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing) -> None:
-        self.precision = precision
         self.placing = placing
         self.params = [
             ShardedParam(
                 f.name,
                 f.slots,
-                ShardLayout(tuple(f.parameter.shape), f.dim, placing.world),
+                ShardLayout(cut_shape(f), f.dim, placing.world),
                 sharded_spec(f, placing),
+                own_spec(f),
             )
             for f in found
         ]
+        self._set_precision(precision)
         self._make_plan()
         on_meta = [f.parameter.is_meta for f in found]
         self._make_flat(torch.device("meta") if all(on_meta) else placing.device)
@@ -57,9 +58,9 @@ class ParamGroup:
     def converted(self, precision: Precision) -> ParamGroup:
         """This group for parameters that stand on the modules in another storage dtype now."""
         group = object.__new__(ParamGroup)
-        group.precision = precision
         group.placing = self.placing
         group.params = self.params
+        group._set_precision(precision)
         group.swap = self.swap
         group.has_uninitialized = False
         group._make_plan()
@@ -67,6 +68,15 @@ class ParamGroup:
         return group
 
     # ---- making --------------------------------------------------------------------------------------------
+
+    def _set_precision(self, precision: Precision) -> None:
+        if any(param.own_spec is not None and param.own_spec.replicated_somewhere for param in self.params):
+            # Gradients that were added over the parameter's own mesh are wider than what one rank computed: sent in the
+            # dtype of the sum, they round once.
+            precision = precision._replace(wire=precision.reduce)
+        self.precision = precision
+        for param in self.params:
+            param.reduce_dtype = precision.reduce
 
     def _make_plan(self) -> None:
         precision, placing = self.precision, self.placing
@@ -97,6 +107,8 @@ class ParamGroup:
             self.memory = SharedMemory(self.flat)
         else:
             self.memory = OwnedMemory(self.pack.full_numel, self.precision.compute, self.flat.device)
+        # What saved tensors are, or are views of: full parameters, and their local tensors where they are DTensors.
+        self.full_ids: set[int] = set()
         storage = self.memory.flat.untyped_storage()
         base = self.memory.flat.storage_offset()
         for param, offset in zip(self.params, self.pack.full_offsets, strict=True):
@@ -105,15 +117,30 @@ class ParamGroup:
             # Tensors of their own on the same storage: autograd counts the versions of each by itself, so that filling
             # the memory again is no edit of what was saved in forward.
             view.set_(storage, base + offset, shape, contiguous_stride(shape))
-            param.full = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+            param.full = self._full_parameter(param, view)
+            self.full_ids.add(id(param.full))
+            if param.own_spec is not None:
+                self.full_ids.add(id(view))
         self.memory.release()
         self.trainable: tuple[int, ...] = ()
-        self.full_ids = {id(param.full) for param in self.params}
         # What is compared and swapped several times a step, as flat lists.
         self._shards = [param.sharded for param in self.params]
         self._locals = [param.local for param in self.params]
         self._slot_shards = self.swap.spread(self._shards)
         self._slot_fulls = self.swap.spread([param.full for param in self.params])
+
+    def _full_parameter(self, param: ShardedParam, view: Tensor) -> nn.Parameter:
+        own, requires_grad = param.own_spec, param.sharded.requires_grad
+        if own is None:
+            return nn.Parameter(view, requires_grad=requires_grad)
+        return sharded_parameter(
+            view,
+            mesh=own.mesh,
+            placements=own.placements,
+            shape=own.shape,
+            stride=own.stride,
+            requires_grad=requires_grad,
+        )
 
     def _dtensor(self, param: ShardedParam, requires_grad: bool) -> nn.Parameter:
         return sharded_parameter(
@@ -130,6 +157,8 @@ class ParamGroup:
         if source.is_meta or self.flat.is_meta:
             poison(param.local)
             return
+        if isinstance(source, DTensor):
+            source = settled(local_of(source))
         rank, layout = self.placing.rank, param.layout
         start = layout.start(rank)
         with torch.no_grad():

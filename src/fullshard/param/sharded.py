@@ -2,8 +2,9 @@
 
     sharded   the DTensor parameter that users and optimizers hold; registered on the module outside of compute
     local     its local tensor: this rank's rows, a view of the group's flat buffer
-    full      the plain parameter that stands on the module in forward and backward; memory of `param.memory`
-    fresh     the full gradient of the running backward, taken from autograd
+    full      the parameter that stands on the module in forward and backward: what it was before it was sharded,
+              plain or a DTensor on its own mesh; memory of `param.memory`
+    fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
     held      full gradients of earlier backwards that were not reduced, in the reduce dtype
     reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
 
@@ -13,10 +14,13 @@ fails leaves what earlier micro-batches brought exactly as it was.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks
+from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks, settled
 from ..layout import ShardLayout
 from .pending import PendingGrad
 from .placement import Spec
@@ -34,19 +38,27 @@ class ShardedParam:
         "local",
         "marker",
         "name",
+        "own_spec",
+        "reduce_dtype",
         "reduced",
         "sharded",
         "slots",
         "spec",
     )
 
-    def __init__(self, name: str, slots: tuple[Slot, ...], layout: ShardLayout, spec: Spec) -> None:
+    def __init__(
+        self, name: str, slots: tuple[Slot, ...], layout: ShardLayout, spec: Spec, own_spec: Spec | None = None
+    ) -> None:
         self.name = name
         self.slots = slots
-        # How the ranks of the shard axis cut it; the shape is that of `full`.
+        # How the ranks of the shard axis cut it; the shape is that of `full`, or of its local tensor.
         self.layout = layout
         # What `sharded` says about itself.
         self.spec = spec
+        # What `full` says about itself when it is a DTensor.
+        self.own_spec = own_spec
+        # Set with the dtypes of the group.
+        self.reduce_dtype = torch.float32
         self.sharded: nn.Parameter
         self.local: Tensor
         self.full: nn.Parameter
@@ -59,7 +71,11 @@ class ShardedParam:
     # ---- gradients ---------------------------------------------------------------------------------------
 
     def take_fresh(self) -> None:
-        """Take the gradient that autograd just accumulated. A second one in the same backward is added."""
+        """Take the gradient that autograd just accumulated. A second one in the same backward is added.
+
+        That of a DTensor is brought to the parameter's own placements; summands are added in the reduce dtype, or in
+        that of the gradient when it is wider. Collective over the parameter's own mesh where the placements differ.
+        """
         gradient = self.full.grad
         if gradient is None:
             return
@@ -69,7 +85,25 @@ class ShardedParam:
                 f"{self.name}: expected a dense gradient, found layout {gradient.layout}; "
                 f"use sparse=False in the embedding that owns this parameter"
             )
+        if self.own_spec is not None:
+            gradient = self._own_part(gradient, self.own_spec)
         self.fresh = gradient if self.fresh is None else self.fresh + gradient
+
+    def _own_part(self, gradient: Tensor, own: Spec) -> Tensor:
+        """This rank's part of the gradient of a DTensor, as the parameter is placed."""
+        if not isinstance(gradient, DTensor):
+            raise RuntimeError(
+                f"{self.name}: expected a DTensor gradient, because the parameter is one, found "
+                f"{type(gradient).__name__}; compute with the parameter, or with its to_local()"
+            )
+        if gradient.placements != own.placements:
+            with torch.no_grad():
+                wider = self.reduce_dtype.itemsize > gradient.dtype.itemsize
+                summands: Any = gradient
+                if wider and any(placement.is_partial() for placement in gradient.placements):
+                    summands = gradient.to(self.reduce_dtype)
+                gradient = summands.redistribute(placements=own.placements)
+        return settled(local_of(gradient))
 
     def live_held(self) -> Tensor | None:
         """`held`, unless the user cleared it with `zero_grad()`."""

@@ -1,0 +1,157 @@
+"""`dp_mesh_dims`: parameters that are DTensors on one mesh with all axes; and what is refused of DTensor parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
+from tests.harness.models import assert_close_to_tensor_max, seeded
+from tests.harness.threads import run_ranks
+from tests.threads.test_tensor_parallel import R, batch, both
+
+
+class Dims:
+    """Stands for `DataParallelMeshDims`, ours or torch's: both are accepted by their fields."""
+
+    def __init__(self, shard: Any = None, replicate: Any = None) -> None:
+        self.shard, self.replicate = shard, replicate
+
+
+def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
+    model = nn.Linear(3, 7)
+    model.weight = nn.Parameter(distribute_tensor(torch.arange(21.0).view(7, 3), mesh, placements))
+    model.bias = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh, placements))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("names", "placements", "dims"),
+    [
+        (("dp", "tp"), (R, Shard(0)), {"shard": "dp"}),
+        (("tp", "dp"), (Shard(0), R), {"shard": "dp"}),
+        (("a", "b"), (R, R), {"shard": ("a", "b")}),
+        (("a", "b", "tp"), (R, R, Shard(0)), {"shard": ("a", "b")}),
+        (("pp", "a", "b"), (R, R, R), {"shard": ["a", "b"]}),
+        (("pp", "dp", "tp"), (Shard(0), R, Shard(0)), {"shard": "dp"}),
+    ],
+    ids=str,
+)
+def test_dp_mesh_dims_give_torch_s_placements(names: tuple[str, ...], placements: Any, dims: Any) -> None:
+    def build(fully_shard: Callable[..., Any]) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+        model = on_mesh(mesh, *placements)
+        kind: Any = Dims if fully_shard is FULLSHARD.fully_shard else DataParallelMeshDims
+        fully_shard(model, mesh=mesh, dp_mesh_dims=kind(**dims))
+        return model
+
+    both(2 ** len(names), build)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@for_each_implementation
+def test_training_on_a_full_mesh(impl: Implementation) -> None:
+    """Parameters on (dp, tp): activations are DTensors there too, sharded over dp; the mean is over the whole batch."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(x)))
+
+    reference = seeded(Plain)
+    for rank in range(2):
+        (reference(batch(0, rank)).square().sum() / 2).backward()
+    models = [seeded(Plain) for _ in range(4)]
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model: Any = models[rank]
+        for layer, own in ((model.up, Shard(0)), (model.down, Shard(1))):
+            for name, p in list(layer.named_parameters()):
+                cut = own if p.ndim > 1 or own == Shard(0) else R
+                setattr(layer, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [R, cut])))
+        dims: Any = DataParallelMeshDims(shard="dp")
+        impl.fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
+        impl.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        x = DTensor.from_local(batch(0, mesh.get_local_rank("dp")), mesh, [R, R])
+        model(x).redistribute(placements=[R, R]).to_local().square().sum().backward()
+        for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert p.grad.placements == p.placements
+            assert_close_to_tensor_max(p.grad.full_tensor(), expected.grad, 16, name)
+
+    run(rank_main, impl, world=4)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+Case = tuple[str, type[Exception] | None, Callable[[Callable[..., Any], DeviceMesh], Any]]
+
+
+def tp_linear(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements))
+    return model
+
+
+# What is refused, and with what by torch; None where torch accepts it, for the reason in the name.
+REFUSED: list[Case] = [
+    ("the same axis twice", RuntimeError, lambda fs, m: fs(tp_linear(m["tp"], Shard(0)), mesh=m["tp"])),
+    ("an axis of another mesh", TypeError, lambda fs, m: fs(tp_linear(m["tp"], Shard(0)))),
+    (
+        "a partial parameter: an optimizer step on a summand means nothing",
+        None,
+        lambda fs, m: fs(tp_linear(m["tp"], Partial()), mesh=m["dp"]),
+    ),
+    ("plain", ValueError, lambda fs, m: fs(nn.Linear(2, 2), mesh=m, dp_mesh_dims=Dims("dp"))),
+    ("not replicated", ValueError, lambda fs, m: fs(on_mesh(m, Shard(0), R), mesh=m, dp_mesh_dims=Dims("dp"))),
+    ("unknown", ValueError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims("x"))),
+    ("no axis", ValueError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims())),
+    ("no mesh", ValueError, lambda fs, m: fs(on_mesh(m, R, R), dp_mesh_dims=Dims("dp"))),
+    ("a part of it", ValueError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m["dp"], dp_mesh_dims=Dims("dp"))),
+    ("shard and replicate", RuntimeError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims("dp", "dp"))),
+    ("another order", KeyError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims(("tp", "dp")))),
+]
+
+
+@for_each_implementation
+def test_refusals(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def shard(model: nn.Module, *, dp_mesh_dims: Any = None, **options: Any) -> Any:
+            if dp_mesh_dims is not None and impl is TORCH:
+                dp_mesh_dims = DataParallelMeshDims(dp_mesh_dims.shard, dp_mesh_dims.replicate)
+            return impl.fully_shard(model, dp_mesh_dims=dp_mesh_dims, **options)
+
+        for what, error, attempt in REFUSED:
+            if error is None and impl is TORCH:
+                attempt(shard, mesh)
+                continue
+            with pytest.raises(error or ValueError) as raised:
+                attempt(shard, mesh)
+            assert type(raised.value) is (error or ValueError), what
+            if impl is FULLSHARD:
+                text = str(raised.value)
+                assert "expected" in text and ", found " in text and ";" in text, text
+
+    run(rank_main, impl, world=4)
+
+
+def test_more_than_two_own_axes_are_refused() -> None:
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=("dp", "a", "b", "c"))
+        for impl in (TORCH, FULLSHARD):
+            with pytest.raises(NotImplementedError):
+                impl.fully_shard(tp_linear(mesh["a", "b", "c"], R, Shard(0), Shard(1)), mesh=mesh["dp"])
+
+    run_ranks(4, rank_main)
