@@ -5,6 +5,7 @@ from .api import FSDPModule as FSDPModule
 from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
 from .api import clip_grad_norm_ as clip_grad_norm_
+from .api import full_params as full_params
 from .api import fully_shard as fully_shard
 from .api import inspect_units as inspect_units
 from .api import mark_initialized as mark_initialized
@@ -24,6 +25,7 @@ __all__ = [
     "UnshardHandle",
     "__version__",
     "clip_grad_norm_",
+    "full_params",
     "fully_shard",
     "inspect_units",
     "mark_initialized",

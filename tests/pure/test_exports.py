@@ -41,6 +41,7 @@ def test_the_promised_names_are_there() -> None:
         "UnitInfo",
         "UnshardHandle",
         "clip_grad_norm_",
+        "full_params",
         "fully_shard",
         "inspect_units",
         "mark_initialized",

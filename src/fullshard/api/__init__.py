@@ -1,6 +1,7 @@
 """The public surface: thin, and the only place that raises errors about what the caller gave."""
 
 from .clip import clip_grad_norm_ as clip_grad_norm_
+from .full_params import full_params as full_params
 from .fully_shard import fully_shard as fully_shard
 from .info import UnitInfo as UnitInfo
 from .info import inspect_units as inspect_units

@@ -13,7 +13,8 @@ from ..comm import Links, ShardGroup
 from ..param import Placing, check_own_mesh, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from ..runtime import Part, Unit, unit_of
-from ..runtime.hooks import UnitHooks, hook_state_dict
+from ..runtime.hooks import UnitHooks
+from ..runtime.state_dict import hook_state_dict
 from . import validate
 from .mesh_dims import data_parallel_axes
 from .module import sharded_class

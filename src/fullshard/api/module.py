@@ -9,6 +9,7 @@ from torch import nn
 
 from .._torch_compat import TorchFSDPModule
 from ..runtime import Unit, unit_of
+from ..runtime.opened import refuse_opened
 from ..runtime.root import early_root_of, module_units
 from ..runtime.uninitialized import Conversion, note_uninitialized
 from . import validate
@@ -56,6 +57,7 @@ class FSDPModule(TorchFSDPModule):
         They stay full until `reshard()` or the end of the next forward or backward that frees them.
         """
         unit = self._unit()
+        refuse_opened(unit, "unshard")
         early_root_of(unit).unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -66,6 +68,7 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Free this module's full parameters and put the sharded ones on the module."""
         unit = self._unit()
+        refuse_opened(unit, "reshard")
         if unit.root is not None:
             unit.root.reshard(unit)
 
@@ -132,6 +135,7 @@ class FSDPModule(TorchFSDPModule):
 
         What `to_empty` makes is watched until it was written; buffers that have data keep it (docs/initialisation.md).
         """
+        refuse_opened(self._unit(), "a conversion of the module")
         self.reshard()
         conversion = Conversion.of(fn)
         emptied = conversion.emptied

@@ -13,6 +13,7 @@ from .placement import FullMesh as FullMesh
 from .placement import Placing as Placing
 from .placement import Spec as Spec
 from .placement import check_own_mesh as check_own_mesh
+from .placement import local_part as local_part
 from .sharded import ShardedParam as ShardedParam
 from .swap import Found as Found
 from .swap import Slot as Slot

@@ -240,6 +240,14 @@ class ParamGroup:
         """Put the sharded parameters back where our full ones stand; what users put there meanwhile is kept."""
         self.swap.replace(self._slot_fulls, self._slot_shards)
 
+    def lend(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put `parameters`, one for each of `params`, on the modules, until `take_back`."""
+        self.swap.put(self.swap.spread(parameters))
+
+    def take_back(self) -> None:
+        """Put the sharded parameters on the modules, whatever stands there."""
+        self.swap.put(self._slot_shards)
+
     def versions(self) -> tuple[int, ...]:
         """Changes whenever a shard is written, through the DTensor or its local tensor (not through .data)."""
         return tuple([version_of(p.sharded) + version_of(p.local) for p in self.params])

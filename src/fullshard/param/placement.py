@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -183,3 +184,13 @@ def _check_placements(found: Found, own: Spec) -> None:
                 f"{found.name}: expected a parameter that is sharded or replicated, found {own.placements}: summands "
                 f"that were not added yet; redistribute it to Replicate() or Shard(dim) first"
             )
+
+
+def local_part(full: Tensor, like: DTensor) -> Tensor:
+    """What this rank holds of the plain tensor `full` when it is sharded as `like`: dtype of `full`, no communication.
+
+    It may be a view of `full`, which every rank is expected to have, with equal values.
+    """
+    mesh = like.device_mesh
+    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements).to_local()

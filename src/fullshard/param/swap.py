@@ -21,6 +21,9 @@ class Slot(NamedTuple):
     def get(self) -> nn.Parameter | None:
         return self.module._parameters.get(self.name)
 
+    def put(self, parameter: nn.Parameter) -> None:
+        self.module._parameters[self.name] = parameter
+
 
 class Swap:
     """The slots of a group's parameters, flat, so that a swap is one loop without a call per parameter.

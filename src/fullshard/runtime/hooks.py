@@ -49,8 +49,12 @@ class UnitHooks:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
         root = unit.root
+        if unit.opened is not None:
+            unit.opened.check_forward()
         if root is None or root.provisional:
             root = root_of(unit)
+        if unit.opened is not None:
+            return None  # a plain module, until full_params ends
         if unit.record.index == 0 and unit.device.type != "cpu":
             args, kwargs = to_device(args, unit.device), to_device(kwargs, unit.device)
         policy = unit.policy
@@ -71,8 +75,8 @@ class UnitHooks:
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         unit = self._unit
         root = unit.root
-        if root is None or not self._running:
-            return None  # the pre-hook itself raised: nothing was begun
+        if root is None or not self._running or unit.opened is not None:
+            return None  # the pre-hook itself raised, or nothing was begun
         running = self._running.pop()
         if running.watched:
             root.watch.end()
@@ -136,14 +140,3 @@ class _InputsReached:
         if self._left == 0:
             self._left = self._count  # a retained graph may be run through again
             self._root.inputs_reached(self._unit)
-
-
-def hook_state_dict(unit: Unit) -> None:
-    """A state dict holds sharded parameters, also when it is taken while the full ones stand on the module."""
-
-    def before(module: nn.Module, *_: object) -> None:
-        if unit.root is not None:
-            unit.root.reshard(unit)
-
-    unit.module.register_state_dict_pre_hook(before)
-    unit.module.register_load_state_dict_pre_hook(before)

@@ -28,6 +28,7 @@ from ..policy.precision import MixedPrecisionLike
 from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
+    from .opened import OpenUnit
     from .root import Root
 
 _ATTRIBUTE = "_fullshard_unit"
@@ -76,6 +77,8 @@ class Unit:
                 self.links.append(part.links)
         self.record.empty = not self.groups
         self.root: Root | None = None
+        # Full parameters that `full_params` put on the modules: nothing else may be done with the unit meanwhile.
+        self.opened: OpenUnit | None = None
         self.gathers: list[GatherChannel] = []
         self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
         self._pool: BufferPool | None = None
@@ -162,6 +165,8 @@ class Unit:
 
     def repair(self) -> None:
         """Make the shards views of a flat buffer again where something replaced them."""
+        if self.opened is not None:
+            return
         # In an evaluation too, what is made here has to serve training.
         with torch.inference_mode(False):
             broken = self._repair_groups()

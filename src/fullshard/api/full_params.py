@@ -1,0 +1,103 @@
+"""`full_params`: the plain, unsharded parameters of a model for a while, to look at, edit, save or evaluate with.
+
+FSDP1 has it as `FSDP.summon_full_params`; torch's FSDP2 has not. Arguments and refusals are FSDP1's; `writeback` is off
+unless asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..runtime import Unit, unit_of
+from ..runtime.opened import NoSteps, Opening, OpenUnit, refuse_in_step
+from ..runtime.root import module_units
+
+
+@contextmanager
+def full_params(
+    model: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+) -> Iterator[None]:
+    """Inside the context the sharded parameters of `model` are plain, full `nn.Parameter`s in the storage dtype.
+
+        with fullshard.full_params(model, rank0_only=True, offload_to_cpu=True):
+            if rank == 0:
+                torch.save(model.state_dict(), "model.pt")  # plain tensors, under the names of the plain model
+
+    recurse: also those of the sharded modules below; else `model`'s own unit alone.
+    writeback: at the end, also when the block raises, each rank copies its own rows of what stands there then into the
+        shards, without communication; so every rank must make the same edits. Otherwise edits are dropped.
+    rank0_only: only the first rank of a unit's mesh gets full parameters; on the others the sharded ones stay. Not with
+        `writeback`.
+    offload_to_cpu: the full parameters are on the CPU, wherever the shards are.
+
+    Every rank enters it, outside of a step: it gathers, parameter by parameter. Held until the end: the full parameters
+    without padding (nothing on other ranks with `rank0_only`), and in passing one parameter more, on the shards'
+    device. To hold one unit at a time: `for unit in units: with full_params(unit, recurse=False)`.
+
+    The tensors are the context's: names, `requires_grad` and ties are those of the model, `.grad` is None, and nothing
+    is freed while somebody else holds them. `state_dict()` is that of the plain model, and `load_state_dict()` loads
+    it. A forward is allowed under `torch.no_grad()`: it sends nothing and casts nothing. With gradients it is refused,
+    as are `unshard`, `reshard` and conversions; with `writeback` also optimizer steps of the shards. Contexts nest,
+    with equal `rank0_only` and `offload_to_cpu`: an inner one uses the parameters that are full already.
+
+    A model without sharded parameters is left as it is. Raises `NotImplementedError` (writeback with rank0_only),
+    `ValueError` (a part of a unit, instead of the module that was sharded) and `RuntimeError` (inside a step, on the
+    meta device, an inner context that differs, and at the end: a parameter of another shape, or shards that were
+    written meanwhile).
+    """
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "full_params: expected writeback or rank0_only, found both: the other ranks would have nothing to write "
+            "back; edit on every rank, or load what rank 0 saved"
+        )
+    units = _units(model, recurse)
+    opening = Opening(rank0_only, offload_to_cpu)
+    refuse_in_step(units)
+    for unit in units:
+        if unit.opened is not None and unit.opened.opening != opening:
+            raise RuntimeError(
+                f"full_params: expected {unit.opened.opening} as of the context around this one, found {opening}; "
+                f"give nested contexts the same, or leave the outer one"
+            )
+    keep = opening.keeps(units)
+    with ExitStack() as stack:
+        if writeback:
+            stack.enter_context(NoSteps(units))
+        for unit in units:
+            if unit.opened is None:
+                opened = OpenUnit(unit, opening, keep=keep)
+                stack.callback(partial(opened.close, writeback=writeback))
+            elif writeback:
+                stack.callback(unit.opened.write_back)
+        yield
+
+
+def _units(model: object, recurse: bool) -> list[Unit]:
+    """The units to open. Raises where a sharded parameter of `model` would stay sharded."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, found {type(model).__name__}; pass the model itself")
+    own = unit_of(model)
+    if not recurse and own is not None:
+        return [own]
+    units = module_units(model) if recurse else []
+    known = {id(slot.module) for unit in units for param in unit.params for slot in param.slots}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) and id(module) not in known:
+                dotted = f"{name}.{parameter_name}" if name else parameter_name
+                raise ValueError(
+                    f"model: expected a module that fully_shard was applied to, found {type(model).__name__}, whose "
+                    f"parameter {dotted} belongs to a unit around it; pass the module that was sharded"
+                    + ("" if recurse else ", or recurse=True")
+                )
+    return units

@@ -1,0 +1,112 @@
+"""What happens to sharded parameters when a state dict is taken or loaded.
+
+Taking one needs no message and changes nothing: its values are the sharded parameters, which take the place of full
+ones for just that long. (FSDP2 frees the full ones. A rank that takes a state dict alone is then one gather behind the
+others, and the run hangs.)
+
+Loading keeps the parameter *objects* of the model, also with `assign=True`, so that an optimizer built before goes on
+and ties hold; and a plain full tensor is accepted for a sharded parameter: each rank takes its own part of it.
+
+The hooks are on every module that holds a parameter of the unit, so that the state dict of a part is right, too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import local_of, post_accumulate_grad_hooks
+from ..param import ShardedParam, Slot, local_part
+from .unit import Unit
+
+
+def hook_state_dict(unit: Unit) -> None:
+    """Register the hooks of one unit."""
+    by_module: dict[nn.Module, list[tuple[Slot, ShardedParam]]] = {}
+    for param in unit.params:
+        for slot in param.slots:
+            by_module.setdefault(slot.module, []).append((slot, param))
+    for module, places in by_module.items():
+        hooks = _ModuleHooks(unit, places)
+        module.register_state_dict_pre_hook(hooks.before_saving)
+        # torch puts a mark on this hook, which a bound method cannot carry.
+        module.register_state_dict_post_hook(partial(hooks.after_saving))
+        module.register_load_state_dict_pre_hook(hooks.before_loading)
+        module.register_load_state_dict_post_hook(hooks.after_loading)
+
+
+class _ModuleHooks:
+    """The hooks of one module; `places` are its parameters that belong to `unit`."""
+
+    def __init__(self, unit: Unit, places: list[tuple[Slot, ShardedParam]]) -> None:
+        self._unit = unit
+        self._places = places
+        # While a state dict is taken: where full parameters stood. While one is loaded: what stood there before.
+        self._hidden: list[tuple[Slot, ShardedParam]] = []
+        self._before: list[tuple[Slot, nn.Parameter | None]] = []
+
+    def before_saving(self, *_: object) -> None:
+        self._hidden = [(slot, param) for slot, param in self._places if slot.get() is param.full]
+        for slot, param in self._hidden:
+            slot.put(param.sharded)
+
+    def after_saving(self, *_: object) -> None:
+        hidden, self._hidden = self._hidden, []
+        for slot, param in hidden:
+            slot.put(param.full)
+
+    def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+        if self._unit.opened is not None:
+            return  # full parameters stand there and are loaded as those of any model
+        if self._unit.root is not None:
+            self._unit.root.reshard(self._unit)
+        self._before = [(slot, slot.get()) for slot, _ in self._places]
+        for slot, parameter in self._before:
+            value = state_dict.get(prefix + slot.name)
+            if (
+                isinstance(parameter, DTensor)
+                and isinstance(value, Tensor)
+                and not isinstance(value, DTensor)
+                and value.shape == parameter.shape  # another shape is torch's to refuse, by name
+            ):
+                state_dict[prefix + slot.name] = _sharded_as(parameter, value.detach())
+
+    def after_loading(self, *_: object) -> None:
+        before, self._before = self._before, []
+        for slot, old in before:
+            new = slot.get()
+            if new is not old and isinstance(old, DTensor) and isinstance(new, DTensor) and new.shape == old.shape:
+                _adopt(slot, old, new)
+
+
+def _sharded_as(parameter: DTensor, value: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local_part(value, parameter),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Let `old`, which optimizers may hold, have the value (and dtype and device) of `new`, which was assigned."""
+    here, there = local_of(old), local_of(new)
+    with torch.inference_mode(False), torch.no_grad():
+        if here.dtype is there.dtype and here.device == there.device and here.shape == there.shape:
+            here.copy_(there)
+        else:
+            try:
+                torch.utils.swap_tensors(old, new)
+            except RuntimeError:
+                return  # somebody holds a weak reference or a graph: the new one stays, as in torch
+            # What callers left on the parameter stays with it.
+            old.__dict__.update(new.__dict__)
+            for hook in post_accumulate_grad_hooks(new):
+                old.register_post_accumulate_grad_hook(hook)
+    slot.put(old)
