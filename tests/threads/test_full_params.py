@@ -153,12 +153,11 @@ def test_the_first_rank_alone() -> None:
                 plain.load_state_dict(torch.load(file))
                 with torch.no_grad():
                     assert torch.equal(model(batch), plain(batch))
-                assert all(
-                    torch.equal(a, b) for a, b in zip(plain.parameters(), case.build().parameters(), strict=True)
-                )
+                built = case.build().state_dict()
+                assert all(torch.equal(value, built[name]) for name, value in plain.state_dict().items())
                 # As the plain model writes: parameters do not share memory with anything.
                 reference = io.BytesIO()
-                torch.save(case.build().state_dict(), reference)
+                torch.save(built, reference)
                 assert file.getbuffer().nbytes <= reference.getbuffer().nbytes + 1024
             else:
                 assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -373,9 +372,7 @@ def test_arguments_as_fsdp1_and_modules() -> None:
             empty = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
         fully_shard(empty[0])
         fully_shard(empty)
-        with pytest.raises(
-            RuntimeError, match=r"weight, bias on the meta device|1\.weight, 1\.bias on the meta device"
-        ):
+        with pytest.raises(RuntimeError, match="weight, .*bias on the meta device"):
             with full_params(empty):
                 pass
         empty.to_empty(device="cpu")
