@@ -2,6 +2,7 @@
 
 from ._version import __version__ as __version__
 from .api import FSDPModule as FSDPModule
+from .api import ShardPlacementResult as ShardPlacementResult
 from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
 from .api import clip_grad_norm_ as clip_grad_norm_
@@ -21,6 +22,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnitInfo",
     "UnshardHandle",
     "__version__",

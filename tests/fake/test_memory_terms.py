@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
 from fullshard.layout import Pack, ShardLayout, UnitMemory, align_numel, direct_indices, plan_gather, total
@@ -59,6 +60,8 @@ class Setting:
     prefetch_depth: int = 1
     reductions_in_flight: int = 2
     communication: str = "auto"
+    # Every parameter is cut along its last dim, not the first.
+    last_dim: bool = False
 
 
 SETTINGS = [
@@ -72,6 +75,10 @@ SETTINGS = [
     Setting(8, reshard=True, prefetch_depth=3, reductions_in_flight=1),
     Setting(64, "bf16 compute"),
     Setting(64, reshard=False),
+    Setting(1, "bf16 compute", last_dim=True),
+    Setting(2, "bf16 reduce", last_dim=True),
+    Setting(8, "bf16 compute", prefetch_depth=2, communication="torch", last_dim=True),
+    Setting(64, reshard=False, reductions_in_flight=1, last_dim=True),
 ]
 
 
@@ -90,7 +97,7 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
     for name, shapes in by_unit.items():
         if not shapes:
             continue
-        layouts = [ShardLayout(shape, world=setting.world) for shape in shapes.values()]
+        layouts = [ShardLayout(shape, -1 if setting.last_dim else 0, setting.world) for shape in shapes.values()]
         pack = Pack.build(
             layouts,
             align_numel([storage, compute, wire]),
@@ -157,7 +164,8 @@ def _run(case: Case, setting: Setting) -> tuple[_Counted, int, int]:
     """Three steps; the counts of the last, bytes of the shards, and bytes of the kept message buffers."""
     policy, _ = POLICIES[setting.policy]
     model = case.build()
-    case.shard(model, fully_shard, mp_policy=policy, reshard_after_forward=setting.reshard)
+    options = {"shard_placement_fn": lambda parameter: Shard(-1)} if setting.last_dim else {}
+    case.shard(model, fully_shard, mp_policy=policy, reshard_after_forward=setting.reshard, **options)
     counted = _Counted(model)
     for step in range(3):
         loss = case.loss(_Float32(model), case.batch(step))

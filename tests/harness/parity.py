@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
 from fullshard.policy import resolve_precision
@@ -160,7 +160,8 @@ class Ours:
             for name, p in self.held.items()
             for key, value in self.optimizer.state.get(p, {}).items()
         }
-        params, state, gradients = _gather((params, state, gradients))
+        dims = {name: _dim(p) for name, p in self.model.named_parameters()}
+        params, state, gradients = _gather((params, state, gradients), dims)
         return Trained(params, state), gradients
 
 
@@ -168,8 +169,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _gather(mine: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...]:
-    """Full tensors of all ranks' rows, by name; those without a dim are equal everywhere."""
+def _dim(tensor: Tensor) -> int:
+    return next((p.dim for p in tensor.placements if isinstance(p, Shard)), 0) if isinstance(tensor, DTensor) else 0
+
+
+def _gather(mine: tuple[dict[str, Tensor], ...], dims: dict[str, int]) -> tuple[dict[str, Tensor], ...]:
+    """Full tensors of all ranks' rows, by name; those without a dim are equal everywhere. `dims` by parameter name."""
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     for rank, theirs in enumerate(everyones):
@@ -177,8 +182,16 @@ def _gather(mine: tuple[dict[str, Tensor], ...]) -> tuple[dict[str, Tensor], ...
             assert here.keys() == there.keys(), (
                 f"rank {rank} alone has, or has not, {sorted(here.keys() ^ there.keys())}"
             )
+
+    def whole(i: int, name: str, dim: int) -> Tensor:
+        return torch.cat([theirs[i][name] for theirs in everyones], dim=dim)
+
     return tuple(
-        {name: t if t.ndim == 0 else torch.cat([theirs[i][name] for theirs in everyones]) for name, t in part.items()}
+        {
+            # Optimizer state is called after its parameter.
+            name: t if t.ndim == 0 else whole(i, name, dims.get(name, dims.get(name.rpartition(".")[0], 0)))
+            for name, t in part.items()
+        }
         for i, part in enumerate(mine)
     )
 

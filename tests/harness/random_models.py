@@ -17,6 +17,7 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecisionPolicy
@@ -64,12 +65,15 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 @dataclass(frozen=True)
 class ModelSpec:
     """A model, its units and its training. `sync[i]`: whether the backward of micro-batch i of a step reduces; the last
-    one does. `frozen` are positions among the parameters below `blocks`, counted round."""
+    one does. `frozen` are positions among the parameters below `blocks`, counted round. `dims`: along which
+    each parameter of the model is cut, in their order, counted round twice: over parameters, and over each one's dims.
+    """
 
     blocks: tuple[BlockSpec, ...]
     width: int = 5
     tokens: bool = True
     frozen: tuple[int, ...] = ()
+    dims: tuple[int, ...] = (0,)
     reshard: bool | None = None  # of the root
     dtype: Literal["float32", "float64"] = "float32"
     policy: str = "none"
@@ -213,8 +217,14 @@ def policy_of(spec: ModelSpec, name: str) -> MixedPrecisionPolicy:
 
 def shard(spec: ModelSpec, model: nn.Module, fully_shard: Any) -> Any:
     """Apply `fully_shard` to the spec's units of `model`, in place."""
+    options: dict[str, Any] = {}
+    if any(spec.dims):
+        dims = {p: spec.dims[i % len(spec.dims)] % p.ndim for i, p in enumerate(model.parameters())}
+        options["shard_placement_fn"] = lambda parameter: Shard(dims[parameter])
     for name, reshard in unit_names(spec):
-        fully_shard(model.get_submodule(name), reshard_after_forward=reshard, mp_policy=policy_of(spec, name))
+        fully_shard(
+            model.get_submodule(name), reshard_after_forward=reshard, mp_policy=policy_of(spec, name), **options
+        )
     return model
 
 
@@ -283,6 +293,7 @@ def model_specs(draw: st.DrawFn, *, precision: bool = True) -> ModelSpec:
         width=draw(sizes),
         tokens=draw(st.booleans()),
         frozen=draw(st.lists(st.integers(0, 20), max_size=4).map(tuple)),
+        dims=draw(st.sampled_from([(0,), (0,), (1,), (0, 1), (2, 1, 0)])),
         reshard=draw(st.sampled_from([None, True, False])),
         dtype=draw(st.sampled_from(["float32", "float32", "float64"])) if policy == "none" else "float32",
         policy=policy,

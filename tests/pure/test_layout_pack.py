@@ -48,7 +48,7 @@ def test_segments_are_disjoint_aligned_and_in_bounds(pack: Pack) -> None:
     owners = []
     for segment, offset in zip(pack.segments, pack.full_offsets, strict=True):
         assert offset % pack.full_align_numel == 0
-        owners.extend(range(offset, offset + segment.layout.padded_full_numel))
+        owners.extend(range(offset, offset + segment.layout.full_memory_numel))
     assert len(set(owners)) == len(owners)
     assert all(0 <= element < pack.full_numel for element in owners)
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from fullshard.layout import ShardLayout, contiguous_stride
 from tests.harness.strategies import shapes, shard_layouts
@@ -59,6 +60,53 @@ def test_gathers_in_place_says_whether_memory_is_already_right(layout: ShardLayo
         assert torch.equal(view, full)
     elif layout.padded_rows < layout.shape[layout.dim]:  # more than one rank owns rows
         assert not torch.equal(view, full)
+
+
+def message_of(full: torch.Tensor, layout: ShardLayout, rank_stride: int) -> torch.Tensor:
+    """What the ranks send, one behind the other: torch.chunk's parts, each contiguous; -1 between them."""
+    message = torch.full((layout.world, rank_stride), -1)
+    chunks = full.chunk(layout.world, dim=layout.dim) if full.shape[layout.dim] else ()
+    for rank, chunk in enumerate(chunks):
+        message[rank, : chunk.numel()] = chunk.flatten()
+    return message.flatten()
+
+
+def assert_pieces_move(layout: ShardLayout, gap: int) -> None:
+    """Along its pieces a message becomes the parameter, and the parameter the message, by at most two copies."""
+    full, rank_stride = numbered(layout), layout.padded_local_numel + gap
+    message = message_of(full, layout, rank_stride)
+    out, back = torch.full_like(full, -2), torch.full_like(message, -1)
+    assert len(layout.pieces) <= 2
+    for piece in layout.pieces:
+        at = (piece.sizes, piece.message_strides(rank_stride), piece.first_rank * rank_stride)
+        place = (piece.sizes, piece.full_strides, piece.full_start)
+        out.as_strided(*place).copy_(message.as_strided(*at))
+        back.as_strided(*at).copy_(full.as_strided(*place))
+    assert torch.equal(out, full)
+    assert torch.equal(back, message)
+    assert sum(piece.ranks * piece.outer * piece.block for piece in layout.pieces) == layout.numel
+
+
+@given(shard_layouts(), st.integers(0, 5))
+def test_pieces_are_what_torch_chunk_cuts(layout: ShardLayout, gap: int) -> None:
+    """Uneven, empty, fewer rows than ranks; with and without something between the ranks' parts."""
+    assert_pieces_move(layout, gap)
+
+
+@pytest.mark.parametrize("world", [*range(1, 9), 64, 1000])
+def test_layouts_at_any_world_and_dim(world: int) -> None:
+    """Shards, pieces and memory, against torch.chunk, where the ranks are more and fewer than the rows."""
+    for shape, dim in itertools.product([(2, 130, 3), (65, 7), (3, 64), (1, 9, 2), (4, 1001), (5, 0, 2)], (0, 1, -1)):
+        layout = ShardLayout(shape, dim, world)
+        assert_pieces_move(layout, gap=3)
+        full = numbered(layout)
+        chunks = full.chunk(world, dim=dim) if shape[dim] else ()
+        for rank in {0, 1, world // 2, world - 1} & set(range(world)):
+            own = chunks[rank] if rank < len(chunks) else full.narrow(layout.dim, 0, 0)
+            assert layout.local_shape(rank) == tuple(own.shape)
+            assert torch.equal(full.narrow(layout.dim, layout.start(rank), layout.rows(rank)), own)
+        # A gather may arrive in the memory of a parameter; without that no memory is spent on padding.
+        assert layout.full_memory_numel == (layout.padded_full_numel if layout.gathers_in_place else layout.numel)
 
 
 @given(shard_layouts())

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Links, ShardGroup
-from ..param import Placing, check_own_mesh, managed_modules, managed_parameters, move_unsharded
+from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from ..runtime import Part, Unit, unit_of
 from ..runtime.hooks import UnitHooks
@@ -18,6 +19,7 @@ from ..runtime.state_dict import hook_state_dict
 from . import validate
 from .mesh_dims import data_parallel_axes
 from .module import sharded_class
+from .placement import Share, place
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -54,9 +56,12 @@ def fully_shard(
         them; None: True, except for the root, whose backward follows at once.
     mp_policy: dtypes of compute, reduction, inputs and outputs (ours or torch's `MixedPrecisionPolicy`).
     ignored_params: parameters to leave as they are on every rank.
+    shard_placement_fn: called with each parameter; returns None or `Shard(dim)` (any dim, uneven ones too), or a
+        `ShardPlacementResult` with a mesh of that parameter's own, over which its gradients are averaged. It must
+        answer alike on every rank.
     dp_mesh_dims: parameters are DTensors on `mesh`, which has axes of other parallelism too: the names of the
         data-parallel ones, over which they are replicated and which are now sharded.
-    shard_placement_fn, a 2-D mesh, an integer reshard_after_forward and offload are refused with
+    A 2-D mesh, an integer reshard_after_forward and offload are refused with
         `NotImplementedError` in this version.
 
     Every rank must make the same calls. Returns `module` itself. Raises `ValueError` (a module without forward, a
@@ -76,19 +81,16 @@ def fully_shard(
         mesh = validate.resolve_mesh(mesh)
     else:
         mesh, full_mesh = data_parallel_axes(mesh, dp_mesh_dims)
-    for item in found:
-        check_own_mesh(item, mesh, full_mesh)
+    shares = place(found, mesh, full_mesh, shard_placement_fn)
 
     device = validate.device_of(mesh)
-    group = ShardGroup(mesh.get_group(), device)
     move_unsharded(modules, ignored, device)
     one_message = Options.from_environment().communication == "torch"
     direct_nbytes = sys.maxsize if one_message else DIRECT_GATHER_NBYTES
-    placing = Placing(mesh, group.rank, group.world, device, group.backend, direct_nbytes, full_mesh)
     validate.mark_owner(found, name)
     unit = Unit(
         module,
-        [Part(found, placing, Links(group))],
+        [_part(share, device, direct_nbytes) for share in shares],
         device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
@@ -97,3 +99,9 @@ def fully_shard(
     hook_state_dict(unit)
     module.__class__ = sharded_class(type(module))  # type: ignore[assignment]
     return module
+
+
+def _part(share: Share, device: torch.device, direct_nbytes: int) -> Part:
+    group = ShardGroup(share.mesh.get_group(), device)
+    placing = Placing(share.mesh, group.rank, group.world, device, group.backend, direct_nbytes, share.full_mesh)
+    return Part(share.found, placing, Links(group))

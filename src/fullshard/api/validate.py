@@ -76,8 +76,11 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
         raise not_built("offload_policy", offload_policy, "leave it out: shards stay on the mesh's device")
     if type(offload_policy).__name__ != "OffloadPolicy":
         raise TypeError(f"offload_policy: expected an OffloadPolicy, found {offload_policy!r}; leave it out for none")
-    if shard_placement_fn is not None:
-        raise not_built("shard_placement_fn", shard_placement_fn, "parameters are sharded on dim 0")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            f"shard_placement_fn: expected a function of a parameter, found {shard_placement_fn!r}; "
+            f"return Shard(dim) or None from it"
+        )
     if dp_mesh_dims is not None and not (hasattr(dp_mesh_dims, "shard") and hasattr(dp_mesh_dims, "replicate")):
         raise TypeError(
             f"dp_mesh_dims: expected a DataParallelMeshDims, found {dp_mesh_dims!r}; "

@@ -12,7 +12,7 @@ A channel knows buffers, never parameters or phases. `issue`, then `complete` or
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,41 @@ class CastGather:
         pass
 
 
+class _CopyOut(NamedTuple):
+    """One copy from the staging buffer to the full memory: regions of equal sizes; offsets and strides in elements."""
+
+    sizes: tuple[int, ...]
+    staged_offset: int
+    staged_strides: tuple[int, ...]
+    full_offset: int
+    full_strides: tuple[int, ...]
+
+
+def _copies_out(pack: Pack, plan: GatherPlan) -> list[_CopyOut]:
+    """How the packed parameters come out of the staging buffer; a constant number of copies at any world."""
+    span = plan.packed_span(pack).numel
+    copies = []
+    for i in plan.packed:
+        layout, full = pack.segments[i].layout, pack.full_offsets[i]
+        if layout.gathers_in_place:
+            # Padding and all, because behind each other the padded shards are the padded parameter: one copy.
+            numel = pack.segments[i].padded_numel
+            sizes = (pack.world, numel)
+            copies.append(_CopyOut(sizes, plan.staged_segment(pack, i, 0), (span, 1), full, (numel, 1)))
+            continue
+        for piece in layout.pieces:
+            copies.append(
+                _CopyOut(
+                    piece.sizes,
+                    plan.staged_segment(pack, i, piece.first_rank),
+                    piece.message_strides(span),
+                    full + piece.full_start,
+                    piece.full_strides,
+                )
+            )
+    return copies
+
+
 class PlannedGather:
     """Several ranks: direct parameters into their final memory, packed ones through a staging buffer."""
 
@@ -111,22 +146,13 @@ class PlannedGather:
             )
             for i in plan.direct
         ]
-        # (offset in one rank's part of the staging, elements of one rank, offset in the full memory), alive as long
-        # as the group.
-        self._packed = [
-            (
-                plan.staged_segment(pack, i, 0),
-                pack.segments[i].padded_numel,
-                pack.full_offsets[i],
-            )
-            for i in plan.packed
-        ]
+        self._packed = bool(plan.packed)
+        self._copies = _copies_out(pack, plan)
         # Views can be made only of memory that exists. It may be in use: a unit unsharded early changes its root.
         in_use = full.live_nbytes > 0
         full.allocate()
         self._destinations = [
-            full.flat.as_strided((group.world, numel), (numel, 1), full_offset)
-            for _, numel, full_offset in self._packed
+            full.flat.as_strided(copy.sizes, copy.full_strides, copy.full_offset) for copy in self._copies
         ]
         if not in_use:
             full.release()
@@ -167,7 +193,8 @@ class PlannedGather:
         if self._staging is not None:
             if not self._direct:
                 self._full.allocate()
-            torch._foreach_copy_(self._destinations, self._staging.views)
+            if self._destinations:  # not when no parameter has an element
+                torch._foreach_copy_(self._destinations, self._staging.views)
         self._give_back()
 
     def cancel(self) -> None:
@@ -176,10 +203,7 @@ class PlannedGather:
         self._full.release()
 
     def _staging_views(self, staging: Tensor) -> list[Tensor]:
-        return [
-            staging.as_strided((self._group.world, numel), (self._span.numel, 1), offset)
-            for offset, numel, _ in self._packed
-        ]
+        return [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
 
     def _wait(self) -> None:
         for work in self._works:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..layout import Pack, ReduceLayout, contiguous_stride
+from ..layout import Pack, Piece, ReduceLayout, Segment, contiguous_stride
 from .group import Links, ShardGroup, Work
 from .pool import BufferPool, Slot
 
@@ -80,12 +80,19 @@ class _Local:
 
 
 class _Target(NamedTuple):
-    """Where one parameter's full gradient goes in the send buffer: whole ranks, and the rank that owns the rest."""
+    """Where one parameter's full gradient goes in the send buffer."""
 
-    ranks: int  # ranks that own padded_rows rows
-    numel: int  # elements of each of these
-    rest_numel: int  # elements of the next rank's shard, less than numel
-    offset: int  # first element within a chunk
+    pieces: tuple[Piece, ...]
+    # (ranks, elements of one rank) where the gradient as it lies in memory is whole ranks behind each other.
+    rows: tuple[int, int] | None
+    # First element within a chunk.
+    offset: int
+
+    @classmethod
+    def of(cls, segment: Segment) -> _Target:
+        pieces = segment.layout.pieces
+        rows = (pieces[0].ranks, pieces[0].block) if len(pieces) == 1 and pieces[0].outer == 1 else None
+        return cls(pieces, rows, segment.offset)
 
 
 class MessageReduce:
@@ -98,11 +105,7 @@ class MessageReduce:
         self.pool = pool
         self.device = group.device
         world = group.world
-        self._targets = []
-        for segment in pack.segments:
-            numel = segment.padded_numel
-            ranks, rest = divmod(segment.layout.numel, numel) if numel else (0, 0)
-            self._targets.append(_Target(ranks, numel, rest, segment.offset))
+        self._targets = [_Target.of(segment) for segment in pack.segments]
         # (local shape, contiguous stride, offset) of this rank's part of each parameter in one chunk
         self.parts = [
             (shape := segment.layout.local_shape(group.rank), contiguous_stride(shape), segment.offset)
@@ -124,30 +127,21 @@ class MessageReduce:
         presence = slot.views[-1]
         sources, destinations = [], []
         complete = True
-        view = 0
-        for target, gradient in zip(self._targets, gradients, strict=True):
-            whole = slot.views[view] if target.ranks else None
-            view += target.ranks > 0
-            rest = slot.views[view] if target.rest_numel else None
-            view += target.rest_numel > 0
+        views = iter(slot.views)
+        for (pieces, rows, _), gradient in zip(self._targets, gradients, strict=True):
             if gradient is None:
                 complete = False
-                for part in (whole, rest):
-                    if part is not None:
-                        part.zero_()
-                continue
-            if whole is not None and rest is None:
-                sources.append(gradient.reshape(target.ranks, target.numel))
-                destinations.append(whole)
-                continue
-            flat = gradient.reshape(-1)
-            border = target.ranks * target.numel
-            if whole is not None:
-                sources.append(flat[:border].view(target.ranks, target.numel))
-                destinations.append(whole)
-            if rest is not None:
-                sources.append(flat[border:])
-                destinations.append(rest)
+                for _ in pieces:
+                    next(views).zero_()
+            elif rows is not None:
+                destinations.append(next(views))
+                sources.append(gradient.reshape(*rows))  # not a tuple: twice the time
+            else:
+                whole = gradient.contiguous()
+                first = whole.storage_offset()
+                for piece in pieces:
+                    destinations.append(next(views))
+                    sources.append(whole.as_strided(piece.sizes, piece.full_strides, first + piece.full_start))
         if sources:
             torch._foreach_copy_(destinations, sources)
         if complete:
@@ -160,10 +154,12 @@ class MessageReduce:
         chunk = self.layout.chunk_numel
         views = []
         for target in self._targets:
-            if target.ranks:
-                views.append(send.as_strided((target.ranks, target.numel), (chunk, 1), target.offset))
-            if target.rest_numel:
-                views.append(send.as_strided((target.rest_numel,), (1,), target.ranks * chunk + target.offset))
+            if target.rows is not None:
+                views.append(send.as_strided(target.rows, (chunk, 1), target.offset))
+                continue
+            for piece in target.pieces:
+                start = piece.first_rank * chunk + target.offset
+                views.append(send.as_strided(piece.sizes, piece.message_strides(chunk), start))
         views.append(send.as_strided((self._world, self._all_present), (chunk, 1), self.layout.presence_offset))
         return views
 

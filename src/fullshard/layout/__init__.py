@@ -29,5 +29,6 @@ from .region import BoxRoute as BoxRoute
 from .region import Route as Route
 from .region import box_routes as box_routes
 from .region import routes as routes
+from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride

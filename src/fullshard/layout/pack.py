@@ -92,11 +92,11 @@ class Pack:
     world: int
     # Elements of the flat local buffer, alignment and padding included.
     padded_local_numel: int
-    # Where each parameter's padded full tensor begins in one buffer that holds all of them, by index.
+    # Where each parameter's full tensor (layout.full_memory_numel) begins in one buffer that holds all, by index.
     full_offsets: tuple[int, ...]
     # Every full offset and the full total are multiples of this many elements.
     full_align_numel: int
-    # Elements of the buffer that holds all padded full tensors.
+    # Elements of the buffer that holds all full tensors.
     full_numel: int
 
     @classmethod
@@ -136,7 +136,7 @@ class Pack:
         for index in order:
             offsets[index], full_offsets[index] = local_total, full_total
             local_total = align_up(local_total + layouts[index].padded_local_numel, align_numel)
-            full_total = align_up(full_total + layouts[index].padded_full_numel, full_align)
+            full_total = align_up(full_total + layouts[index].full_memory_numel, full_align)
         segments = tuple(Segment(index, offsets[index], layout, labels[index]) for index, layout in enumerate(layouts))
         return cls(
             segments=segments,
@@ -176,9 +176,9 @@ class Pack:
         _prove_ranges(
             [
                 (
-                    f"full {s.name} [{start}, {start + s.layout.padded_full_numel})",
+                    f"full {s.name} [{start}, {start + s.layout.full_memory_numel})",
                     start,
-                    start + s.layout.padded_full_numel,
+                    start + s.layout.full_memory_numel,
                 )
                 for s, start in full
             ],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def require_int(field: str, value: object, at_least: int, remedy: str) -> int:
@@ -22,6 +23,46 @@ def require_int(field: str, value: object, at_least: int, remedy: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{field}: expected an int >= {at_least}, found {value!r}; {remedy}")
     return value
+
+
+class Piece(NamedTuple):
+    """The equal shards of neighbouring ranks as one strided region: in the full parameter, and in a message.
+
+    A message holds the shards of the ranks one behind the other, each contiguous. In the full parameter a shard is
+    `outer` runs of `block` elements, one for each index of the dims before the sharded one. Shape (2, 5) on 2 ranks,
+    dim 1, where rank 0 has 3 columns and rank 1 the other 2; digits are ranks:
+
+        full parameter    0 0 0 1 1          message    0 0 0 0 0 0 | 1 1 1 1 . .
+                          0 0 0 1 1
+
+    Ranks with a different number of rows are pieces of their own, so there are at most two pieces.
+    """
+
+    # The first of the ranks, and how many they are.
+    first_rank: int
+    ranks: int
+    # Runs of one shard, and the elements of each.
+    outer: int
+    block: int
+    # In the full parameter: the first element, from one rank's run to the next rank's, from one run of a rank to its
+    # next one.
+    full_start: int
+    full_rank_stride: int
+    full_outer_stride: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of the region: ranks, runs, elements."""
+        return (self.ranks, self.outer, self.block)
+
+    @property
+    def full_strides(self) -> tuple[int, int, int]:
+        """Of the region in the contiguous full parameter, where it begins at `full_start`."""
+        return (self.full_rank_stride, self.full_outer_stride, 1)
+
+    def message_strides(self, rank_stride: int) -> tuple[int, int, int]:
+        """Of the region in a message in which every rank's part has `rank_stride` elements."""
+        return (rank_stride, self.block, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +164,42 @@ class ShardLayout:
         """Elements that exist only as padding, over all ranks; at most (world - 1) rows."""
         return self.padded_full_numel - self.numel
 
+    # ---- memory -------------------------------------------------------------------------------------------
+
     @property
     def gathers_in_place(self) -> bool:
         """Whether the padded shards behind each other in rank order are the padded full parameter in memory.
 
         So for dim 0, and for a later dim when all dims before it have size 1. Otherwise a gather has to be
-        copied out, chunk by chunk, because the chunks of the ranks interleave in the full parameter.
+        copied out, piece by piece, because the shards of the ranks interleave in the full parameter.
         """
         return math.prod(self.shape[: self.dim]) == 1
+
+    @property
+    def full_memory_numel(self) -> int:
+        """Elements of memory for the full parameter: with the padding of all ranks where a gather may arrive in it."""
+        return self.padded_full_numel if self.gathers_in_place else self.numel
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The ranks that own padded_rows rows, then the one that owns fewer; none when there are no elements.
+
+        >>> for piece in ShardLayout((2, 5), dim=1, world=2).pieces:
+        ...     print(piece.first_rank, piece.sizes, piece.full_start, piece.full_strides)
+        0 (1, 2, 3) 0 (3, 5, 1)
+        1 (1, 2, 2) 3 (2, 5, 1)
+        """
+        if not self.numel:
+            return ()
+        outer, inner = math.prod(self.shape[: self.dim]), math.prod(self.shape[self.dim + 1 :])
+        row = self.shape[self.dim] * inner
+        ranks, rest = divmod(self.shape[self.dim], self.padded_rows)
+        found, border = [], 0
+        for first, count, rows in ((0, ranks, self.padded_rows), (ranks, 1, rest)):
+            if rows:
+                found.append(Piece(first, count, outer, rows * inner, border, rows * inner, row))
+                border += count * rows * inner
+        return tuple(found)
 
     def _with_rows(self, rows: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])

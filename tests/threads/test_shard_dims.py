@@ -1,0 +1,390 @@
+"""`shard_placement_fn`: parameters cut along any dim, evenly or not, train and save as those cut along dim 0."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
+from tests.harness.implementations import Implementation, for_each_implementation, run
+from tests.harness.models import (
+    BY_NAME,
+    Trained,
+    adamw,
+    assert_close_to_tensor_max,
+    assert_same_training,
+    collect,
+    seeded,
+    train_reference,
+)
+from tests.harness.parity import assert_same_bits, environment, train_alone, train_beside_oracle
+from tests.harness.random_models import BlockSpec, LeafSpec, ModelSpec
+from tests.harness.threads import run_ranks
+
+STEPS = 3
+
+
+class Even(nn.Module):
+    """One to three dims, each of which two and four ranks share evenly; torch asks for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.table = nn.Parameter(torch.randn(4, 8, 12) * 0.3)
+        self.down = nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (n, 8) -> (n, 8)
+        h = torch.tanh(self.up(x))
+        return x + self.down(h + torch.einsum("ni,kio->no", x, self.table))
+
+
+def _even(depth: int = 2) -> nn.Module:
+    return seeded(lambda: nn.Sequential(*(Even() for _ in range(depth))))
+
+
+def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, 8, generator=generator), torch.randn(3, 8, generator=generator)
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).pow(2).mean()
+
+
+def _mixed_dims(parameter: nn.Parameter) -> Shard | None:
+    """Dim 1, the last one, or no answer: three ways in one unit."""
+    return {3: Shard(-2), 2: Shard(1)}.get(parameter.ndim)
+
+
+def _sharded(impl: Any, model: nn.Module, fn: Any, **options: Any) -> Any:
+    for child in model.children():
+        impl.fully_shard(child, shard_placement_fn=fn, **options)
+    return impl.fully_shard(model, shard_placement_fn=fn, **options)
+
+
+# ---- both implementations, evenly ----------------------------------------------------------------------------
+
+
+@for_each_implementation
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_dim_trains_clips_and_saves_as_plain_training(impl: Implementation, world: int) -> None:
+    plain = _even()
+
+    def rank_main(rank: int, impl: Implementation) -> Trained:
+        model = _sharded(impl, _even(), _mixed_dims)
+        for name, p in model.named_parameters():
+            whole = plain.get_parameter(name)
+            dim = {3: 1, 2: 1, 1: 0}[p.ndim]
+            assert isinstance(p, DTensor) and p.placements == (Shard(dim),), name
+            assert p.shape == whole.shape and p.stride() == whole.stride()
+            assert p.to_local().is_contiguous()
+            assert torch.equal(p.to_local(), whole.chunk(world, dim)[rank]), name
+            assert torch.equal(p.full_tensor(), whole), name
+            assert torch.equal(p.redistribute(placements=[Shard(0)]).to_local(), whole.chunk(world)[rank]), name
+        optimizer = adamw(model.parameters())
+        for step in range(STEPS):
+            _loss(model, _batch(step, rank)).backward()
+            assert all(p.grad.placements == p.placements for p in model.parameters())
+            impl.clip(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = collect(model, optimizer)
+        state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        assert all(torch.equal(state[name], value) for name, value in trained.params.items())
+        return trained
+
+    def clipped(params: Any) -> torch.optim.Optimizer:
+        held = list(params)
+        optimizer = adamw(held)
+
+        def clip(*_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(held, 0.1)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    expected = train_reference(
+        _even(), _loss, [[_batch(step, rank) for rank in range(world)] for step in range(STEPS)], clipped
+    )
+    for trained in run(rank_main, impl, world=world):
+        assert_same_training(trained, expected, 64)
+
+
+@for_each_implementation
+def test_the_answer_none_is_dim_0(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        asked: list[nn.Parameter] = []
+        model = _even(1)
+        before = list(model[0].parameters())
+        impl.fully_shard(model[0], shard_placement_fn=lambda p: asked.append(p))
+        assert {id(p) for p in asked} == {id(p) for p in before}
+        assert all(p.placements == (Shard(0),) for p in model.parameters())
+
+    run(rank_main, impl)
+
+
+REFUSED = {
+    "a dim behind the last": (lambda p: Shard(2), AssertionError),
+    "a dim before the first": (lambda p: Shard(-3), AssertionError),
+    "Replicate": (lambda p: Replicate(), ValueError),
+    "a number": (lambda p: 1, ValueError),
+    "a tuple": (lambda p: (Shard(0), None), ValueError),
+    "no function": (Shard(0), TypeError),
+}
+
+
+@for_each_implementation
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_answers_are_refused(impl: Implementation, what: str) -> None:
+    fn, error = REFUSED[what]
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = nn.Linear(4, 4, bias=False)
+        with pytest.raises(error) as raised:
+            impl.fully_shard(model, shard_placement_fn=fn)
+        if impl.name == "fullshard":
+            assert "shard_placement_fn" in str(raised.value) and "expected" in str(raised.value)
+            # Nothing was changed: the call can be made again.
+            assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+            impl.fully_shard(model)
+
+    run(rank_main, impl)
+
+
+# ---- unevenly ------------------------------------------------------------------------------------------------
+
+
+def test_uneven_dims_are_cut_as_torch_chunk_cuts() -> None:
+    """torch refuses these with NotImplementedError."""
+
+    def rank_main(rank: int, world: int) -> None:
+        for case in (BY_NAME["tiny_dims"], BY_NAME["mixed_shapes"]):
+            plain, model = case.build(), case.build()
+            case.shard(model, fully_shard, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+            for (name, p), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+                chunks = whole.detach().chunk(world, -1)
+                mine = chunks[rank] if rank < len(chunks) else whole.detach()[..., :0]
+                assert p.to_local().shape == mine.shape and torch.equal(p.to_local(), mine), name
+                assert p.to_local().is_contiguous() and torch.equal(p.full_tensor(), whole), name
+
+    for world in (2, 3, 4):
+        run_ranks(world, rank_main, world)
+
+
+# Every kind of leaf, three ways to cut, dims of one to seven; frozen, tied, unused by some step or rank; accumulation.
+_LEAVES = (
+    LeafSpec("dense", 7),
+    LeafSpec("twins"),
+    LeafSpec("table", 3, use="by_rank"),
+    LeafSpec("conv", 2, use="by_step"),
+    LeafSpec("norm"),
+    LeafSpec("scale"),
+)
+_SPEC = ModelSpec(
+    (
+        BlockSpec(
+            _LEAVES, BlockSpec((LeafSpec("dense", 1, unit=True), LeafSpec("dense_no_bias", 2)), recompute="inside")
+        ),
+        BlockSpec((LeafSpec("dense_no_bias", 13),), recompute="outside", reshard=False),
+        # The only parameter of its unit: dim 0 would be gathered straight into place.
+        BlockSpec((LeafSpec("table", 5),)),
+    ),
+    width=5,
+    frozen=(1, 8),
+    dims=(1, 2, 1, 0),
+    sync=(False, True),
+)
+
+
+@pytest.mark.parametrize("policy", ["none", "bf16_reduced_in_fp32", "fp32_reduced_in_bf16"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_uneven_dims_train_as_plain_training(world: int, policy: str) -> None:
+    spec = ModelSpec(**{**vars(_SPEC), "policy": policy})
+    with environment(spec.environment()):
+        run_ranks(world, train_beside_oracle, spec, world, 2)
+
+
+def test_one_reduce_scatter_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend's reduction reads the same send buffer."""
+    with environment({**_SPEC.environment(), "FULLSHARD_COMMUNICATION": "torch"}):
+        run_ranks(3, train_beside_oracle, _SPEC, 3, 2)
+
+
+def test_the_dim_changes_no_bit() -> None:
+    """Which rank adds an element does not change what is added, nor in which order."""
+
+    def rank_main(rank: int, dims: tuple[int, ...]) -> Trained:
+        return train_alone(rank, ModelSpec(**{**vars(_SPEC), "dims": dims}), 2)
+
+    with environment(_SPEC.environment()):
+        expected = run_ranks(3, rank_main, (0,))[0]
+        for dims in ((1,), (2, 0, 1)):
+            assert_same_bits(run_ranks(3, rank_main, dims)[2], expected)
+
+
+class _Odd(nn.Module):
+    """Gradients that are not contiguous, or expanded, or of strange strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(5, 3))
+        self.b = nn.Parameter(torch.randn(3, 5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            (x @ self.a.t()).sum() + self.a.sum() + self.b.transpose(0, 2).mul(torch.arange(30.0).view(2, 5, 3)).sum()
+        )
+
+
+def test_gradients_need_not_be_contiguous() -> None:
+    def rank_main(rank: int, world: int) -> None:
+        plain = seeded(_Odd)
+        assert isinstance(plain, _Odd)
+        plain(torch.ones(2, 3)).backward()
+        model: Any = fully_shard(seeded(_Odd), shard_placement_fn=lambda p: Shard(1))
+        # One output of ones everywhere: autograd hands over expanded and permuted gradients as they are.
+        model(torch.ones(2, 3)).backward()
+        for name, p in plain.named_parameters():
+            assert torch.equal(model.get_parameter(name).grad.full_tensor(), p.grad), name
+
+    for world in (2, 3):
+        run_ranks(world, rank_main, world)
+
+
+# ---- state ---------------------------------------------------------------------------------------------------
+
+
+def _uneven() -> nn.Module:  # (n, 7, 5) -> (n, 3, 6)
+    return seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Conv1d(7, 3, 2, bias=False)))
+
+
+def _last_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def _x(rank: int = 0) -> Tensor:
+    return torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_state_goes_out_and_in_by_every_way(world: int) -> None:
+    """state_dict, load_state_dict (copying and assigning), to_empty, a change of dtype."""
+
+    def rank_main(rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (world,))
+        other = _uneven()
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(-3).add_(0.5)
+        want = other(_x())
+
+        def fresh() -> Any:
+            model = _uneven()
+            fully_shard(model[0], mesh=mesh, shard_placement_fn=_last_dim)
+            return fully_shard(model, mesh=mesh, shard_placement_fn=_last_dim)
+
+        def check(model: Any) -> None:
+            for name, whole in other.named_parameters():
+                p = model.get_parameter(name)
+                assert p.placements == (Shard(whole.ndim - 1),), name
+                assert torch.equal(p.full_tensor(), whole.to(p.dtype)), name
+            assert torch.allclose(model(_x().to(p.dtype)), want.to(p.dtype), atol=1e-5)
+            model(_x().to(p.dtype)).sum().backward()
+            assert all(p.grad.to_local().shape == p.to_local().shape for p in model.parameters())
+
+        cut = {
+            name: distribute_tensor(value.detach().clone(), mesh, [Shard(value.ndim - 1)])
+            for name, value in other.named_parameters()
+        }
+        model = fresh()
+        model(_x()).sum().backward()
+        model.load_state_dict(cut)
+        check(model)
+        model = fresh()
+        model.load_state_dict(copy.deepcopy(cut), assign=True)
+        check(model)
+        # From shards cut along another dim. DTensor's copy_ does not move those of a dim smaller than the world.
+        rows = {name: value.redistribute(placements=[Shard(0)]) for name, value in cut.items()}
+        model = fresh()
+        model.load_state_dict({name: rows[name].redistribute(placements=cut[name].placements) for name in rows})
+        check(model)
+        again = fresh()
+        again.load_state_dict(model.state_dict())
+        check(again)
+        with torch.device("meta"):
+            empty = _uneven()
+        fully_shard(empty, mesh=mesh, shard_placement_fn=_last_dim)
+        empty.to_empty(device="cpu")
+        empty.load_state_dict(cut)
+        check(empty)
+        check(model.double())
+        assert not any(info.full_nbytes_live for info in inspect_units(model) if info.name)
+
+    run_ranks(world, rank_main, world)
+
+
+# ---- several storage dtypes, and what is trainable -------------------------------------------------------------
+
+
+class _Dtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(5, 3))
+        self.b = nn.Parameter(torch.randn(3, 7, dtype=torch.float64))
+        self.c = nn.Parameter(torch.randn(7, 5).bfloat16())
+        self.d = nn.Parameter(torch.randn(5))
+        self.e = nn.Parameter(torch.randn(2, 5, 3).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:  # (n, 5) -> (n, 5)
+        h = (x @ self.a).double() @ self.b
+        return (h.bfloat16() @ self.c).float() * self.d + self.e.float().sum((0, 2))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_dtypes_dims_and_frozen_parameters_of_one_unit(world: int) -> None:
+    """Three storage dtypes, of which some are frozen, then unfrozen, then others frozen. torch asserts on the mix."""
+    trainable = [("a", "b", "c", "d", "e"), ("a", "c"), ("b", "d", "e"), ("e",)]
+    dims = {"a": 1, "b": 0, "c": 1, "d": 0, "e": 2}
+
+    def rank_main(rank: int, world: int) -> None:
+        plain, ours = seeded(_Dtypes), seeded(_Dtypes)
+        where = {id(p): Shard(dims[name]) for name, p in ours.named_parameters()}
+        model: Any = fully_shard(ours, shard_placement_fn=lambda p: where[id(p)])
+        assert {name: p.placements[0].dim for name, p in model.named_parameters()} == dims
+        for names in trainable:
+            for net in (plain, model):
+                net.zero_grad()
+                for name, p in net.named_parameters():
+                    p.requires_grad_(name in names)
+            x = torch.randn(2, 5, generator=torch.Generator().manual_seed(7))
+            plain(x).pow(2).mean().backward()
+            model(x).pow(2).mean().backward()
+            for name, p in plain.named_parameters():
+                grad = model.get_parameter(name).grad
+                assert (grad is None) == (p.grad is None) == (name not in names), name
+                if p.grad is not None:
+                    # Equal on all ranks, so their mean is what each has, but for the rounding of a sum of three.
+                    assert_close_to_tensor_max(grad.full_tensor(), p.grad, 0 if world == 1 else 1, name)
+
+    run_ranks(world, rank_main, world)
+
+
+def test_mixed_precision_gathers_the_compute_dtype() -> None:
+    def rank_main(rank: int) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        plain = _even(1)
+        seen: list[Tensor] = []
+        model = _even(1)
+        fully_shard(model[0], shard_placement_fn=_mixed_dims, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        model[0].register_forward_pre_hook(lambda module, args: seen.append(module.table.detach().clone()))
+        model(_batch(0, rank)[0]).sum().backward()
+        assert seen[0].dtype is torch.bfloat16 and torch.equal(seen[0], plain[0].table.bfloat16())
+
+    run_ranks(4, rank_main)
