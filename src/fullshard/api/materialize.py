@@ -10,10 +10,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..comm import agreed
-from ..param import ParamGroup, ShardedParam, is_poisoned, poison
+from ..comm import agreed, sum_over
+from ..param import ParamGroup, ShardedParam, fingerprints, is_poisoned, poison
 from ..runtime import Unit, unit_of
 from ..runtime.names import clean_name
 from ..runtime.root import module_units
@@ -206,13 +206,27 @@ def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> 
 def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
     """Shards, buffers and unsharded parameters get memory, and the pattern that says that nobody wrote it."""
     conversion = Conversion(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    tied = _tied(model)
     for module in model.modules():
         if any(tensor.is_meta for tensor in _own_tensors(module)):
             module._apply(conversion, recurse=False)
+    for (module, name), *others in tied:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(module, name))
     if conversion.emptied:
         for unit in units:
             unit.repair()
             note_uninitialized(unit)
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Places that share a parameter without a unit: torch's `_apply` from the meta device makes one for each."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta and not isinstance(parameter, DTensor):
+                places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
 
 
 @contextmanager
@@ -230,20 +244,23 @@ def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
             for param, full in zip(group.params, parameters, strict=True):
                 source = _written(param, full)
                 if id(param.sharded) in lost and not is_poisoned(source):
-                    group.fill(param, source)
+                    _keep_part(group, param, source)
     finally:
         for group in groups:
             group.swap.put(group.swap.spread([param.sharded for param in group.params]))
 
 
+def _keep_part(group: ParamGroup, param: ShardedParam, source: Tensor) -> None:
+    own = param.own_spec
+    if own is not None:
+        source = distribute_tensor(source.detach(), own.mesh, own.placements, src_data_rank=None)
+    group.fill(param, source)
+
+
 def _full_parameter(group: ParamGroup, param: ShardedParam) -> nn.Parameter:
-    if param.layout.shape != param.spec.shape:
-        raise NotImplementedError(
-            f"{param.name}: expected a parameter that only data parallelism shards, found shape {param.spec.shape} cut "
-            f"to {param.layout.shape} by another mesh axis; use to_empty(device=...) and initialise the DTensor"
-        )
+    # Whole and plain also where tensor parallelism cuts it: values are not to depend on that either.
     full = nn.Parameter(
-        torch.empty(param.layout.shape, dtype=group.precision.storage, device=group.placing.device),
+        torch.empty(param.spec.shape, dtype=group.precision.storage, device=group.placing.device),
         requires_grad=param.sharded.requires_grad,
     )
     poison(full)
@@ -274,8 +291,9 @@ def _written(param: ShardedParam, full: nn.Parameter) -> nn.Parameter:
 def _agreed_seed(seed: int | None, units: Sequence[Unit]) -> int:
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed: expected an int or None, found {type(seed).__name__}; pass a number")
-    value = (torch.initial_seed() if seed is None else seed) & ((1 << 62) - 1)
-    for mesh in dict.fromkeys(group.placing.mesh for unit in units for group in unit.groups):
+    with _GENERATORS:
+        value = (torch.initial_seed() if seed is None else seed) & ((1 << 62) - 1)
+    for mesh in dict.fromkeys(param.spec.mesh for unit in units for param in unit.params):
         if not agreed(value, mesh):
             raise ValueError(
                 f"seed: expected the same one on all ranks, found {value} here and another one elsewhere; pass seed=, "
@@ -291,16 +309,24 @@ def _seed_of(seed: int, name: str) -> int:
 
 def _run(call: Callable[[], object], seed: int, device: torch.device, others: Sequence[Unit]) -> None:
     """One initialiser, with its own seed; it must leave the parameters of `others` alone."""
-    before = [_versions(unit) for unit in others]
+    before = [_fingerprint(unit) for unit in others]
     with _GENERATORS, _seeded(seed, device), torch.no_grad(), torch.device(device):
         call()
-    written = [unit.record.name for unit, was in zip(others, before, strict=True) if _versions(unit) != was]
-    if written:
+    written = any(_fingerprint(unit) != was for unit, was in zip(others, before, strict=True))
+    # A rank that owns no row of what was written sees nothing.
+    if others and _on_any_rank(written, others):
         raise RuntimeError(
             f"init: expected a function that initialises the module it is given and what is in the same unit, found "
-            f"that it wrote the shards of other units, where values would depend on the world size: {shown(written)}; "
-            f"return early for modules that only contain others"
+            f"that it wrote shards of one of the {len(others)} other units below, where values would depend on the "
+            f"world size; leave alone what is sharded (a DTensor), or return early for modules that contain others"
         )
+
+
+def _on_any_rank(flag: bool, units: Sequence[Unit]) -> bool:
+    total = torch.tensor([int(flag)], dtype=torch.int32)
+    for mesh in dict.fromkeys(param.spec.mesh for unit in units for param in unit.params):
+        total = sum_over(mesh, total)
+    return bool(total.item())
 
 
 @contextmanager
@@ -321,5 +347,6 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
             accelerator.set_rng_state(accelerator_state, device)
 
 
-def _versions(unit: Unit) -> list[tuple[int, ...]]:
-    return [group.versions() for group in unit.groups]
+def _fingerprint(unit: Unit) -> list[int]:
+    """Of this rank's shards. Versions would miss what is written through `.data`."""
+    return fingerprints(param.local for param in unit.params)

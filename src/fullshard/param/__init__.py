@@ -21,6 +21,7 @@ from .swap import managed_modules as managed_modules
 from .swap import managed_parameters as managed_parameters
 from .swap import move_unsharded as move_unsharded
 from .uninitialized import are_poisoned as are_poisoned
+from .uninitialized import fingerprints as fingerprints
 from .uninitialized import is_poisoned as is_poisoned
 from .uninitialized import local_data as local_data
 from .uninitialized import poison as poison

@@ -195,18 +195,18 @@ def find_uninitialized(units: Sequence[Unit], top: nn.Module) -> Uninitialized:
 
 def _to_judge(units: Sequence[Unit], top: nn.Module) -> list[_Judged]:
     judged: dict[int, _Judged] = {}
-    full: set[int] = set()
+    of_units: set[int] = set()
     for unit in units:
-        for group in unit.groups:
-            full |= group.full_ids
+        for param in unit.params:
+            of_units |= {id(param.full), id(param.sharded)}
             if unit.unproven:
-                for param in group.params:
-                    name = param.name if unit.record.name == "root" else f"{unit.record.name}.{param.name}"
-                    judged[id(param.sharded)] = _Judged(name, param.sharded, True, param.spec.mesh)
+                name = param.name if unit.record.name == "root" else f"{unit.record.name}.{param.name}"
+                judged[id(param.sharded)] = _Judged(name, param.sharded, True, param.spec.mesh)
     mesh = next((group.placing.mesh for unit in units for group in unit.groups), None)
     for name, tensor in (*top.named_parameters(), *top.named_buffers()):
-        if id(tensor) not in full and not isinstance(tensor, DTensor):
-            judged[id(tensor)] = _Judged(clean_name(name), tensor, False, mesh)
+        if id(tensor) not in of_units:
+            asked = tensor.device_mesh if isinstance(tensor, DTensor) else mesh
+            judged[id(tensor)] = _Judged(clean_name(name), tensor, isinstance(tensor, DTensor), asked)
     return list(judged.values())
 
 
