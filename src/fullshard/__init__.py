@@ -2,6 +2,7 @@
 
 from ._version import __version__ as __version__
 from .api import FSDPModule as FSDPModule
+from .api import GradScaler as GradScaler
 from .api import ShardPlacementResult as ShardPlacementResult
 from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
@@ -20,6 +21,7 @@ from .policy import OffloadPolicy as OffloadPolicy
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "GradScaler",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",

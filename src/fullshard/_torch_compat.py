@@ -19,6 +19,8 @@
     ._get_root_mesh                             behind each other, several axes as one, and of one mesh?
     AsyncCollectiveTensor.trigger_wait          gradients of DTensors may be results under way          2.13
     placement_types._StridedShard               two axes cut the same dim, the left one last            2.13
+    GradScaler._unscale_grads_                  overridden in api/grad_scaler.py: the one place that     2.13
+                                                finds infs, for stepping with and without unscale_
     torch.distributed.fsdp.FSDPModule           base class, so that isinstance checks elsewhere hold    2.13
 
 torch's own FSDP2 is never called from here.

@@ -3,6 +3,7 @@
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .full_params import full_params as full_params
 from .fully_shard import fully_shard as fully_shard
+from .grad_scaler import GradScaler as GradScaler
 from .info import UnitInfo as UnitInfo
 from .info import inspect_units as inspect_units
 from .materialize import mark_initialized as mark_initialized

@@ -70,8 +70,28 @@ class Links(NamedTuple):
 
 
 def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
-    """In place over any process group, and finished on return."""
-    dist.all_reduce(tensor, op=op, group=process_group)
+    """In place over any process group, and finished on return.
+
+    A tensor on a device for which the group has no backend (on the host, where the group is NCCL's) goes by way of the
+    group's device: for scalars and the like.
+    """
+    elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
+    if elsewhere is None:
+        dist.all_reduce(tensor, op=op, group=process_group)
+        return
+    moved = tensor.to(elsewhere)
+    dist.all_reduce(moved, op=op, group=process_group)
+    tensor.copy_(moved)
+
+
+def message_device(backend_config: str, device: torch.device) -> str | None:
+    """The type of the device that a tensor on `device` has to be moved to for a message; None: it may stay.
+
+    >>> message_device("cuda:nccl", torch.device("cpu")), message_device("cpu:gloo,cuda:nccl", torch.device("cpu"))
+    ('cuda', None)
+    """
+    types = [part.split(":", 1)[0] for part in backend_config.split(",") if ":" in part]
+    return None if not types or device.type in types else types[0]
 
 
 def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:

@@ -1,0 +1,42 @@
+"""A gradient scaler for parameters on several meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..comm import all_reduce_over
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for models whose parameters are on more than one mesh, or on host memory.
+
+    When a gradient on any rank has an inf or NaN, every rank has to skip the step and halve its scale. torch's scaler
+    asks the ranks of the mesh of the *first* gradient. That is enough where all parameters are on one mesh; with tensor
+    or expert parallelism beside plain sharding, or a mesh per parameter, ranks go apart without a word. This one asks
+    the ranks of every axis of every parameter of the optimizer, one message of four bytes for each process group.
+
+    Arguments, methods and state dict are torch's.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        per_device: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # Of all parameters, also those without a gradient here: ranks have to agree on the messages.
+        groups = _groups(parameter for group in optimizer.param_groups for parameter in group["params"])
+        for found in per_device.values():
+            for group in groups:
+                all_reduce_over(found, group, dist.ReduceOp.MAX)
+        return per_device
+
+
+def _groups(parameters: Any) -> list[dist.ProcessGroup]:
+    """The process groups of all mesh axes of `parameters` that have several ranks, each once, in order."""
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    return list(dict.fromkeys(groups))
