@@ -39,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="file of glob patterns of test ids that may be skipped; any other skip fails the run ('' allows all)",
     )
     parser.addoption(
+        "--ranks",
+        choices=["threads", "gloo"],
+        default="threads",
+        help="what the ranks of the threads tier are; gloo: processes, slower (tests/harness/forked.py)",
+    )
+    parser.addoption(
         "--record-behaviours",
         default="",
         help="run the tests with a behaviour mark only, for torch too, and write what came of them to this file "
@@ -52,8 +58,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TERMINAL] = os.fdopen(os.dup(2), "w")
     config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
     config.addinivalue_line("markers", "behaviour(title, area, torch, reason): tests/harness/behaviours.py")
+    config.addinivalue_line("markers", "threads_only(reason): left out where ranks are gloo processes (--ranks=gloo)")
+    if config.getoption("--ranks") != "threads":
+        from tests.harness import threads
+
+        threads.RANKS = config.getoption("--ranks")
     if config.getoption("--record-behaviours"):
-        config.pluginmanager.register(recording.Recorder(Path(config.getoption("--record-behaviours"))), "recorder")
+        recorder = recording.Recorder(Path(config.getoption("--record-behaviours")), config.getoption("--ranks"))
+        config.pluginmanager.register(recorder, "recorder")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -63,7 +75,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 _TERMINAL = pytest.StashKey[Any]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--ranks") != "threads":
+        left_out = [item for item in items if item.get_closest_marker("threads_only")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         tier = _tier(item)
         if tier:

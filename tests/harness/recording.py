@@ -71,16 +71,29 @@ def _marks_on_parameters(marks: list[pytest.Mark]) -> bool:
 
 
 class Recorder:
-    """Runs marked tests only, those that `path` does not have yet, and writes to it: one JSON line for each event."""
+    """Runs marked tests only, those that `path` does not have yet, and writes to it: one JSON line for each event.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    With `ranks` "gloo" it runs those of ours in the threads tier.
+    """
+
+    def __init__(self, path: Path, ranks: str) -> None:
+        self.path, self.ranks = path, ranks
         self.done = {event["id"] for event in _events(path)}
+
+    def _id(self, item: pytest.Item) -> str:
+        return f"{self.ranks}: {item.nodeid}"
+
+    def _wanted(self, item: pytest.Item, case: Case | None) -> bool:
+        if case is None or self._id(item) in self.done:
+            return False
+        if self.ranks == "threads":
+            return True
+        return case.implementation == "fullshard" and "/threads/" in item.nodeid
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         cases = {item: case_of_item(item) for item in items}
-        kept = [item for item in items if cases[item] is not None and item.nodeid not in self.done]
+        kept = [item for item in items if self._wanted(item, cases[item])]
         # Last those that may leave a mess: nothing of ours runs after them.
         kept.sort(key=lambda item: bool(cases[item] and cases[item].only_when_written))
         for item in kept:
@@ -96,10 +109,10 @@ class Recorder:
         worlds.SEEN.clear()
         self.outcome, self.detail = "pass", ""
         about = {"area": case.area, "title": case.title, "test": case.test, "implementation": case.implementation}
-        _append(self.path, {"id": item.nodeid, "state": "started", **about})
+        _append(self.path, {"id": self._id(item), "state": "started", **about})
         result = yield
         ended = {"state": "ended", "outcome": self.outcome, "detail": self.detail, "worlds": sorted(worlds.SEEN)}
-        _append(self.path, {"id": item.nodeid, **ended, **about})
+        _append(self.path, {"id": self._id(item), **ended, **about})
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -156,7 +169,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def record(files: list[str]) -> Path:
-    """Run the marked tests of `files` (none: of all) for both implementations; return the dated document.
+    """Run the marked tests of `files` (none: of all) for both implementations, and those of the threads tier for ours
+    once more with gloo processes as ranks; return the dated document.
 
     Results of files that did not run stay as they were; those of tests that are no more are dropped when all run.
     Raises RuntimeError if pytest could not collect.
@@ -167,7 +181,8 @@ def record(files: list[str]) -> Path:
     files = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events.jsonl"
-        _run_all(files, events)
+        for ranks in ("threads", "gloo"):
+            _run_all(files, events, ("--ranks", ranks))
         new = _results(_events(events))
     about, old = load(document())
     version, today = torch.__version__.split("+")[0], datetime.date.today().isoformat()

@@ -37,6 +37,8 @@ from tests.harness.errors import RankReport, RanksFailed, format_stacks
 
 # How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
 _RELEASE_SECONDS = 3.0
+# "threads", or "gloo": ranks are forks of this process (`pytest --ranks=gloo`, see forked.py).
+RANKS = "threads"
 # Old and new name of the same method of a process group; real groups answer to both.
 _SAME_METHODS = (
     ("_allgather_base", "all_gather_single"),
@@ -63,6 +65,11 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
             "run_ranks expects that this process has no process group, but one is initialised; "
             "leave fake_world() or call destroy_process_group() first"
         )
+    if RANKS == "gloo":
+        from tests.harness.forked import run_forks
+
+        worlds.note("gloo", world)
+        return run_forks(world, fn, args, timeout)
     worlds.note("threads", world)
     run = _Run(world, fn, args)
     excepthook = sys.excepthook

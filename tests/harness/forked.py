@@ -1,0 +1,147 @@
+"""Ranks as forks of this process, joined over gloo: the tests of the threads tier on real processes, closures and all.
+
+`pytest --ranks=gloo tests/threads/...` sends every `run_ranks` here. It shows what threads cannot: works that are
+asynchronous, tensors that no other rank can reach, sockets. A fork sees the objects that the test made, and the test
+does not see what a fork does to them: a test that gathers facts in a list of its own has to return them from its ranks.
+That is dearer than threads and than the pool, so it is for `make test-full` and for docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.errors import RankReport, RanksFailed
+
+# How long the others may take to answer after one has failed: they run into the end of its connection.
+_AFTER_FAILURE_SECONDS = 5.0
+
+
+def run_forks(world: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    """What `run_ranks` does, with forks. Results have to pickle; where they do not, None is returned for them."""
+    name = getattr(fn, "__qualname__", repr(fn))
+    with tempfile.TemporaryDirectory(prefix="fullshard-forks-") as folder:
+        rendezvous = os.path.join(folder, "rendezvous")
+        forks = [_fork(rank, world, fn, args, rendezvous, timeout) for rank in range(world)]
+        try:
+            results, reports = _collect(forks, timeout)
+        finally:
+            for _, conn in forks:
+                with contextlib.suppress(OSError):  # it has ended
+                    conn.send_bytes(b"all ranks have answered")
+            for pid, conn in forks:
+                _end(pid, conn)
+    if reports:
+        raise RanksFailed(f"{name} failed", world, reports)
+    return results
+
+
+def _fork(
+    rank: int, world: int, fn: Callable[..., Any], args: tuple[Any, ...], rendezvous: str, timeout: float
+) -> tuple[int, Connection]:
+    ours, theirs = Pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads; ours wait
+        pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    try:
+        _rank_main(theirs, rank, world, fn, args, rendezvous, timeout)
+    finally:
+        os._exit(0)  # pytest's own end is not for this process
+
+
+def _rank_main(
+    conn: Connection,
+    rank: int,
+    world: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rendezvous: str,
+    timeout: float,
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout + 60),
+        )
+        answer = _pickled((True, fn(rank, *args)), (True, None))
+    except BaseException as error:
+        when, text = time.monotonic(), traceback.format_exc()
+        answer = _pickled((False, (text, error, when)), (False, (text, None, when)))
+    conn.send_bytes(answer)
+    conn.poll(
+        timeout
+    )  # for the word to go: the group lives until all have answered: a peer may still read what this rank sent
+    os._exit(0)
+
+
+def _pickled(value: Any, otherwise: Any) -> bytes:
+    try:
+        message = pickle.dumps(value)
+        pickle.loads(message)  # some exceptions pickle well and fail when they are read
+        return message
+    except Exception:
+        return pickle.dumps(otherwise)
+
+
+def _collect(forks: list[tuple[int, Connection]], timeout: float) -> tuple[list[Any], list[RankReport]]:
+    results: list[Any] = [None] * len(forks)
+    reports: list[RankReport] = []
+    waiting = {conn: rank for rank, (_, conn) in enumerate(forks)}
+    deadline = time.monotonic() + timeout
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for conn in wait(list(waiting), timeout=left):
+            assert isinstance(conn, Connection)
+            rank = waiting.pop(conn)
+            try:
+                good, payload = pickle.loads(conn.recv_bytes())
+            except EOFError:
+                reports.append(RankReport(rank, "died", "the process ended without an answer", at=time.monotonic()))
+                good, payload = True, None
+            if good:
+                results[rank] = payload
+            else:
+                text, error, when = payload
+                reports.append(RankReport(rank, "raised", text, error, when))
+            if reports:
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECONDS)
+    kind = "released" if reports else "hung"
+    for rank in waiting.values():
+        reports.append(RankReport(rank, kind, "did not answer in time", at=time.monotonic()))  # type: ignore[arg-type]
+    return results, reports
+
+
+def _end(pid: int, conn: Connection) -> None:
+    conn.close()
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
