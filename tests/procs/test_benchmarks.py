@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def _last_line(*arguments: str) -> dict[str, object]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", *arguments, "--tiny", "--rounds", "1"]
+    command = [sys.executable, "-m", *arguments, "--tiny"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout.splitlines()[-1])
@@ -24,7 +24,7 @@ def _last_line(*arguments: str) -> dict[str, object]:
 
 
 def test_cpu_step() -> None:
-    answer = _last_line("benchmarks.cpu_step", "--worlds", "2", "--adamw", "--workloads", "light")
+    answer = _last_line("benchmarks.cpu_step", "--worlds", "2", "--adamw", "--workloads", "light", "--rounds", "1")
     (result,) = answer["results"]
     assert (result["world"], result["workload"]) == (2, "communication-heavy")
     assert set(result["steps"]) == {"none", "ddp", "fsdp1", "fsdp2", "fullshard"}
@@ -33,20 +33,26 @@ def test_cpu_step() -> None:
 
 @pytest.mark.slow
 def test_overlap() -> None:
-    answer = _last_line("benchmarks.overlap", "--workloads", "light")
+    answer = _last_line("benchmarks.overlap", "--workloads", "light", "--rounds", "1")
     (result,) = answer["results"]
     assert set(result["median_ms"]) == {"none", "fsdp2", "prefetch on", "prefetch off"}
 
 
 @pytest.mark.slow
 def test_host() -> None:
-    answer = _last_line("benchmarks.host")
+    answer = _last_line("benchmarks.host", "--rounds", "1")
     for result in answer["results"]:
         assert set(result["ways"]) == {"bare", "fsdp2", "fullshard", "+ shards", "direct"}
 
 
 @pytest.mark.slow
 def test_optimizer() -> None:
-    answer = _last_line("benchmarks.optimizer")
+    answer = _last_line("benchmarks.optimizer", "--rounds", "1")
     (result,) = answer["results"]
     assert set(result["ways"]) == {"local", "dtensor", "fullshard"}
+
+
+@pytest.mark.slow
+def test_loss_curve() -> None:
+    ways = _last_line("benchmarks.loss_curve")["results"]["ways"]  # type: ignore[index]
+    assert all(way["difference"] < 1e-5 for way in ways.values())
