@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,7 @@ import fullshard
 from fullshard import full_params, fully_shard
 from tests.harness.models import BY_NAME, adamw, assert_close_to_tensor_max, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
+from tests.threads.test_tensor_parallel import batch, blocks, plan_tp
 
 EPS = 64
 CASES = ("residual", "tiny_dims", "tied", "frozen", "mixed_shapes")
@@ -141,7 +143,7 @@ def test_the_first_rank_alone() -> None:
 
     def rank_main(rank: int) -> None:
         model = case.shard(case.build(), fully_shard)
-        batch = case.batch(0, 0)[0]
+        inputs = case.batch(0, 0)[0]
         with full_params(model, rank0_only=True, offload_to_cpu=True):
             if rank == 0:
                 assert not any(isinstance(p, DTensor) for p in model.parameters())
@@ -152,7 +154,7 @@ def test_the_first_rank_alone() -> None:
                 file.seek(0)
                 plain.load_state_dict(torch.load(file))
                 with torch.no_grad():
-                    assert torch.equal(model(batch), plain(batch))
+                    assert torch.equal(model(inputs), plain(inputs))
                 built = case.build().state_dict()
                 assert all(torch.equal(value, built[name]) for name, value in plain.state_dict().items())
                 # As the plain model writes: parameters do not share memory with anything.
@@ -163,11 +165,11 @@ def test_the_first_rank_alone() -> None:
                 assert all(isinstance(p, DTensor) for p in model.parameters())
                 assert all(isinstance(v, DTensor) for v in model.state_dict().values())
                 with torch.no_grad(), pytest.raises(RuntimeError, match="another rank than the first"):
-                    model(batch)
+                    model(inputs)
         assert_sharded(model)
         with full_params(model, rank0_only=True, recurse=False):
             with torch.no_grad(), pytest.raises(RuntimeError, match="rank0_only=True"):
-                model(batch)  # its blocks would gather, and the others would not
+                model(inputs)  # its blocks would gather, and the others would not
         case.loss(model, case.batch(0, rank)).backward()
 
     run_ranks(3, rank_main)
@@ -197,6 +199,46 @@ def test_without_recursion_only_the_unit_itself() -> None:
         assert_sharded(model)
 
     run_ranks(2, rank_main)
+
+
+def test_tensor_parallel_parameters_are_whole_as_well() -> None:
+    """Cut twice, also within one dim; loaded from plain tensors, and written back, in every one of their pieces."""
+
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plain, model = blocks(), blocks()
+        plan_tp(model, mesh["tp"], sequence=False)
+        for child in model.children():
+            fully_shard(child, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        placements = {str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}
+        assert any("_StridedShard" in found for found in placements) and any("Shard(dim=1)" in p for p in placements)
+        x = batch(0, rank // 2)
+
+        def assert_is_plain(factor: float) -> None:
+            with full_params(model):
+                for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+                    assert type(p) is nn.Parameter and torch.equal(p, factor * q), name
+
+        assert_is_plain(1)
+        with full_params(model, writeback=True), torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+            with pytest.raises(RuntimeError, match="tensor or expert parallelism"):
+                model(x)
+        assert_is_plain(2)
+        for assign in (False, True):
+            model(x).sum().backward()
+            model.load_state_dict(plain.state_dict(), assign=assign)
+            assert_is_plain(1)
+            assert torch.allclose(model(x), plain(x), atol=1e-6)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
+        with full_params(model, rank0_only=True):
+            assert all(isinstance(p, DTensor) != (rank == 0) for p in model.parameters())
+
+    run_ranks(4, rank_main)
 
 
 def test_contexts_nest() -> None:

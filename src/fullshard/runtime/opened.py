@@ -79,6 +79,12 @@ class OpenUnit:
                 f"{name}: expected no forward with gradients inside full_params, found one: these parameters belong to "
                 f"no training step; put it under torch.no_grad(), or leave the context first"
             )
+        parallel = [param.name for param in self.unit.params if isinstance(param.full, DTensor)]
+        if parallel:
+            raise RuntimeError(
+                f"{name}: expected a forward with plain parameters, found {parallel[0]}, whose module computes with "
+                f"DTensors (tensor or expert parallelism): full parameters are of no use to it; leave full_params first"
+            )
         if not self.opening.rank0_only:
             return
         together = self.unit.root.units if self.unit.root is not None else module_units(self.unit.module)
