@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import cut_dim, local_of
 from ..comm import all_reduce_over
-from ..param import PendingGrad
+from ..param import NormMesh, PendingGrad
 
 
 def clip_grad_norm_(
@@ -30,24 +30,30 @@ def clip_grad_norm_(
     once, so that the result does not depend on how many ranks share the parameters.
 
     parameters: sharded parameters, plain ones (counted once, as equal on every rank), or both; those without `.grad`
-        are skipped. norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.
+        are skipped. Where one has a mesh of its own with fewer ranks than its unit (an expert), those of the other
+        ranks count as well, so that all ranks scale alike; torch refuses parameters of several meshes.
+    norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.
     Returns a plain 0-dim float32 tensor on the gradients' device, equal on every rank.
     Raises `RuntimeError` on every rank alike when the norm is not finite and `error_if_nonfinite` is set, and when a
     gradient was accumulated but not reduced.
     """
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [p.grad for p in items if p.grad is not None]
-    if not gradients:
+    items = [p for p in items if p.grad is not None]
+    if not items:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
-    plain, by_groups = _split(gradients)
-    device = (plain or [t for tensors in by_groups.values() for t in tensors])[0].device
+    plain, by_groups = _split(items)
+    parts = [t for by_copies in by_groups.values() for tensors in by_copies.values() for t in tensors]
+    device = (plain or parts)[0].device
     # The norm of norms, as torch takes it, of what this rank sees whole; then the parts of the others.
     norms = [_norm(plain, norm_type, device)] if plain else []
     maximum = math.isinf(norm_type)
-    for groups, tensors in by_groups.items():
-        value = _norm(tensors, norm_type, device)
-        value = value if maximum else value.pow(norm_type)
+    for groups, by_copies in by_groups.items():
+        if maximum:
+            value = torch.stack([_norm(tensors, norm_type, device) for tensors in by_copies.values()]).amax()
+        else:
+            powers = [_norm(tensors, norm_type, device).pow(norm_type) / n for n, tensors in by_copies.items()]
+            value = torch.stack(powers).sum() if len(powers) > 1 else powers[0]
         # Sharded over several axes: the sum over one axis, then that over the next.
         for group in groups:
             all_reduce_over(value, group, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
@@ -60,7 +66,7 @@ def clip_grad_norm_(
             f"clipped; look for the first parameter with a NaN or inf, or pass error_if_nonfinite=False to scale anyway"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = plain + [t for tensors in by_groups.values() for t in tensors]
+    locals_ = plain + parts
     if foreach is False:
         for tensor in locals_:
             tensor.mul_(scale.to(tensor.dtype))
@@ -69,21 +75,29 @@ def clip_grad_norm_(
     return norm
 
 
-def _split(gradients: list[Tensor]) -> tuple[list[Tensor], dict[tuple[dist.ProcessGroup, ...], list[Tensor]]]:
-    """Local tensors: those equal on every rank, and those of which each rank holds a part, by the groups of the axes
-    over which they are sharded. An axis that replicates counts once."""
+# Local gradients by the groups over which their powers are summed, then by the number of ranks in these groups that
+# hold the same part.
+_Parts = dict[tuple[dist.ProcessGroup, ...], dict[int, list[Tensor]]]
+
+
+def _split(parameters: list[Tensor]) -> tuple[list[Tensor], _Parts]:
+    """The local gradients: those equal on every rank, and those of which each rank holds a part, by the groups of the
+    axes over which they are sharded. An axis that replicates counts once."""
     plain: list[Tensor] = []
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for gradient in gradients:
+    by_groups: _Parts = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
         if isinstance(gradient, PendingGrad):
             gradient.to_local()  # refuses, with the reason
         if not isinstance(gradient, DTensor):
             plain.append(gradient.detach())
             continue
-        mesh = gradient.device_mesh
+        mesh, copies = gradient.device_mesh, 1
         groups = []
         for axis, placement in enumerate(gradient.placements):
             if placement.is_replicate():
+                copies *= mesh.size(axis)
                 continue
             if cut_dim(placement) is None:
                 raise NotImplementedError(
@@ -92,8 +106,14 @@ def _split(gradients: list[Tensor]) -> tuple[list[Tensor], dict[tuple[dist.Proce
                 )
             if mesh.size(axis) > 1:
                 groups.append(mesh.get_group(axis))
+        whole = NormMesh.of(parameter)
+        if whole is None:
+            # Only over the axes that shard, where nothing is there twice.
+            copies = 1
+        else:
+            groups = [whole.get_group(axis) for axis in range(whole.ndim) if whole.size(axis) > 1]
         if groups:
-            by_groups.setdefault(tuple(groups), []).append(local_of(gradient))
+            by_groups.setdefault(tuple(groups), {}).setdefault(copies, []).append(local_of(gradient))
         else:
             plain.append(local_of(gradient))
     return plain, by_groups

@@ -90,7 +90,7 @@ def fully_shard(
     validate.mark_owner(found, name)
     unit = Unit(
         module,
-        [_part(share, device, direct_nbytes) for share in shares],
+        [_part(share, mesh, device, direct_nbytes) for share in shares],
         device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
@@ -101,7 +101,17 @@ def fully_shard(
     return module
 
 
-def _part(share: Share, device: torch.device, direct_nbytes: int) -> Part:
-    group = ShardGroup(share.mesh.get_group(), device)
-    placing = Placing(share.mesh, group.rank, group.world, device, group.backend, direct_nbytes, share.full_mesh)
+def _part(share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int) -> Part:
+    own = share.mesh
+    group = ShardGroup(own.get_group(), device)
+    placing = Placing(
+        own,
+        group.rank,
+        group.world,
+        device,
+        group.backend,
+        direct_nbytes,
+        full_mesh=share.full_mesh,
+        unit_mesh=None if own == unit_mesh else unit_mesh,
+    )
     return Part(share.found, placing, Links(group))

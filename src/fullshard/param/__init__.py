@@ -10,6 +10,7 @@ from .group import ParamGroup as ParamGroup
 from .memory import OwnedMemory as OwnedMemory
 from .pending import PendingGrad as PendingGrad
 from .placement import FullMesh as FullMesh
+from .placement import NormMesh as NormMesh
 from .placement import Placing as Placing
 from .placement import Spec as Spec
 from .placement import check_own_mesh as check_own_mesh

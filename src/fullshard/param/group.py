@@ -19,7 +19,7 @@ from .._torch_compat import all_hold, local_of, set_local, settled, sharded_para
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
-from .placement import Placing, cut_shape, own_spec, sharded_spec
+from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
 from .sharded import ShardedParam
 from .swap import Found, Swap
 from .uninitialized import poison
@@ -51,6 +51,7 @@ class ParamGroup:
             param.sharded = self._dtensor(param, source.parameter.requires_grad)
             # Marks that callers left on the parameter object (optimizer groups, initialisers) stay with it.
             param.sharded.__dict__.update(source.parameter.__dict__)
+            NormMesh.note(param.sharded, param.spec.mesh, placing.unit_mesh)
         self.swap = Swap((i, slot) for i, param in enumerate(self.params) for slot in param.slots)
         self._make_full()
         self.swap.put(self._slot_shards)
@@ -186,6 +187,7 @@ class ParamGroup:
             self._check_standing(param, standing)
             assert standing is not None
             param.sharded = standing
+            NormMesh.note(standing, param.spec.mesh, self.placing.unit_mesh)
             current.append(local_of(standing))
         dtypes = {local.dtype for local in current}
         devices = {local.device for local in current}

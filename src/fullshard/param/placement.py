@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ class Placing(NamedTuple):
     # Full parameters of at least so many bytes are gathered straight into place, where the backend can group.
     direct_nbytes: int
     full_mesh: FullMesh | None = None
+    # The mesh of the unit, where `mesh` is another one, of these parameters alone.
+    unit_mesh: DeviceMesh | None = None
 
 
 class Spec(NamedTuple):
@@ -78,6 +80,35 @@ class Spec(NamedTuple):
     def replicated_somewhere(self) -> bool:
         """Whether some axis holds copies, so that gradients may arrive as summands that are still to be added."""
         return any(p.is_replicate() and self.mesh.size(axis) > 1 for axis, p in enumerate(self.placements))
+
+
+class NormMesh:
+    """Over which ranks the squares of a parameter's gradient are summed, where not over its own mesh alone.
+
+    A parameter on fewer ranks than its unit has another one of its name on the other ranks: an expert. Each of them
+    counts in the norm by which all are clipped, or ranks would scale what they share differently.
+    """
+
+    _ATTRIBUTE = "_fullshard_norm_mesh"
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # A saved parameter takes what is on it along; a mesh is no part of a checkpoint.
+        return type(None), ()
+
+    @classmethod
+    def note(cls, parameter: Tensor, own: DeviceMesh, unit: DeviceMesh | None) -> None:
+        """Remember it on the sharded `parameter`, which is on the mesh `own`."""
+        if unit is not None and set(own.mesh.flatten().tolist()) < set(unit.mesh.flatten().tolist()):
+            setattr(parameter, cls._ATTRIBUTE, cls(unit))
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> DeviceMesh | None:
+        """The mesh of the unit of such a parameter; None for any other tensor."""
+        noted = getattr(parameter, cls._ATTRIBUTE, None)
+        return None if noted is None else cast(NormMesh, noted).mesh
 
 
 def own_spec(found: Found) -> Spec | None:

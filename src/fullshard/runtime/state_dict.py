@@ -5,7 +5,8 @@ ones for just that long. (FSDP2 frees the full ones. A rank that takes a state d
 others, and the run hangs.)
 
 Loading keeps the parameter *objects* of the model, also with `assign=True`, so that an optimizer built before goes on
-and ties hold; and a plain full tensor is accepted for a sharded parameter: each rank takes its own part of it.
+and ties hold; and a plain full tensor is accepted for a sharded parameter: each rank takes its own part of it. What is
+cut along another dim of the same mesh is cut anew (a collective, as DTensor's own copy is).
 
 The hooks are on every module that holds a parameter of the unit, so that the state dict of a part is right, too.
 """
@@ -67,13 +68,13 @@ class _ModuleHooks:
         self._before = [(slot, slot.get()) for slot, _ in self._places]
         for slot, parameter in self._before:
             value = state_dict.get(prefix + slot.name)
-            if (
-                isinstance(parameter, DTensor)
-                and isinstance(value, Tensor)
-                and not isinstance(value, DTensor)
-                and value.shape == parameter.shape  # another shape is torch's to refuse, by name
-            ):
+            if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue  # another shape is torch's to refuse, by name
+            if not isinstance(value, DTensor):
                 state_dict[prefix + slot.name] = _sharded_as(parameter, value.detach())
+            elif value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
+                # Cut along another dim. DTensor's own copy_ refuses some uneven ones, and assigning would not look.
+                state_dict[prefix + slot.name] = value.detach().redistribute(placements=parameter.placements)
 
     def after_loading(self, *_: object) -> None:
         before, self._before = self._before, []

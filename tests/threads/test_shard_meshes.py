@@ -1,0 +1,391 @@
+"""`shard_placement_fn` with a mesh per parameter: experts on fewer ranks than the rest of their unit.
+
+Four ranks on a mesh (outer, expert) of (2, 2): each pair of ranks along `expert` shares its experts, and all four share
+the rest. The oracle trains plain models, one per pair, whose shared parameters are equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import ShardPlacementResult, clip_grad_norm_, fully_shard
+from tests.harness.implementations import Implementation, for_each_implementation, run
+from tests.harness.models import adamw, assert_close_to_tensor_max, full_copy, seeded
+from tests.harness.parity import environment
+from tests.harness.threads import run_ranks
+
+WORLD = 4
+PAIRS = ((0, 1), (2, 3))
+
+
+class Layer(nn.Module):
+    """A shared linear and two experts, one of three dims; `recompute` runs it under activation checkpointing."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.shared = nn.Linear(width, width)
+        self.up = nn.Parameter(torch.randn(experts, width, 6) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, 6, width) * 0.3)
+        self.recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:  # (n, width)
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+    def body(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.shared(x))
+        return x + torch.einsum("eni,eio->no", torch.tanh(torch.einsum("ni,eio->eno", h, self.up)), self.down)
+
+
+def model_of(pair: int, width: int = 4, experts: int = 2) -> nn.Module:
+    """The model of one pair of ranks: shared parameters are equal, experts are its own."""
+    model = seeded(lambda: nn.Sequential(*(Layer(width, experts) for _ in range(2)), nn.Linear(width, 3)))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if is_expert(name):
+                p.mul_(1 + pair)
+    return model
+
+
+def is_expert(name: str) -> bool:
+    return name.rpartition(".")[2] in ("up", "down")
+
+
+def batch(step: int, rank: int, width: int = 4) -> Tensor:
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(50 * step + rank))
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).pow(2).mean()
+
+
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """(all four ranks, both axes)."""
+    return init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "expert"))
+
+
+def sharded(impl: Any, model: nn.Module, mesh: DeviceMesh, expert: Any, dim: int, **options: Any) -> Any:
+    """Experts along `dim` as the result `expert` of a dim says, everything else along the last dim."""
+    experts = {id(p) for name, p in model.named_parameters() if is_expert(name)}
+    options["shard_placement_fn"] = lambda p: expert(Shard(dim)) if id(p) in experts else Shard(-1)
+    for layer in list(model.children())[:-1]:
+        impl.fully_shard(layer, mesh=mesh, **options)
+    return impl.fully_shard(model, mesh=mesh, **options)
+
+
+class Oracle:
+    """Plain training of both pairs' models: experts average over their pair, the rest over all ranks."""
+
+    def __init__(self, width: int = 4, experts: int = 2) -> None:
+        self.models = [model_of(pair, width, experts) for pair in range(2)]
+        self.optimizers = [adamw(model.parameters()) for model in self.models]
+        self.width = width
+
+    def gradients(self, step: int) -> list[dict[str, Tensor]]:
+        found = []
+        for pair, ranks in enumerate(PAIRS):
+            of_rank: list[dict[str, Tensor]] = []
+            for rank in ranks:
+                self.models[pair].zero_grad()
+                loss(self.models[pair], batch(step, rank, self.width)).backward()
+                of_rank.append(
+                    {n: p.grad.clone() for n, p in self.models[pair].named_parameters() if p.grad is not None}
+                )
+            found.append({name: (of_rank[0][name] + of_rank[1][name]) / 2 for name in of_rank[0]})
+        for name in found[0]:
+            if not is_expert(name):
+                found[0][name] = found[1][name] = (found[0][name] + found[1][name]) / 2
+        return found
+
+    def norm(self, gradients: list[dict[str, Tensor]], p: float = 2.0) -> Tensor:
+        """Over the shared parameters and the experts of both pairs."""
+        every = [g for pair, of_pair in enumerate(gradients) for n, g in of_pair.items() if is_expert(n) or pair == 0]
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double(), p) for g in every]), p)
+
+    def step(self, step: int, max_norm: float | None = None) -> Tensor | None:
+        gradients = self.gradients(step)
+        norm = None if max_norm is None else self.norm(gradients)
+        scale = 1.0 if norm is None or max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
+        for pair, model in enumerate(self.models):
+            for name, p in model.named_parameters():
+                p.grad = gradients[pair][name] * scale
+            self.optimizers[pair].step()
+            self.optimizers[pair].zero_grad()
+        return norm
+
+    def check(self, model: Any, optimizer: torch.optim.Optimizer, pair: int, eps: float) -> None:
+        plain, state = self.models[pair], self.optimizers[pair].state
+        for name, p in model.named_parameters():
+            whole = plain.get_parameter(name)
+            assert_close_to_tensor_max(full_copy(p), whole.detach(), eps, name)
+            for key, value in state[whole].items():
+                assert_close_to_tensor_max(full_copy(optimizer.state[p][key]), value, eps, f"{name}.{key}")
+
+
+# ---- both implementations ------------------------------------------------------------------------------------
+
+
+@for_each_implementation
+def test_experts_average_over_their_own_mesh(impl: Implementation) -> None:
+    oracle = Oracle()
+    gradients = oracle.gradients(0)
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        world, both = meshes()
+        info = FSDPMeshInfo(both["expert"], shard_mesh_dim=0)
+        model = sharded(impl, model_of(rank // 2), world, lambda s: TorchResult(s, info), dim=1)
+        plain = model_of(rank // 2)
+        for name, p in model.named_parameters():
+            expert = is_expert(name)
+            assert p.device_mesh == (both["expert"] if expert else world), name
+            assert p.placements == (Shard(1 if expert else p.ndim - 1),), name
+            assert torch.equal(p.full_tensor(), plain.get_parameter(name)), name
+        loss(model, batch(0, rank)).backward()
+        for name, p in model.named_parameters():
+            assert p.grad.device_mesh == p.device_mesh and p.grad.placements == p.placements
+            assert_close_to_tensor_max(p.grad.full_tensor(), gradients[rank // 2][name], 8, name)
+
+    run(rank_main, impl, world=WORLD)
+
+
+class Routed(nn.Module):
+    """Experts as DTensors on their own axis, of which a rank has some; a gate that all share."""
+
+    def __init__(self, expert: DeviceMesh) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4, bias=False)
+        self.gate.weight.data = torch.arange(16.0).view(4, 4) / 16
+        self.up = nn.Parameter(distribute_tensor(torch.arange(64.0).view(4, 4, 4) / 64, expert, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ni,eio->no", self.gate(x), self.up.to_local()).clone()
+
+
+@for_each_implementation
+def test_experts_that_are_dtensors_of_an_expert_axis(impl: Implementation) -> None:
+    """As trainers do it: experts cut over `expert`, then sharded over `outer` along another dim; the rest over both."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "expert"))
+        world = both._flatten("world")
+        info = FSDPMeshInfo(both["outer"], shard_mesh_dim=0)
+        model: Any = Routed(both["expert"])
+        up = model.up
+        impl.fully_shard(
+            model, mesh=world, shard_placement_fn=lambda p: TorchResult(Shard(1), info) if p is up else None
+        )
+        assert model.up.placements == (Shard(1), Shard(0)) and model.up.device_mesh.ndim == 2
+        assert torch.equal(model.up.full_tensor(), torch.arange(64.0).view(4, 4, 4) / 64)
+        x = torch.full((1, 4), float(rank + 1))
+        model(x).sum().backward()
+        # A rank's experts see its own rows and those of the other rank of `outer`: ranks 0 and 2, or 1 and 3.
+        gate = torch.arange(16.0).view(4, 4) / 16
+        for expert in range(4):
+            peers = (1, 3) if expert < 2 else (2, 4)
+            want = (
+                sum(((torch.full((1, 4), float(i)) @ gate.t()).t().expand(4, 4) for i in peers), torch.zeros(4, 4)) / 2
+            )
+            assert torch.allclose(model.up.grad.full_tensor()[expert], want)
+        assert model.gate.weight.grad.placements == (Shard(0),)
+        if impl.name == "fullshard":
+            # Both meshes cover all ranks, so each part counts once.
+            every = [p.grad.full_tensor() for p in model.parameters()]
+            norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in every]))
+            assert torch.allclose(impl.clip(model.parameters(), 1.0), norm)
+
+    run(rank_main, impl, world=WORLD)
+
+
+@for_each_implementation
+def test_one_process_group_one_mesh(impl: Implementation) -> None:
+    """Two mesh objects over one process group would part what travels together."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        world, both = meshes()
+        other = DeviceMesh.from_group(both["expert"].get_group(), "cpu", mesh_dim_names=("other",))
+        infos = [FSDPMeshInfo(both["expert"], 0), FSDPMeshInfo(other, 0)]
+        model: Any = model_of(0)[0]
+        down = model.down
+        with pytest.raises(ValueError):
+            impl.fully_shard(
+                model, mesh=world, shard_placement_fn=lambda p: TorchResult(Shard(0), infos[int(p is down)])
+            )
+
+    run(rank_main, impl, world=WORLD)
+
+
+# ---- ours ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_train_clip_and_save(recompute: bool) -> None:
+    """Uneven sizes, our own spelling, one norm for all ranks; parameters and AdamW state against plain training."""
+    width, steps, max_norm = 5, 3, 0.05
+    oracle = Oracle(width, experts=3)
+    norms = []
+    for step in range(steps):
+        norms.append(oracle.step(step, max_norm))
+
+    def rank_main(rank: int) -> None:
+        world, both = meshes()
+        plain = model_of(rank // 2, width, 3)
+        for layer in list(plain.children())[:-1]:
+            layer.recompute = recompute
+        # Along the experts themselves, of which three go to two ranks.
+        model = sharded(_OURS, plain, world, lambda s: ShardPlacementResult(s, both["expert"]), dim=0)
+        optimizer = adamw(model.parameters())
+        for step in range(steps):
+            loss(model, batch(step, rank, width)).backward()
+            norm = clip_grad_norm_(model.parameters(), max_norm)
+            expected = norms[step]
+            assert expected is not None and torch.allclose(norm.double(), expected, rtol=1e-5), (norm, expected)
+            optimizer.step()
+            optimizer.zero_grad()
+        oracle.check(model, optimizer, rank // 2, 64)
+        # A mesh is no part of what is pickled.
+        assert pickle.loads(pickle.dumps(vars(model[0].up)))["_fullshard_norm_mesh"] is None
+        # What is loaded is scaled as before.
+        again = sharded(_OURS, model_of(0, width, 3), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=0)
+        again.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        again.to_empty(device="cpu")
+        again.load_state_dict(model.state_dict())
+        for net in (model, again):
+            loss(net, batch(9, rank, width)).backward()
+        one, two = clip_grad_norm_(model.parameters(), 1e9), clip_grad_norm_(again.parameters(), 1e9)
+        assert torch.equal(one, two)
+        for p in (float("inf"), 1.0):
+            assert torch.equal(clip_grad_norm_(model.parameters(), 1e9, p), clip_grad_norm_(again.parameters(), 1e9, p))
+
+    run_ranks(WORLD, rank_main)
+
+
+class _OURS:
+    fully_shard = staticmethod(fully_shard)
+
+
+@pytest.mark.parametrize("p", [1.0, 3.0, float("inf")])
+def test_norms_of_any_order(p: float) -> None:
+    oracle = Oracle()
+    expected = oracle.norm(oracle.gradients(0), p)
+
+    def rank_main(rank: int) -> Tensor:
+        world, both = meshes()
+        model = sharded(_OURS, model_of(rank // 2), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=2)
+        loss(model, batch(0, rank)).backward()
+        return clip_grad_norm_(model.parameters(), 1e9, p)
+
+    for norm in run_ranks(WORLD, rank_main):
+        assert torch.allclose(norm.double(), expected, rtol=1e-5), (norm, expected)
+
+
+def test_experts_that_no_other_rank_has() -> None:
+    """A mesh of one rank each: nothing of them travels, and all of them count in the norm."""
+
+    def rank_main(rank: int) -> Tensor:
+        world = init_device_mesh("cpu", (WORLD,))
+        alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("outer", "alone"))["alone"]
+        plain, model = model_of(rank), model_of(rank)
+        sharded(_OURS, model, world, lambda s: ShardPlacementResult(s, alone), dim=1)
+        loss(plain, batch(0, rank)).backward()
+        loss(model, batch(0, rank)).backward()
+        for name, p in plain.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert isinstance(grad, DTensor)
+            if is_expert(name):
+                assert torch.equal(grad.to_local(), p.grad), name
+        return clip_grad_norm_(model.parameters(), 1.0)
+
+    norms = run_ranks(WORLD, rank_main)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+
+
+def test_accumulation_and_a_step_that_raised() -> None:
+    """What travels in two groups is held, sent and thrown away together."""
+
+    def rank_main(rank: int, disturbed: bool) -> list[Tensor]:
+        world, both = meshes()
+        model = sharded(_OURS, model_of(rank // 2), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=1)
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            if disturbed and step == 1:
+                with pytest.raises(ZeroDivisionError):
+                    _raise_in_backward(model, batch(77, rank))
+            model.set_requires_gradient_sync(False)
+            loss(model, batch(step, rank)).backward()
+            model.set_requires_gradient_sync(True)
+            loss(model, batch(step + 10, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [full_copy(p) for p in model.parameters()]
+
+    with environment({"FULLSHARD_CHECK": "1"}):
+        expected, found = (run_ranks(WORLD, rank_main, disturbed) for disturbed in (False, True))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _raise_in_backward(model: nn.Module, x: Tensor) -> None:
+    """Half of the units have sent their gradients by then."""
+
+    def fail(_gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = next(model.children()).register_forward_hook(hook)
+    try:
+        loss(model, x).backward()
+    finally:
+        handle.remove()
+
+
+def _bad_results(world: DeviceMesh, both: DeviceMesh) -> dict[str, tuple[Any, str]]:
+    return {
+        "no mesh": (ShardPlacementResult(Shard(0), "expert"), "DeviceMesh"),  # type: ignore[arg-type]
+        "axes the other way round": (TorchResult(Shard(0), HSDPMeshInfo(both, 0, 1)), "slice the mesh"),
+        "two axes without names": (
+            TorchResult(Shard(0), FSDPMeshInfo(init_device_mesh("cpu", (2, 2)), shard_mesh_dim=0)),
+            "named",
+        ),
+    }
+
+
+def test_meshes_that_cannot_be_used_are_refused() -> None:
+    def rank_main(rank: int) -> None:
+        world, both = meshes()
+        elsewhere = DeviceMesh("cpu", [0, 1])
+        cases = _bad_results(world, both)
+        if rank > 1:
+            cases["a mesh of other ranks"] = (ShardPlacementResult(Shard(0), elsewhere), "this rank")
+        for what, (result, words) in cases.items():
+            model = nn.Linear(4, 4, bias=False)
+            with pytest.raises(ValueError, match=words):
+                fully_shard(model, mesh=world, shard_placement_fn=lambda p, result=result: result)
+            assert type(model) is nn.Linear, what
+
+    run_ranks(WORLD, rank_main)
+
+
+def test_one_axis_of_a_mesh_is_that_axis() -> None:
+    """torch puts one placement on a mesh of two axes there."""
+
+    def rank_main(rank: int) -> None:
+        world, both = meshes()
+        model: Any = nn.Linear(4, 4, bias=False)
+        info = FSDPMeshInfo(both, shard_mesh_dim=1)
+        fully_shard(model, mesh=world, shard_placement_fn=lambda p: TorchResult(None, info))
+        assert model.weight.device_mesh == both["expert"] and model.weight.placements == (Shard(0),)
+        assert model.weight.full_tensor().shape == (4, 4)
+
+    run_ranks(WORLD, rank_main)
