@@ -5,7 +5,7 @@
                                                 otherwise, and a flag of our own outlives an exception
     Variable._execution_engine.queue_callback   the only notice that a whole backward is over (DDP too) 2.13
     DTensor(local, spec), ._local_tensor,       the public from_local takes nine times as long, and     2.13
-    ._spec                                      shards must stay views of one flat buffer
+    ._spec, DTensorSpec, TensorMeta             shards must stay views of one flat buffer, on the host too
     torch._C._autograd.*_saved_tensors_*        whether somebody else's hooks are active, which ours    2.13
                                                 must not hide; push and pop from two callbacks
     ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
@@ -38,6 +38,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
@@ -91,8 +92,9 @@ def sharded_parameter(
     requires_grad: bool,
 ) -> nn.Parameter:
     """A DTensor parameter whose local tensor *is* `local` (not a copy or a detached alias)."""
-    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
+    # Not by from_local: that moves a local tensor on the host to the device of the mesh.
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
+    parameter = nn.Parameter(DTensor.__new__(DTensor, local, spec, requires_grad=False), requires_grad=requires_grad)
     set_local(parameter, local)
     return parameter
 

@@ -126,7 +126,6 @@ def test_methods_that_are_not_built_refuse(name: str, world: None) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("offload_policy", fullshard.CPUOffloadPolicy()),
         ("reshard_after_forward", 2),
     ],
 )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Links, ShardGroup
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
-from ..policy import MixedPrecisionPolicy, OffloadPolicy, Options
+from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
 from ..runtime.hooks import UnitHooks
 from ..runtime.state_dict import hook_state_dict
@@ -61,7 +61,8 @@ def fully_shard(
         answer alike on every rank.
     dp_mesh_dims: parameters are DTensors on `mesh`, which has axes of other parallelism too: the names of the
         data-parallel ones, over which they are replicated and which are now sharded.
-    A 2-D mesh, an integer reshard_after_forward and offload are refused with
+    offload_policy: `CPUOffloadPolicy()`, ours or torch's: shards, gradients and optimizer state on the host.
+    A 2-D mesh and an integer reshard_after_forward are refused with
         `NotImplementedError` in this version.
 
     Every rank must make the same calls. Returns `module` itself. Raises `ValueError` (a module without forward, a
@@ -84,13 +85,14 @@ def fully_shard(
     shares = place(found, mesh, full_mesh, shard_placement_fn)
 
     device = validate.device_of(mesh)
+    offload = resolve_offload(offload_policy, device.type)
     move_unsharded(modules, ignored, device)
     one_message = Options.from_environment().communication == "torch"
     direct_nbytes = sys.maxsize if one_message else DIRECT_GATHER_NBYTES
     validate.mark_owner(found, name)
     unit = Unit(
         module,
-        [_part(share, mesh, device, direct_nbytes) for share in shares],
+        [_part(share, mesh, device, direct_nbytes, offload) for share in shares],
         device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
@@ -101,7 +103,9 @@ def fully_shard(
     return module
 
 
-def _part(share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int) -> Part:
+def _part(
+    share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int, offload: Offload
+) -> Part:
     own = share.mesh
     group = ShardGroup(own.get_group(), device)
     placing = Placing(
@@ -113,5 +117,6 @@ def _part(share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbyt
         direct_nbytes,
         full_mesh=share.full_mesh,
         unit_mesh=None if own == unit_mesh else unit_mesh,
+        offload=offload,
     )
     return Part(share.found, placing, Links(group))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..param import Found
-from ..policy import CPUOffloadPolicy
+from ..policy import resolve_offload
 from ..runtime import unit_of
 
 
@@ -72,10 +72,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
         dtype = getattr(mp_policy, field)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"mp_policy.{field}: expected a floating-point torch.dtype or None, found {dtype!r}")
-    if isinstance(offload_policy, CPUOffloadPolicy) or type(offload_policy).__name__ == "CPUOffloadPolicy":
-        raise not_built("offload_policy", offload_policy, "leave it out: shards stay on the mesh's device")
-    if type(offload_policy).__name__ != "OffloadPolicy":
-        raise TypeError(f"offload_policy: expected an OffloadPolicy, found {offload_policy!r}; leave it out for none")
+    resolve_offload(offload_policy, "cpu")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(
             f"shard_placement_fn: expected a function of a parameter, found {shard_placement_fn!r}; "

@@ -13,6 +13,9 @@ from .gather import SharedGather as SharedGather
 from .group import Links as Links
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over
+from .offload import HostLink as HostLink
+from .offload import OffloadedGather as OffloadedGather
+from .offload import OffloadedReduce as OffloadedReduce
 from .pool import BufferPool as BufferPool
 from .reduce import Dtypes as Dtypes
 from .reduce import ReduceChannel as ReduceChannel

@@ -72,6 +72,12 @@ class CastGather:
     def issue(self) -> None:
         pass
 
+    def prepare(self) -> None:
+        """As `PlannedGather.prepare`."""
+
+    def send(self) -> None:
+        """As `PlannedGather.send`: nothing goes to anybody."""
+
     def complete(self) -> None:
         self._full.allocate()
         self._full.flat.copy_(self._flat)
@@ -161,29 +167,33 @@ class PlannedGather:
         self._cast: Slot | None = None
 
     def issue(self) -> None:
-        source = self._flat
+        self.prepare()
+        self.send()
+
+    def prepare(self) -> None:
+        """Allocate what the messages leave from and arrive in, on the current stream."""
+        device = self._flat.device
         if self._casts:
-            self._cast = self._pool.take(self._cast_key, source.numel(), self._dtype, source.device)
+            self._cast = self._pool.take(self._cast_key, self._flat.numel(), self._dtype, device)
+        if self._direct:
+            # Here already, because the message arrives in it. Nobody reads it before `complete`.
+            self._full.allocate()
+        if self._packed:
+            numel = self._group.world * self._span.numel
+            self._staging = self._pool.take(self._staging_key, numel, self._dtype, device, self._staging_views)
+
+    def send(self) -> None:
+        """Send the shards as they are now; what they were prepared for, once."""
+        source = self._flat
+        if self._cast is not None:
             self._cast.tensor.copy_(source)
             source = self._cast.tensor
-        if self._direct:
-            # Allocated here, because the message arrives in it. Nobody reads it before `complete`.
-            self._full.allocate()
-            flat = self._full.flat
-            for full_offset, full_numel, offset, numel in self._direct:
-                self._works.append(
-                    self._group.gather_into(
-                        flat[full_offset : full_offset + full_numel], source[offset : offset + numel]
-                    )
-                )
-        if self._packed:
-            self._staging = self._pool.take(
-                self._staging_key,
-                self._group.world * self._span.numel,
-                self._dtype,
-                source.device,
-                self._staging_views,
+        flat = self._full.flat
+        for full_offset, full_numel, offset, numel in self._direct:
+            self._works.append(
+                self._group.gather_into(flat[full_offset : full_offset + full_numel], source[offset : offset + numel])
             )
+        if self._staging is not None:
             self._works.append(
                 self._group.gather_into(self._staging.tensor, source[self._span.start : self._span.stop])
             )

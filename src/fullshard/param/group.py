@@ -43,7 +43,7 @@ class ParamGroup:
         self._set_precision(precision)
         self._make_plan()
         on_meta = [f.parameter.is_meta for f in found]
-        self._make_flat(torch.device("meta") if all(on_meta) else placing.device)
+        self._make_flat(torch.device("meta") if all(on_meta) else placing.shard_device)
         # Beside parameters with data, those on the meta device get memory that says that nobody wrote it.
         self.has_uninitialized = any(on_meta) and not all(on_meta)
         for param, source in zip(self.params, found, strict=True):
@@ -95,26 +95,35 @@ class ParamGroup:
         self.plan = plan_gather(self.pack, itemsize, backend=backend, direct_threshold_nbytes=threshold)
 
     def _make_flat(self, device: torch.device) -> None:
-        self.flat = torch.zeros(self.pack.padded_local_numel, dtype=self.precision.storage, device=device)
+        pin = self.placing.offload.pin and device.type == "cpu"
+        numel, dtype = self.pack.padded_local_numel, self.precision.storage
+        self.flat = torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
         for param, segment in zip(self.params, self.pack.segments, strict=True):
             shape = segment.layout.local_shape(self.placing.rank)
             part = self.flat[segment.offset : segment.offset + segment.layout.local_numel(self.placing.rank)]
             param.local = _own_storage(part).view(shape)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the full parameters are the shards: one rank, one dtype, one device."""
+        same_dtype = self.precision.storage is self.precision.compute
+        return self.placing.world == 1 and same_dtype and not self.placing.offload.to_host
+
     def _make_full(self) -> None:
-        shared = self.placing.world == 1 and self.precision.storage is self.precision.compute
+        offloaded = self.placing.offload.to_host and not self.flat.is_meta
+        device = self.placing.device if offloaded else self.flat.device
         self.memory: OwnedMemory | SharedMemory
-        if shared:
+        if self.shares_memory:
             self.memory = SharedMemory(self.flat)
         else:
-            self.memory = OwnedMemory(self.pack.full_numel, self.precision.compute, self.flat.device)
+            self.memory = OwnedMemory(self.pack.full_numel, self.precision.compute, device)
         # What saved tensors are, or are views of: full parameters, and their local tensors where they are DTensors.
         self.full_ids: set[int] = set()
         storage = self.memory.flat.untyped_storage()
         base = self.memory.flat.storage_offset()
         for param, offset in zip(self.params, self.pack.full_offsets, strict=True):
             shape = param.layout.shape
-            view = torch.empty(0, dtype=self.precision.compute, device=self.flat.device)
+            view = torch.empty(0, dtype=self.precision.compute, device=device)
             # Tensors of their own on the same storage: autograd counts the versions of each by itself, so that filling
             # the memory again is no edit of what was saved in forward.
             view.set_(storage, base + offset, shape, contiguous_stride(shape))

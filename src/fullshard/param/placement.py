@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import concatenated_mesh, cut_dim, local_of, root_mesh, strided_shard
 from ..layout import contiguous_stride
+from ..policy import Offload
 from .swap import Found
 
 # Tensor and expert parallelism; torch refuses more, and nobody was found to use it.
@@ -66,6 +67,13 @@ class Placing(NamedTuple):
     full_mesh: FullMesh | None = None
     # The mesh of the unit, where `mesh` is another one, of these parameters alone.
     unit_mesh: DeviceMesh | None = None
+    # Whether shards lie on the host while full parameters are on `device`.
+    offload: Offload = Offload()
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where shards lie."""
+        return torch.device("cpu") if self.offload.to_host else self.device
 
 
 class Spec(NamedTuple):

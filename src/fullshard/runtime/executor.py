@@ -126,6 +126,9 @@ class Executor:
         while self._in_flight:
             self._collect_oldest()
         for unit in self._touched:
+            if unit.host_link is not None:
+                unit.host_link.finish()
+        for unit in self._touched:
             for group in unit.groups:
                 for i in group.trainable:
                     group.params[i].commit(group.precision.reduce)

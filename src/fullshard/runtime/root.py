@@ -271,6 +271,19 @@ def _refuse_meta(names: Sequence[str], units: Sequence[Unit]) -> None:
             f"call module.to_empty(device=...) and initialise the parameters "
             f"(reset_parameters, init_weights or a checkpoint)"
         )
+    for unit in units:
+        refuse_off_host(unit)
+
+
+def refuse_off_host(unit: Unit) -> None:
+    """With offload, shards are on the host: `RuntimeError` (torch's type) when something put them elsewhere."""
+    elsewhere = {param.name: param.local.device for param in unit.params if param.local.device.type != "cpu"}
+    if unit.host_link is not None and elsewhere:
+        raise RuntimeError(
+            f"{unit.record.name}: expected parameters on the CPU, because CPUOffloadPolicy is given, found "
+            f"{', '.join(f'{name} on {device}' for name, device in elsewhere.items())}; load a CPU state dict, or call "
+            f"module.to_empty(device='cpu') and initialise"
+        )
 
 
 def module_units(module: nn.Module) -> list[Unit]:

@@ -14,7 +14,10 @@ from ..comm import (
     CastGather,
     Dtypes,
     GatherChannel,
+    HostLink,
     Links,
+    OffloadedGather,
+    OffloadedReduce,
     PlannedGather,
     ReduceChannel,
     SharedGather,
@@ -23,7 +26,7 @@ from ..comm import (
 from ..layout import Pack
 from ..lifecycle import Full, UnitRecord
 from ..param import DtypeChanged, Found, OwnedMemory, ParamGroup, Placing, ShardedParam
-from ..policy import resolve_precision
+from ..policy import Offload, resolve_precision
 from ..policy.precision import MixedPrecisionLike
 from .optimizer_steps import optimizer_steps
 
@@ -76,6 +79,9 @@ class Unit:
                 self.groups.append(ParamGroup(same, precision, part.placing))
                 self.links.append(part.links)
         self.record.empty = not self.groups
+        # Between shards on the host and compute on the device; None where both are in one place.
+        offload = next((part.placing.offload for part in parts), Offload())
+        self.host_link = HostLink(device, pin=offload.pin) if offload.to_host else None
         self.root: Root | None = None
         # Full parameters that `full_params` put on the modules: nothing else may be done with the unit meanwhile.
         self.opened: OpenUnit | None = None
@@ -139,11 +145,22 @@ class Unit:
         self._knows_trainable = False
 
     def _gather_channel(self, group: ParamGroup, links: Links, pool: BufferPool) -> GatherChannel:
-        if links.shard.world > 1:
-            return PlannedGather(links.shard, group.pack, group.plan, group.flat, group.memory, pool)
-        if group.precision.storage is group.precision.compute:
+        if group.shares_memory:
             return SharedGather()
-        return CastGather(group.flat, group.memory)
+        link = self.host_link
+        if link is None:
+            return self._gather_from(group.flat, group, links, pool)
+        shard = OwnedMemory(group.flat.numel(), group.flat.dtype, self.device)
+        inner = self._gather_from(shard.flat, group, links, pool)
+        shard.release()
+        return OffloadedGather(inner, group.flat, shard, link)
+
+    def _gather_from(
+        self, flat: Tensor, group: ParamGroup, links: Links, pool: BufferPool
+    ) -> PlannedGather | CastGather:
+        if links.shard.world == 1:
+            return CastGather(flat, group.memory)
+        return PlannedGather(links.shard, group.pack, group.plan, flat, group.memory, pool)
 
     def reduce_channel(self, position: int) -> ReduceChannel:
         """The channel for the trainable parameters of group `position`, as they are now."""
@@ -156,9 +173,10 @@ class Unit:
             pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
             precision = group.precision
             dtypes = Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage)
-            channel = known[group.trainable] = reduce_channel(
-                self.links[position], pack, dtypes, self._pool, communication=self._communication
-            )
+            channel = reduce_channel(self.links[position], pack, dtypes, self._pool, communication=self._communication)
+            if self.host_link is not None:
+                channel = OffloadedReduce(channel, self.host_link)
+            known[group.trainable] = channel
         return channel
 
     # ---- what changes under us -----------------------------------------------------------------------------
