@@ -103,9 +103,7 @@ def fully_shard(
     return module
 
 
-def _part(
-    share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int, offload: Offload
-) -> Part:
+def _part(share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int, offload: Offload) -> Part:
     own = share.mesh
     group = ShardGroup(own.get_group(), device)
     placing = Placing(
