@@ -14,6 +14,8 @@ from .api import mark_initialized as mark_initialized
 from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
 from .api import step_on_shards as step_on_shards
+from .observe import Report as Report
+from .observe import report as report
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .policy import OffloadPolicy as OffloadPolicy
@@ -24,6 +26,7 @@ __all__ = [
     "GradScaler",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Report",
     "ShardPlacementResult",
     "UnitInfo",
     "UnshardHandle",
@@ -35,5 +38,6 @@ __all__ = [
     "mark_initialized",
     "materialize",
     "register_fsdp_forward_method",
+    "report",
     "step_on_shards",
 ]

@@ -1,4 +1,12 @@
-"""What happened and what there is, for people: `trace` (events and commands as text). Removing it changes no result."""
+"""What happened and what there is, for people: `trace` (events and commands as text), `report` (units and bytes).
 
+Removing it changes no result.
+"""
+
+from .expected import Bytes as Bytes
+from .report import Report as Report
+from .report import UnitReport as UnitReport
+from .report import Unsharded as Unsharded
+from .report import report as report
 from .trace import Trace as Trace
 from .trace import record as record

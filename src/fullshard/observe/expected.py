@@ -1,0 +1,123 @@
+"""The bytes that are expected of a unit, from its layouts (layout/memory.py), dtypes and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch_compat import local_of
+from ..layout import Pack, Term, UnitMemory, peak
+from ..param import ParamGroup, ShardedParam
+from ..policy import Options
+from ..runtime import Unit
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of one rank, by kind. None: not known."""
+
+    parameters: int
+    gradients: int
+    optimizer: int | None
+
+    def __add__(self, other: Bytes) -> Bytes:
+        known = self.optimizer is not None and other.optimizer is not None
+        optimizer = (self.optimizer or 0) + (other.optimizer or 0) if known else None
+        return Bytes(self.parameters + other.parameters, self.gradients + other.gradients, optimizer)
+
+
+class Held:
+    """What an optimizer holds: by identity of the parameter, the options of its group."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.options: dict[int, dict[str, Any]] = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+
+
+def standing(param: ShardedParam) -> DTensor:
+    """The sharded parameter of `param`: what the user put in its place, or ours."""
+    found = param.slots[0].get()
+    if found is not param.full and isinstance(found, DTensor) and found.shape == param.sharded.shape:
+        return found
+    assert isinstance(param.sharded, DTensor)
+    return param.sharded
+
+
+def _memory(unit: Unit, group: ParamGroup, name: str, exchanges: bool) -> UnitMemory:
+    precision = group.precision
+    is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
+    keeps = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and is_outer)
+    return UnitMemory(
+        name or "root",
+        group.pack,
+        group.plan,
+        precision.storage.itemsize,
+        precision.compute.itemsize,
+        precision.wire.itemsize,
+        reshard=not keeps,
+        outer=is_outer,
+        exchanges=exchanges,
+    )
+
+
+def expected_of(group: ParamGroup, optimizer: Held | None) -> Bytes:
+    """After a backward, before `zero_grad`, once the optimizer stepped. Parameters with padding; state without."""
+    itemsize = group.precision.storage.itemsize
+    trainable = [i for i, param in enumerate(group.params) if standing(param).requires_grad]
+    segments = [group.pack.segments[i] for i in trainable]
+    gradients = 0
+    if segments:
+        # Of trainable parameters only: the others are in no message.
+        pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
+        gradients = UnitMemory("", pack, group.plan, itemsize, itemsize, itemsize).reduced_nbytes
+    state: int | None = None
+    if optimizer is not None:
+        state = 0
+        for i in trainable:
+            shard = standing(group.params[i])
+            of_one = _state_nbytes(optimizer, shard)
+            state = None if state is None or of_one is None else state + of_one
+    return Bytes(group.pack.padded_local_numel * itemsize, gradients, state)
+
+
+def _state_nbytes(optimizer: Held, shard: DTensor) -> int | None:
+    """Bytes of state of one parameter under torch's elementwise optimizers; None for others."""
+    options = optimizer.options.get(id(shard))
+    if options is None:
+        return 0
+    kind = type(optimizer.optimizer)
+    # (tensors of the parameter's size, scalars of 4 bytes)
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        tensors, scalars = 2 + bool(options["amsgrad"]), 1
+    elif kind is torch.optim.SGD:
+        tensors, scalars = int(options["momentum"] != 0), 0
+    elif kind is torch.optim.RMSprop:
+        tensors, scalars = 1 + (options["momentum"] > 0) + bool(options["centered"]), 1
+    elif kind is torch.optim.Adagrad:
+        tensors, scalars = 1, 1
+    elif kind in (torch.optim.Adadelta, torch.optim.Adamax, torch.optim.RAdam):
+        tensors, scalars = 2, 1
+    else:
+        return None
+    return tensors * local_of(shard).numel() * shard.element_size() + 4 * scalars
+
+
+def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[str, tuple[Term, ...]]:
+    """The moment at which parameters, gradients and messages take most, and its terms; by definition order at first."""
+    exchanges = options.communication != "torch"
+    root = found[0][1].root
+    order = [record.name for record in root.run.forward_plan] if root is not None else []
+    # In the order in which they ran last time; else as they are defined.
+    placed = sorted(found, key=lambda item: order.index(n) if (n := item[1].record.name) in order else -1)
+    memories = [_memory(unit, group, name, exchanges) for name, unit in placed for group in unit.groups]
+    if not memories:
+        return "never", ()
+    moment, terms = peak(
+        memories, prefetch_depth=options.prefetch_depth, reductions_in_flight=options.reductions_in_flight
+    )
+    return moment, tuple(terms)

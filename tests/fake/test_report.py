@@ -1,0 +1,218 @@
+"""`fullshard.report`: what it expects is what is there; what is left unsharded and what looks wrong is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import MixedPrecisionPolicy, fully_shard
+from tests.harness.fake import fake_world
+from tests.harness.models import BY_NAME, adamw
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam,
+}
+
+
+def steps(case: Any, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+    """The last one without its zero_grad."""
+    for step in range(count):
+        optimizer.zero_grad()
+        case.loss(model, case.batch(step)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world", [1, 3, 1000])
+@pytest.mark.parametrize("name", ["tied", "tiny_dims", "frozen", "mixed_shapes"])
+def test_expected_bytes_are_the_measured_ones(name: str, world: int) -> None:
+    """Of every unit, after a step: parameters, gradients, AdamW's state. On the first, a middle and the last rank."""
+    case = BY_NAME[name]
+    for rank in {0, world // 2, world - 1}:
+        with fake_world(world, rank=rank):
+            model = case.shard(case.build(), fully_shard)
+            optimizer = adamw(model.parameters())
+            before = fullshard.report(model, optimizer)
+            steps(case, model, optimizer)
+            after = fullshard.report(model, optimizer)
+            assert before.expected == after.expected and before.rank == after.rank == rank
+            for unit in after.units:
+                assert unit.measured == unit.expected, f"rank {rank}: {unit.name or 'root'}"
+                assert unit.full_nbytes_live == 0
+            assert after.measured == after.expected
+            assert before.measured == dataclasses.replace(before.expected, gradients=0, optimizer=0)
+            assert sum(unit.numel for unit in after.units) == sum(p.numel() for p in case.build().parameters())
+            assert sum(unit.local_numel for unit in after.units) == sum(
+                p.to_local().numel() for p in model.parameters()
+            )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_torch_s_elementwise_optimizers_is_expected(name: str) -> None:
+    case = BY_NAME["frozen"]
+    with fake_world(4, rank=1):
+        model = case.shard(case.build(), fully_shard)
+        optimizer = OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)
+        steps(case, model, optimizer, 1)
+        report = fullshard.report(model, optimizer)
+        assert report.measured.optimizer == report.expected.optimizer
+        assert (report.expected.optimizer == 0) == (name == "sgd")
+
+
+def test_another_optimizer_s_state_is_not_known_but_measured() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    case = BY_NAME["one_unit"]
+    with fake_world(2):
+        model = case.shard(case.build(), fully_shard)
+        optimizer = Own(model.parameters())
+        steps(case, model, optimizer, 1)
+        report = fullshard.report(model, optimizer)
+        assert report.expected.optimizer is None and report.measured.optimizer
+        assert " / ?" in str(report)
+        assert fullshard.report(model).measured.optimizer is None
+
+
+def test_rows_say_what_the_units_are() -> None:
+    case = BY_NAME["tied"]
+    with fake_world(8, rank=3):
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = case.shard(case.build(), fully_shard, mesh=mesh, mp_policy=policy)
+        report = fullshard.report(model)
+        root, block = report.units[:2]
+        assert [unit.name for unit in report.units] == ["", "layers.0", "layers.1", "layers.2"]
+        assert root.module_class == "Transformer" and root.tied == (("embedding.weight", "head.weight"),)
+        assert root.placements == ("(Shard(dim=0),) on dp=8",)
+        assert (root.storage_dtypes, root.compute_dtypes, root.reduce_dtypes) == (
+            ("float32",), ("bfloat16",), ("float32",),
+        )  # fmt: skip
+        assert "layers.0.attention_norm.weight" in block.param_names
+        assert block.num_params == block.num_trainable == len(block.param_names)
+        assert report.peak_nbytes == sum(nbytes for _, nbytes in report.peak_terms) > report.expected.parameters
+        text = str(report)
+        for part in (
+            "layers.0 .. layers.2",
+            "_Block x3",
+            "float32 bfloat16 float32",
+            "rank 3;",
+            "dp=8",
+            "expected peak",
+        ):
+            assert part in text, part
+        assert "tied: embedding.weight = head.weight" in text
+        assert all(len(line) < 200 for line in text.splitlines())
+        fields = json.loads(report.to_json())
+        assert fields["units"][1]["param_names"] == list(block.param_names)
+        assert fields["peak_nbytes"] == report.peak_nbytes and fields["measured"]["optimizer"] is None
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            report.rank = 0  # type: ignore[misc]
+        # Another order of execution is the one that counts for the peak, once it is known.
+        model(case.batch(0)[0])
+        live = fullshard.report(model).units[0].full_nbytes_live
+        assert live == sum(unit.full_nbytes_live for unit in fullshard.inspect_units(model)) > 0
+
+
+def test_what_is_left_unsharded_is_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float16))
+            self.outside = nn.Linear(8, 2)
+
+    with fake_world(2):
+        net = Net()
+        fully_shard(net.body)
+        fully_shard(net.norm, ignored_params={net.norm.weight})
+        net.outside.requires_grad_(False)
+        report = fullshard.report(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        rows = {
+            item.name: (item.kind, item.shape, item.dtype, item.nbytes, item.requires_grad) for item in report.unsharded
+        }
+        assert rows == {
+            "scale": ("parameter", (3,), "float16", 6, True),
+            "norm.weight": ("parameter", (8,), "float32", 32, True),
+            "norm.running_mean": ("buffer", (8,), "float32", 32, False),
+            "norm.running_var": ("buffer", (8,), "float32", 32, False),
+            "norm.num_batches_tracked": ("buffer", (), "int64", 8, False),
+            "outside.weight": ("parameter", (2, 8), "float32", 64, False),
+            "outside.bias": ("parameter", (2,), "float32", 8, False),
+        }
+        assert [unit.name for unit in report.units] == ["body", "norm"]
+        (note,) = report.notes
+        assert note.startswith("trainable and in no unit: scale, norm.weight;")
+        assert "not sharded: parameter norm.weight (8,) float32, 32 B, trainable" in str(report)
+
+
+def test_what_looks_wrong_is_noted() -> None:
+    with fake_world(4):
+        plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        early = torch.optim.SGD(plain.parameters(), lr=1.0)  # the trap: built before fully_shard
+        fully_shard(plain[0])
+        fully_shard(plain)
+        notes = fullshard.report(plain, early).notes
+        assert [note.split(":")[0] for note in notes] == [
+            "the optimizer holds 4 tensors that are no parameters of this model",
+            "trainable, but not in the optimizer",
+        ]
+        assert fullshard.report(plain, torch.optim.SGD(plain.parameters(), lr=1.0)).notes == ()
+        with torch.device("meta"):
+            empty = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        fully_shard(empty)
+        report = fullshard.report(empty)
+        assert report.measured.parameters == 0 and report.expected.parameters == 4 * (2 * 64 * 64 + 2 * 64) // 4
+        assert report.notes[0].startswith("on the meta device: 0.weight, 0.bias, 1.weight, 1.bias;")
+        plain.set_requires_gradient_sync(False)
+        plain(torch.ones(1, 64)).sum().backward()
+        report = fullshard.report(plain)
+        assert report.notes[0].startswith("gradients accumulated and not reduced yet: 1.weight")
+        assert report.measured.gradients == sum(p.numel() * 4 for p in plain.parameters()), "whole, on every rank"
+    with fake_world(64):
+        wide = nn.Sequential(nn.Linear(512, 2), nn.Linear(2, 512))
+        fully_shard(wide[0])
+        assert fullshard.report(wide).notes[0] == (
+            "trainable and in no unit: 1.weight, 1.bias; their gradients are not averaged over the ranks"
+        )
+        fully_shard(wide)
+        assert fullshard.report(wide).notes == ("more padding than parameters: 0; dims are small for so many ranks",)
+    with pytest.raises(ValueError, match="apply fully_shard first"):
+        fullshard.report(nn.Linear(2, 2))
+
+
+def test_it_sends_nothing_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["residual"]
+    with fake_world(2) as group:
+        model = case.shard(case.build(), fully_shard)
+        optimizer = adamw(model.parameters())
+        case.loss(model, case.batch(0)).backward()
+        loss = case.loss(model, case.batch(1))
+        standing = [id(p) for p in model.parameters()]
+        before = [(p.data_ptr(), p._version) for p in model.parameters()]
+        states = len(optimizer.state)
+        sent: list[str] = []
+        for name in ("_allgather_base", "alltoall_base", "_reduce_scatter_base", "allreduce", "broadcast", "allgather"):
+            monkeypatch.setattr(type(group), name, lambda *_, name=name, **__: sent.append(name))
+        fullshard.report(model, optimizer).to_json()
+        assert not sent and [id(p) for p in model.parameters()] == standing and len(optimizer.state) == states
+        assert [(p.data_ptr(), p._version) for p in model.parameters()] == before
+        with pytest.raises(AttributeError):  # that the above would have been seen
+            loss.backward()
+        assert sent
