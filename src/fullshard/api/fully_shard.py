@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Links, ShardGroup
+from ..comm import mesh_links
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
@@ -51,7 +51,9 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
 
     module: an `nn.Module`; its parameters may be on the meta device (then `to_empty` and initialise afterwards).
-    mesh: a 1-D `DeviceMesh`; None: all ranks of the default process group, which is set up when needed.
+    mesh: a 1-D `DeviceMesh`; or a 2-D one with named axes (replicate, shard): parameters are sharded over the second
+        and equal over the first (HSDP, MiCS; (N, 1) shards nothing), placements `(Replicate(), Shard(0))`, and
+        gradients are averaged over both. None: all ranks of the default process group, which is set up when needed.
     reshard_after_forward: True frees the full parameters after forward and gathers them again in backward; False keeps
         them; None: True, except for the root, whose backward follows at once.
     mp_policy: dtypes of compute, reduction, inputs and outputs (ours or torch's `MixedPrecisionPolicy`).
@@ -62,7 +64,7 @@ def fully_shard(
     dp_mesh_dims: parameters are DTensors on `mesh`, which has axes of other parallelism too: the names of the
         data-parallel ones, over which they are replicated and which are now sharded.
     offload_policy: `CPUOffloadPolicy()`, ours or torch's: shards, gradients and optimizer state on the host.
-    A 2-D mesh and an integer reshard_after_forward are refused with
+    An integer reshard_after_forward is refused with
         `NotImplementedError` in this version.
 
     Every rank must make the same calls. Returns `module` itself. Raises `ValueError` (a module without forward, a
@@ -105,16 +107,16 @@ def fully_shard(
 
 def _part(share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int, offload: Offload) -> Part:
     own = share.mesh
-    group = ShardGroup(own.get_group(), device)
+    links = mesh_links(own, device)
     placing = Placing(
         own,
-        group.rank,
-        group.world,
+        links.shard.rank,
+        links.shard.world,
         device,
-        group.backend,
+        links.shard.backend,
         direct_nbytes,
         full_mesh=share.full_mesh,
         unit_mesh=None if own == unit_mesh else unit_mesh,
         offload=offload,
     )
-    return Part(share.found, placing, Links(group))
+    return Part(share.found, placing, links)

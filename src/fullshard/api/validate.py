@@ -86,7 +86,10 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The 1-D mesh to shard over; without one, all ranks of the default group, which is set up when needed."""
+    """The mesh: an axis that shards, or one that replicates and one that shards.
+
+    Without one, all ranks of the default group, which is set up when needed.
+    """
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
@@ -99,8 +102,11 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         raise ValueError(
             f"mesh: expected 1 axis (shard) or 2 (replicate, shard), found {mesh.ndim}; pass the axes to shard over"
         )
-    if mesh.ndim == 2:
-        raise not_built("mesh", mesh, "pass a 1-D mesh: replication is not built yet")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(
+            f"mesh: expected names for 2 axes, of which the first replicates and the second shards, found {mesh}; "
+            f"use init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+        )
     return mesh
 
 

@@ -1,8 +1,9 @@
-"""The ranks that share a unit's parameters, and the four messages they exchange.
+"""The ranks that share or replicate a unit's parameters, and the messages they exchange.
 
     gather_into       every rank's piece, one behind the other in rank order, on every rank
     exchange          piece r of my buffer to rank r; the pieces for me, in rank order
-    reduce_scatter    the sum over ranks of piece r of their buffers, on rank r
+    reduce_scatter    the sum (or mean) over ranks of piece r of their buffers, on rank r
+    all_reduce        the sum (or mean) over ranks of their buffers, on every rank
 
 All are asynchronous: they return a `Work`, whose `wait()` makes the result usable for what is computed afterwards on
 the current stream (on a CPU: blocks). On a CUDA device the backend's own stream waits for what was computed before the
@@ -17,7 +18,17 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
+
+# Sums and means over ranks, as backends are asked for them.
+SUM = dist.ReduceOp.SUM
+MEAN = dist.ReduceOp.AVG
 
 
 class Work(Protocol):
@@ -48,16 +59,40 @@ class ShardGroup:
         options.asyncOp = True
         return self.process_group.alltoall_base(out, pieces, [], [], options)
 
-    def reduce_scatter(self, out: Tensor, pieces: Tensor) -> Work:
+    def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
         options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
         return self.process_group._reduce_scatter_base(out, pieces, options)
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """In place, and finished on return."""
-        dist.all_reduce(tensor, op=op, group=self.process_group)
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
+        """`tensor` of all ranks summed, in place on every rank."""
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op)
+        options.asyncOp = True
+        return self.process_group.allreduce([tensor], options)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer for what a message brings, to be kept by the caller."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def apart(self) -> ShardGroup:
+        """The same ranks with a communicator of their own. Every rank of the group makes this call."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        # Local: the ranks of other groups of a mesh do not take part.
+        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="fullshard_reduce")
+        assert isinstance(made, dist.ProcessGroup)
+        return ShardGroup(made, self.device)
+
+
+class Alone(ShardGroup):
+    """This rank by itself, for parameters that are not cut: there is nobody to send anything to."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self.device = device
+        self.world, self.rank = 1, 0
+        self.backend = backend
 
 
 class Links(NamedTuple):
@@ -67,6 +102,30 @@ class Links(NamedTuple):
     shard: ShardGroup
     # Those that hold the same shards as this rank, where a mesh has an axis that replicates.
     replicate: ShardGroup | None = None
+    # The ranks of `shard` again, where reductions have a communicator of their own.
+    reduce: ShardGroup | None = None
+
+    @property
+    def reducing(self) -> ShardGroup:
+        """The group over which gradients are cut."""
+        return self.reduce or self.shard
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks contribute to a gradient."""
+        return self.shard.world * (self.replicate.world if self.replicate is not None else 1)
+
+
+def mesh_links(mesh: DeviceMesh, device: torch.device, *, shards: bool = True) -> Links:
+    """The links of parameters on `mesh`: its last axis shards, one before it replicates.
+
+    With `shards` off nothing is cut, and its only axis replicates.
+    """
+    if not shards:
+        replicate = ShardGroup(mesh.get_group(0), device)
+        return Links(Alone(device, replicate.backend), replicate)
+    shard = ShardGroup(mesh.get_group(mesh.ndim - 1), device)
+    return Links(shard, ShardGroup(mesh.get_group(0), device) if mesh.ndim == 2 else None)
 
 
 def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:

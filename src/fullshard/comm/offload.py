@@ -145,10 +145,36 @@ class _Landing:
         self._channel = channel
         self._inner = inner
 
+    @property
+    def keeps(self) -> bool:
+        return self._inner.keeps
+
+    @property
+    def two_stages(self) -> bool:
+        return self._inner.two_stages
+
+    @property
+    def replicating(self) -> bool:
+        return self._inner.replicating
+
+    @property
+    def keeps_send_buffer(self) -> bool:
+        return self._inner.keeps_send_buffer
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    def advance(self) -> None:
+        self._inner.advance()
+
     def collect(self) -> list[Tensor | None]:
         """As `Reduction.collect`, on the host. May be read after the link's `finish`, or when this channel collects
         again: then the two will be added."""
         parts = self._inner.collect()
+        if self._inner.keeps:
+            # Partial sums are added to the next ones, on the device.
+            return parts
         link = self._channel.link
         landed = land(parts, link)
         if self._channel.landed_in == link.round:

@@ -1,11 +1,16 @@
 """From every rank's full gradients to this rank's gradient shards: the mean over ranks.
 
     strategy           messages                     sum                                      when
-    LocalReduce        none                         none                                     one rank
+    LocalReduce        none                         none                                     one rank in all
+    FlatReduce         none                         none                                     one rank shares, others
+                                                                                             replicate
     ExchangeReduce     all-to-all of what was        here, in rank order, in the sum dtype:   otherwise
                        computed (wire dtype)        bitwise the same whatever arrives first
     NativeReduce       one reduce-scatter in the    by the backend                           `communication="torch"`
                        reduce dtype
+
+What they make is a chunk, the sum over the ranks that share the parameters. Everything after that, an all-reduce over
+the ranks that replicate them before all else, is in `replicate`.
 
 The send buffer is `layout.ReduceLayout`: a chunk per receiving rank with the offsets of the shards, followed by one
 presence element per parameter. Missing gradients travel as zeros, so the size of a message never depends on which
@@ -14,69 +19,20 @@ gradients a rank has; a parameter ends without gradient only when no rank produc
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import Pack, Piece, ReduceLayout, Segment, contiguous_stride
-from .group import Links, ShardGroup, Work
+from ..policy import Controls, Scale, resolve_scale
+from .custom import CustomBuffers, CustomGroup
+from .group import MEAN, SUM, Links, ShardGroup, Work
 from .pool import BufferPool, Slot
-
-
-class Dtypes(NamedTuple):
-    """The dtypes of one reduction (see policy/precision.py)."""
-
-    wire: torch.dtype
-    reduce: torch.dtype
-    sum: torch.dtype
-    storage: torch.dtype
-
-
-class Reduction(Protocol):
-    """A reduction under way."""
-
-    def collect(self) -> list[Tensor | None]:
-        """Wait; the mean gradient shard of each parameter, unpadded local shape, storage dtype, None where no rank
-        produced one. The tensors are new and belong to the caller. Call it once."""
-        ...
-
-    def abandon(self) -> None:
-        """Wait and throw the result away."""
-        ...
-
-
-class ReduceChannel(Protocol):
-    """How the gradients of one group are reduced."""
-
-    def issue(self, gradients: Sequence[Tensor | None], *, accumulated: bool) -> Reduction:
-        """Send `gradients`, one full gradient (unpadded shape) per parameter of the pack or None.
-
-        `accumulated`: they are sums over several backwards in the reduce dtype. The gradients may be freed on return.
-        """
-        ...
-
-
-class LocalReduce:
-    """One rank: its gradients are the result."""
-
-    def __init__(self, storage: torch.dtype) -> None:
-        self._storage = storage
-
-    def issue(self, gradients: Sequence[Tensor | None], *, accumulated: bool) -> Reduction:
-        return _Local([g if g is None or g.dtype is self._storage else g.to(self._storage) for g in gradients])
-
-
-class _Local:
-    def __init__(self, gradients: list[Tensor | None]) -> None:
-        self._gradients = gradients
-
-    def collect(self) -> list[Tensor | None]:
-        return self._gradients
-
-    def abandon(self) -> None:
-        self._gradients = []
+from .reduction import Dtypes, FirstStage, LocalReduce, ReduceChannel, Reduction
+from .replicate import AfterSum, StagedReduction
 
 
 class _Target(NamedTuple):
@@ -98,11 +54,15 @@ class _Target(NamedTuple):
 class MessageReduce:
     """What the strategies over several ranks share: the send buffer and the shapes of the result."""
 
-    def __init__(self, group: ShardGroup, pack: Pack, dtypes: Dtypes, pool: BufferPool) -> None:
+    def __init__(
+        self, group: ShardGroup, pack: Pack, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
+    ) -> None:
         self.group = group
         self.layout = ReduceLayout(pack)
         self.dtypes = dtypes
         self.pool = pool
+        self.scale = scale
+        self.after = after
         self.device = group.device
         world = group.world
         self._targets = [_Target.of(segment) for segment in pack.segments]
@@ -114,6 +74,26 @@ class MessageReduce:
         self._world = world
         self._all_present = len(pack.segments)
         self._keys: dict[tuple[str, torch.dtype], int] = {}
+
+    def issue(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        accumulated: bool,
+        partials: Sequence[Tensor | None] = (),
+        keep: bool = False,
+    ) -> Reduction:
+        dtype = self.send_dtype(accumulated)
+        send, complete = self.fill(gradients, dtype)
+        return StagedReduction(self, self.after, self.send(send, dtype), complete, partials, keep=keep)
+
+    @abstractmethod
+    def send_dtype(self, accumulated: bool) -> torch.dtype:
+        """In which dtype gradients are put into the send buffer."""
+
+    @abstractmethod
+    def send(self, send: Slot, dtype: torch.dtype) -> FirstStage:
+        """Send the buffer, which is given back when it is no longer needed."""
 
     def key(self, use: str, dtype: torch.dtype) -> int:
         found = self._keys.get((use, dtype))
@@ -173,32 +153,68 @@ class MessageReduce:
         return parts
 
 
+class FlatReduce(MessageReduce):
+    """The gradients in one buffer, which is all there is to sum on this axis; scaled as DDP does it, before."""
+
+    def __init__(
+        self, group: ShardGroup, pack: Pack, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
+    ) -> None:
+        super().__init__(group, pack, dtypes, pool, scale, after)
+        # What the other axis sums: the backend, in the reduce dtype, or in the sum dtype.
+        self._dtype = dtypes.reduce if after.native else dtypes.sum
+
+    def send_dtype(self, accumulated: bool) -> torch.dtype:
+        return self._dtype
+
+    def send(self, send: Slot, dtype: torch.dtype) -> FirstStage:
+        if not self.after.averages and self.scale.before != 1:
+            send.tensor.div_(self.scale.before)
+        return _Flat(self.pool, send)
+
+
+class _Flat:
+    reuses = True
+
+    def __init__(self, pool: BufferPool, send: Slot) -> None:
+        self._pool = pool
+        self._send = send
+
+    def total(self) -> Tensor:
+        return self._send.tensor
+
+    def release(self) -> None:
+        self._pool.give(self._send)
+
+    def abandon(self) -> None:
+        self.release()
+
+
 class ExchangeReduce(MessageReduce):
     """All-to-all in the wire dtype, then a sum in rank order in the sum dtype."""
 
-    def issue(self, gradients: Sequence[Tensor | None], *, accumulated: bool) -> Reduction:
-        dtype = self.dtypes.reduce if accumulated else self.dtypes.wire
-        send, complete = self.fill(gradients, dtype)
+    def send_dtype(self, accumulated: bool) -> torch.dtype:
+        return self.dtypes.reduce if accumulated else self.dtypes.wire
+
+    def send(self, send: Slot, dtype: torch.dtype) -> FirstStage:
         receive = self.pool.take(self.key("receive", dtype), self.layout.numel, dtype, self.device, self._chunks)
-        work = self.group.exchange(receive.tensor, send.tensor)
-        return _Exchange(self, work, send, receive, complete)
+        return _Exchange(self, self.group.exchange(receive.tensor, send.tensor), send, receive)
 
     def _chunks(self, receive: Tensor) -> list[Tensor]:
         return list(receive.view(self.group.world, self.layout.chunk_numel).unbind())
 
 
 class _Exchange:
-    def __init__(self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot, complete: bool) -> None:
+    reuses = False
+
+    def __init__(self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot) -> None:
         self._channel = channel
         self._work = work
         self._send = send
         self._receive = receive
-        self._complete = complete
 
-    def collect(self) -> list[Tensor | None]:
+    def total(self) -> Tensor:
         self._work.wait()
-        channel = self._channel
-        dtype = channel.dtypes.sum
+        dtype = self._channel.dtypes.sum
         chunks = self._receive.views
         if chunks[0].dtype is dtype:
             total = torch.add(chunks[0], chunks[1])
@@ -208,13 +224,19 @@ class _Exchange:
             later = chunks[1:]
         for chunk in later:
             total.add_(chunk)
-        total.div_(len(chunks))
-        channel.pool.give(self._send)
-        channel.pool.give(self._receive)
-        return channel.split(total.to(channel.dtypes.storage), self._complete)
+        if self._channel.scale.before != 1:
+            total.div_(self._channel.scale.before)
+        self._give_back()
+        return total
+
+    def release(self) -> None:
+        pass
 
     def abandon(self) -> None:
         self._work.wait()
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._channel.pool.give(self._send)
         self._channel.pool.give(self._receive)
 
@@ -222,44 +244,64 @@ class _Exchange:
 class NativeReduce(MessageReduce):
     """One reduce-scatter of the backend, in the reduce dtype. The order of its sum is the backend's."""
 
-    def issue(self, gradients: Sequence[Tensor | None], *, accumulated: bool) -> Reduction:
-        dtype = self.dtypes.reduce
-        send, complete = self.fill(gradients, dtype)
-        if dtype is torch.float16:
+    def send_dtype(self, accumulated: bool) -> torch.dtype:
+        return self.dtypes.reduce
+
+    def send(self, send: Slot, dtype: torch.dtype) -> FirstStage:
+        if self.scale.overflows and self.scale.before != 1:
             # A sum of many float16 gradients overflows before the division; FSDP2 divides before the sum too.
-            send.tensor.div_(self.group.world)
-        out = torch.empty(self.layout.chunk_numel, dtype=dtype, device=self.device)
-        work = self.group.reduce_scatter(out, send.tensor)
-        return _Native(self, work, send, out, complete)
+            send.tensor.div_(self.scale.before)
+        out = self.group.empty(self.layout.chunk_numel, dtype)
+        work = self.group.reduce_scatter(out, send.tensor, MEAN if self.scale.averages else SUM)
+        return _Native(self, work, send, out)
 
 
 class _Native:
-    def __init__(self, channel: NativeReduce, work: Work, send: Slot, out: Tensor, complete: bool) -> None:
+    reuses = False
+
+    def __init__(self, channel: NativeReduce, work: Work, send: Slot, out: Tensor) -> None:
         self._channel = channel
         self._work = work
         self._send = send
         self._out = out
-        self._complete = complete
 
-    def collect(self) -> list[Tensor | None]:
+    def total(self) -> Tensor:
         self._work.wait()
-        channel = self._channel
-        channel.pool.give(self._send)
-        mean = self._out
-        if mean.dtype is not torch.float16:
-            mean.div_(channel.group.world)
-        return channel.split(mean.to(channel.dtypes.storage), self._complete)
+        self._channel.pool.give(self._send)
+        scale = self._channel.scale
+        if not scale.averages and not scale.overflows and scale.before != 1:
+            self._out.div_(scale.before)
+        return self._out
+
+    def release(self) -> None:
+        pass
 
     def abandon(self) -> None:
         self._work.wait()
         self._channel.pool.give(self._send)
 
 
-def reduce_channel(links: Links, pack: Pack, dtypes: Dtypes, pool: BufferPool, *, communication: str) -> ReduceChannel:
-    """The strategy for this group: see the table above. Measured in benchmarks/ and ADR 0006."""
-    group = links.shard
+def reduce_channel(
+    links: Links, pack: Pack, dtypes: Dtypes, pool: BufferPool, *, communication: str, controls: Controls
+) -> ReduceChannel:
+    """The strategy for this group: see the table above. Measured in benchmarks/ and ADR 0006.
+
+    `communication`: what holds where `controls` do not say.
+    """
+    group = links.reducing
+    native = controls.strategy(communication) == "torch"
+    replicate = links.replicate
+    if replicate is not None and replicate.world == 1 and not native:
+        replicate = None
+    if group.world == 1 and replicate is None and controls.hook is None:
+        return LocalReduce(dtypes.storage, controls.divide_factor)
+    scale = resolve_scale(dtypes.reduce, links.ranks, controls.divide_factor, sum_only=controls.sum_only)
+    after = AfterSum(replicate, scale, dtypes, controls.hook, controls.hook_stream, native=native)
+    if controls.reduce_scatter is not None:
+        group = CustomGroup(group, controls.reduce_scatter) if group.world > 1 else group
+        pool = CustomBuffers(controls.reduce_scatter)
     if group.world == 1:
-        return LocalReduce(dtypes.storage)
-    if communication == "torch":
-        return NativeReduce(group, pack, dtypes, pool)
-    return ExchangeReduce(group, pack, dtypes, pool)
+        return FlatReduce(group, pack, dtypes, pool, scale, after)
+    if native:
+        return NativeReduce(group, pack, dtypes, pool, scale, after)
+    return ExchangeReduce(group, pack, dtypes, pool, scale, after)

@@ -3,6 +3,7 @@
 parameter                     mesh axes                placements, sharded on dim d
 plain                         shard                    (Shard(d),)
 plain                         replicate, shard         (Replicate(), Shard(d))
+plain                         replicate                (Replicate(),), nothing is cut
 DTensor on a tensor-parallel  the above, then tp       (..., Shard(d), *tp), or where tp cuts dim d as well
 mesh                                                   (..., _StridedShard(d), *tp)
 DTensor on a full mesh        that mesh                its own, with the above on the axis that shards
@@ -69,6 +70,8 @@ class Placing(NamedTuple):
     unit_mesh: DeviceMesh | None = None
     # Whether shards lie on the host while full parameters are on `device`.
     offload: Offload = Offload()
+    # Whether the last axis of the mesh cuts parameters, or replicates them like the others.
+    shards: bool = True
 
     @property
     def shard_device(self) -> torch.device:
@@ -142,7 +145,8 @@ def sharded_spec(found: Found, placing: Placing) -> Spec:
         return Spec(placing.full_mesh.mesh, _on_full_mesh(found, own, placing.full_mesh), shape, own.stride)
     replicated = (Replicate(),) * (placing.mesh.ndim - 1)
     if own is None:
-        return Spec(placing.mesh, (*replicated, Shard(found.dim)), shape, contiguous_stride(shape))
+        last = Shard(found.dim) if placing.shards else Replicate()
+        return Spec(placing.mesh, (*replicated, last), shape, contiguous_stride(shape))
     mesh = concatenated_mesh([placing.mesh, own.mesh])
     shard = _shard(found.dim, own.placements, [own.mesh.size(axis) for axis in range(own.mesh.ndim)])
     return Spec(mesh, (*replicated, shard, *own.placements), shape, own.stride)

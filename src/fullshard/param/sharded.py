@@ -7,6 +7,8 @@
     fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
     held      full gradients of earlier backwards that were not reduced, in the reduce dtype
     reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
+    partial   this rank's shard of a sum to which the ranks that replicate it have not contributed yet: flat and padded,
+              in the reduce dtype; `fresh_partial` is what the running backward makes of it
 
 The step between `fresh` or `reduced` and `held` or `.grad` is taken only at the end of a backward, so a backward that
 fails leaves what earlier micro-batches brought exactly as it was.
@@ -32,6 +34,7 @@ class ShardedParam:
 
     __slots__ = (
         "fresh",
+        "fresh_partial",
         "full",
         "held",
         "layout",
@@ -39,6 +42,7 @@ class ShardedParam:
         "marker",
         "name",
         "own_spec",
+        "partial",
         "reduce_dtype",
         "reduced",
         "sharded",
@@ -65,7 +69,9 @@ class ShardedParam:
         self.fresh: Tensor | None = None
         self.held: Tensor | None = None
         self.reduced: Tensor | None = None
-        # The `.grad` under which `held` was kept; another one there means that the user cleared the window.
+        self.partial: Tensor | None = None
+        self.fresh_partial: Tensor | None = None
+        # The `.grad` under which `held` and `partial` were kept; another one there means that the user cleared them.
         self.marker: Tensor | None = None
 
     # ---- gradients ---------------------------------------------------------------------------------------
@@ -107,13 +113,31 @@ class ShardedParam:
 
     def live_held(self) -> Tensor | None:
         """`held`, unless the user cleared it with `zero_grad()`."""
-        held = self.held
-        if held is not None:
-            marker = self.marker
-            if self.sharded.grad is not marker or (isinstance(marker, PendingGrad) and marker.cleared):
-                self.held = held = None
-                self.marker = None
-        return held
+        self._drop_cleared()
+        return self.held
+
+    def live_partial(self) -> Tensor | None:
+        """`partial`, unless the user cleared it with `zero_grad()`."""
+        self._drop_cleared()
+        return self.partial
+
+    def _drop_cleared(self) -> None:
+        if self.held is None and self.partial is None:
+            return
+        marker = self.marker
+        if self.sharded.grad is not marker or (isinstance(marker, PendingGrad) and marker.cleared):
+            self.held = self.partial = self.marker = None
+
+    def zero(self) -> Tensor:
+        """A zero in the place of a full gradient that is missing: one element of memory."""
+        return torch.zeros((), dtype=self.full.dtype, device=self.full.device).expand(self.layout.shape)
+
+    def receive(self, part: Tensor, *, partial: bool) -> None:
+        """What a reduction of the running backward brought."""
+        if partial:
+            self.fresh_partial = part if self.fresh_partial is None else self.fresh_partial + part
+        else:
+            self.reduced = part if self.reduced is None else self.reduced + part
 
     def to_send(self, reduce_dtype: torch.dtype, *, with_held: bool) -> Tensor | None:
         """The full gradient to reduce: what this backward brought, and with `with_held` what earlier ones left (then in
@@ -133,6 +157,8 @@ class ShardedParam:
         """The backward ended: hand over what it brought."""
         if self.reduced is not None:
             self._commit_reduced(self.reduced)
+        if self.fresh_partial is not None:
+            self._commit_partial(self.fresh_partial)
         if self.fresh is not None:
             self._commit_held(self.fresh, reduce_dtype)
 
@@ -144,6 +170,16 @@ class ShardedParam:
             held.add_(fresh)
             return
         self.held = fresh.to(reduce_dtype) if fresh.dtype is not reduce_dtype else fresh.detach()
+        self._mark()
+
+    def _commit_partial(self, partial: Tensor) -> None:
+        """A part of the reduction took place: it carried what was held, and what earlier parts had left."""
+        self.fresh_partial = None
+        self.held = None
+        self.partial = partial
+        self._mark()
+
+    def _mark(self) -> None:
         if self.sharded.grad is None or isinstance(self.sharded.grad, PendingGrad):
             self.sharded.grad = PendingGrad(self.sharded, self.name)
         self.marker = self.sharded.grad
@@ -151,7 +187,7 @@ class ShardedParam:
     def _commit_reduced(self, reduced: Tensor) -> None:
         """The reduced gradient becomes, or is added to, `sharded.grad`."""
         self.reduced = None
-        self.held = self.marker = None
+        self.held = self.partial = self.marker = None
         gradient = self.sharded.grad
         if gradient is None or isinstance(gradient, PendingGrad):
             self.sharded.grad = dtensor_like(self.sharded, reduced)
@@ -161,6 +197,6 @@ class ShardedParam:
             hook(self.sharded)
 
     def discard(self) -> None:
-        """Forget what the running backward brought; `held` and `.grad` stay."""
+        """Forget what the running backward brought; `held`, `partial` and `.grad` stay."""
         self.full.grad = None
-        self.fresh = self.reduced = None
+        self.fresh = self.reduced = self.fresh_partial = None

@@ -8,3 +8,7 @@ from .options import Options as Options
 from .precision import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .precision import Precision as Precision
 from .precision import resolve_precision as resolve_precision
+from .reduction import Controls as Controls
+from .reduction import CustomComm as CustomComm
+from .reduction import Scale as Scale
+from .reduction import resolve_scale as resolve_scale

@@ -29,11 +29,16 @@ class Executor:
         self.units = list(units)
         self.pool = pool
         self._limit = reductions_in_flight
+        # Reductions under way over the ranks that share parameters, and those that went on to the ranks that replicate
+        # them: both in the order of their commands, which is that of their messages on every rank.
         self._in_flight: deque[_InFlight] = deque()
+        self._replicating: deque[_InFlight] = deque()
         # Units with gradients to commit when the backward ends, in the order of their commands.
         self._touched: dict[Unit, None] = {}
         # Units whose held gradients are under way: their accumulation window closes with this backward.
         self._closing: dict[Unit, None] = {}
+        # Units whose partial sums are under way.
+        self._carrying: dict[Unit, None] = {}
         self._checker = CommandChecker() if check else None
         # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
         self.may_stay_pending: Callable[[], bool] = lambda: False
@@ -60,9 +65,22 @@ class Executor:
                 listener(command)
             self._actions[command.kind](self.units[command.unit.index])
 
-    def holds(self, unit: Unit) -> bool:
-        """Whether some rank may hold gradients of earlier backwards that no message of this one carries yet."""
-        return unit.window_open and unit not in self._closing
+    @property
+    def replicating_nbytes(self) -> int:
+        """Bytes of the sums that are under way between the ranks that replicate."""
+        return sum(flight.reduction.nbytes for flight in self._replicating)
+
+    def must_send(self, unit: Unit) -> bool:
+        """Whether this rank has to send for `unit` though the running backward brought nothing that is not sent.
+
+        Every rank answers alike: some rank may hold what earlier backwards left and no message of this one carries yet,
+        or the unit's gradients are never missing.
+        """
+        return (
+            (unit.window_open and unit not in self._closing)
+            or (unit.partial_open and unit.all_reduces and unit not in self._carrying)
+            or (unit.controls.zero_unused and unit.expected != 0 and unit not in self._touched)
+        )
 
     # ---- full parameters -----------------------------------------------------------------------------------
 
@@ -96,35 +114,63 @@ class Executor:
 
     def _reduce(self, unit: Unit) -> None:
         self._touched[unit] = None
-        accumulated, with_held = unit.window_open, self.holds(unit)
         # Only the first message of a backward carries what earlier ones left. The window closes when it ends well.
+        accumulated = unit.window_open
+        with_held = accumulated and unit not in self._closing
         if with_held:
             self._closing[unit] = None
+        with_partials = unit.partial_open and unit not in self._carrying
+        if with_partials:
+            self._carrying[unit] = None
         unit.arrived = 0
+        keep = not unit.all_reduces
+        limit = unit.controls.send_buffers
         for position, group in enumerate(unit.groups):
             if not group.trainable:
                 continue
+            while limit is not None and len(self._in_flight) >= limit:
+                self._advance_oldest()
             dtype = group.precision.reduce
-            gradients = [group.params[i].to_send(dtype, with_held=with_held) for i in group.trainable]
-            reduction = unit.reduce_channel(position).issue(gradients, accumulated=accumulated)
+            params = [group.params[i] for i in group.trainable]
+            gradients = [param.to_send(dtype, with_held=with_held) for param in params]
+            if unit.controls.zero_unused:
+                gradients = [p.zero() if g is None else g for p, g in zip(params, gradients, strict=True)]
+            reduction = unit.reduce_channel(position).issue(
+                gradients,
+                accumulated=accumulated,
+                partials=[param.live_partial() for param in params] if with_partials else (),
+                keep=keep,
+            )
             self._in_flight.append(_InFlight(group, group.trainable, reduction))
-        while len(self._in_flight) > self._limit:
-            self._collect_oldest()
+        if limit is None:
+            while len(self._in_flight) > self._limit:
+                self._advance_oldest()
 
     def _hold(self, unit: Unit) -> None:
         self._touched[unit] = None
         unit.arrived = 0
 
-    def _collect_oldest(self) -> None:
-        group, trainable, reduction = self._in_flight.popleft()
-        for i, part in zip(trainable, reduction.collect(), strict=True):
+    def _advance_oldest(self) -> None:
+        """Wait for the oldest message between ranks that share; its sum is collected, or goes on to the replicas."""
+        flight = self._in_flight.popleft()
+        flight.reduction.advance()
+        if flight.reduction.stages == 1:
+            self._collect(flight)
+            return
+        self._replicating.append(flight)
+        while len(self._replicating) > self._limit:
+            self._collect(self._replicating.popleft())
+
+    def _collect(self, flight: _InFlight) -> None:
+        for i, part in zip(flight.trainable, flight.reduction.collect(), strict=True):
             if part is not None:
-                param = group.params[i]
-                param.reduced = part if param.reduced is None else param.reduced + part
+                flight.group.params[i].receive(part, partial=flight.reduction.keeps)
 
     def _finish(self, root: Unit) -> None:
         while self._in_flight:
-            self._collect_oldest()
+            self._advance_oldest()
+        while self._replicating:
+            self._collect(self._replicating.popleft())
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
@@ -135,14 +181,20 @@ class Executor:
         self._touched.clear()
         for unit in self.units:
             unit.arrived = 0
-            unit.window_open = not unit.record.sync or (unit.window_open and unit not in self._closing)
+            sync = unit.record.sync
+            unit.window_open = not sync or (unit.window_open and unit not in self._closing)
+            kept = sync and not unit.all_reduces and unit.is_replicated
+            unit.partial_open = kept or (unit.partial_open and unit not in self._carrying)
         self._closing.clear()
+        self._carrying.clear()
 
     def _discard(self, root: Unit) -> None:
-        while self._in_flight:
-            self._in_flight.popleft().reduction.abandon()
+        for flights in (self._in_flight, self._replicating):
+            while flights:
+                flights.popleft().reduction.abandon()
         self._touched.clear()
         self._closing.clear()
+        self._carrying.clear()
         for unit in self.units:
             unit.arrived = 0
             for param in unit.params:

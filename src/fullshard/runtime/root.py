@@ -147,8 +147,8 @@ class Root:
     def backward_end(self) -> None:
         """Report that the whole backward is over."""
         self._backward = None
-        waiting = self.executor.holds
-        present = [unit.arrived != 0 or (unit.record.sync and waiting(unit)) for unit in self.units]
+        must_send = self.executor.must_send
+        present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
         commands = rules.backward_end(self.run, self.run.units[0], present)
         self._do("backward_end", self.run.units[0], commands)
 

@@ -12,6 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from ..comm import (
     BufferPool,
     CastGather,
+    CustomBuffers,
+    CustomGroup,
     Dtypes,
     GatherChannel,
     HostLink,
@@ -23,10 +25,10 @@ from ..comm import (
     SharedGather,
     reduce_channel,
 )
-from ..layout import Pack
+from ..layout import GatherPlan, Pack
 from ..lifecycle import Full, UnitRecord
 from ..param import DtypeChanged, Found, OwnedMemory, ParamGroup, Placing, ShardedParam
-from ..policy import Offload, resolve_precision
+from ..policy import Controls, Offload, resolve_precision
 from ..policy.precision import MixedPrecisionLike
 from .optimizer_steps import optimizer_steps
 
@@ -73,6 +75,9 @@ class Unit:
         self.groups: list[ParamGroup] = []
         # By group: with whom it is exchanged.
         self.links: list[Links] = []
+        # What the user set about reductions, and whether they go on to the ranks that replicate.
+        self.controls = Controls()
+        self.all_reduces = True
         for part in parts:
             for same in _by_dtype(part.found):
                 precision = resolve_precision(policy, same[0].parameter.dtype)
@@ -100,6 +105,8 @@ class Unit:
         self.is_last_backward = True
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
         self.window_open = False
+        # Likewise with partial sums, which the next message that is all-reduced carries.
+        self.partial_open = False
         # ---- staleness of kept full parameters, and watching
         self.gathered_versions: tuple[tuple[int, ...], ...] = ()
         self.watched = WATCHED_FORWARDS
@@ -114,6 +121,11 @@ class Unit:
     def releases(self) -> bool:
         """Whether full parameters have memory of their own, which comes and goes."""
         return any(isinstance(group.memory, OwnedMemory) for group in self.groups)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether other ranks hold the same shards."""
+        return any(links.replicate is not None for links in self.links)
 
     @property
     def may_read_early(self) -> bool:
@@ -144,6 +156,25 @@ class Unit:
         self._reduces = [{} for _ in self.groups]
         self._knows_trainable = False
 
+    def control(self, controls: Controls) -> None:
+        """Reduce, and gather, as `controls` say from now on."""
+        self.controls = controls
+        self._remake_channels()
+
+    def reduce_apart(self, links: Sequence[Links]) -> None:
+        """Exchange the groups with the ranks in `links`, one for each group, from now on."""
+        self.links = list(links)
+        self._remake_channels()
+
+    def _remake_channels(self) -> None:
+        if self._pool is None:
+            return
+        if self.record.full is Full.PENDING:
+            # What the old channels have under way arrives through them.
+            assert self.root is not None
+            self.root.wait_unshard(self)
+        self._make_channels()
+
     def _gather_channel(self, group: ParamGroup, links: Links, pool: BufferPool) -> GatherChannel:
         if group.shares_memory:
             return SharedGather()
@@ -160,7 +191,14 @@ class Unit:
     ) -> PlannedGather | CastGather:
         if links.shard.world == 1:
             return CastGather(flat, group.memory)
-        return PlannedGather(links.shard, group.pack, group.plan, flat, group.memory, pool)
+        plan, shard = group.plan, links.shard
+        custom = self.controls.gather
+        one_message = custom is not None or self.controls.strategy(self._communication) == "torch"
+        if custom is not None:
+            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom)
+        if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
+            plan = GatherPlan(direct=(), packed=group.pack.order)
+        return PlannedGather(shard, group.pack, plan, flat, group.memory, pool)
 
     def reduce_channel(self, position: int) -> ReduceChannel:
         """The channel for the trainable parameters of group `position`, as they are now."""
@@ -173,7 +211,14 @@ class Unit:
             pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
             precision = group.precision
             dtypes = Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage)
-            channel = reduce_channel(self.links[position], pack, dtypes, self._pool, communication=self._communication)
+            channel = reduce_channel(
+                self.links[position],
+                pack,
+                dtypes,
+                self._pool,
+                communication=self._communication,
+                controls=self.controls,
+            )
             if self.host_link is not None:
                 channel = OffloadedReduce(channel, self.host_link)
             known[group.trainable] = channel

@@ -1,0 +1,135 @@
+"""What a reduction of gradients is to those who order it, and the one that needs no message.
+
+`reduce` makes the others: `first stages` over the ranks that share parameters; `replicate` takes them from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of one reduction (see policy/precision.py)."""
+
+    wire: torch.dtype
+    reduce: torch.dtype
+    sum: torch.dtype
+    storage: torch.dtype
+
+
+class FirstStage(Protocol):
+    """The sum over the ranks that share the parameters, under way."""
+
+    # Whether the sum is in a buffer that will be used again, so that what the caller gets has to be a copy.
+    @property
+    def reuses(self) -> bool: ...
+
+    def total(self) -> Tensor:
+        """Wait; this rank's chunk (chunk_numel,): the sum, scaled by `Scale.before`. May be written. Call it once."""
+        ...
+
+    def release(self) -> None:
+        """The chunk is no longer needed."""
+        ...
+
+    def abandon(self) -> None:
+        """In the place of `total`: wait and throw away."""
+        ...
+
+
+class Reduction(Protocol):
+    """A reduction under way."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a partial sum comes of it."""
+        ...
+
+    @property
+    def stages(self) -> int:
+        """Messages that follow each other: 2 where the shards are replicated."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the second message sums; 0 before `advance` and where there is none."""
+        ...
+
+    def advance(self) -> None:
+        """Wait for the first message and send the second, where there is one. Again: nothing."""
+        ...
+
+    def collect(self) -> list[Tensor | None]:
+        """Wait for all of it; per parameter what it became, None where no rank produced a gradient. Call it once.
+
+        The mean gradient shard, unpadded local shape, storage dtype; or, of a reduction that was issued with `keep`,
+        the partial sum: (padded_local_numel,), reduce dtype. The tensors are new and belong to the caller.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Wait and throw the result away."""
+        ...
+
+
+class ReduceChannel(Protocol):
+    """How the gradients of one group are reduced."""
+
+    def issue(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        accumulated: bool,
+        partials: Sequence[Tensor | None] = (),
+        keep: bool = False,
+    ) -> Reduction:
+        """Send `gradients`, one full gradient (unpadded shape) per parameter of the pack or None.
+
+        `accumulated`: they are sums over several backwards in the reduce dtype. The gradients may be freed on return.
+        `partials`: what earlier reductions with `keep` left, per parameter; they are added, and stay the caller's.
+        `keep`: stop before the ranks that replicate the shards are asked.
+        """
+        ...
+
+
+class LocalReduce:
+    """One rank: its gradients are the result."""
+
+    def __init__(self, storage: torch.dtype, divide_factor: float | None) -> None:
+        self._storage = storage
+        self._factor = divide_factor
+
+    def issue(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        accumulated: bool,
+        partials: Sequence[Tensor | None] = (),
+        keep: bool = False,
+    ) -> Reduction:
+        if self._factor is not None:
+            gradients = [None if g is None else g / self._factor for g in gradients]
+        # A zero that stands for a missing gradient has no memory to be written to.
+        return _Local([None if g is None else g.to(self._storage).contiguous() for g in gradients])
+
+
+class _Local:
+    keeps = False
+    stages = 1
+    nbytes = 0
+
+    def __init__(self, gradients: list[Tensor | None]) -> None:
+        self._gradients = gradients
+
+    def advance(self) -> None:
+        pass
+
+    def collect(self) -> list[Tensor | None]:
+        return self._gradients
+
+    def abandon(self) -> None:
+        self._gradients = []

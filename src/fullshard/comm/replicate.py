@@ -1,0 +1,159 @@
+"""What follows when a chunk of gradients was summed over the ranks that share the parameters.
+
+    1  the partial sums of earlier backwards are added          after `set_requires_all_reduce(False)`
+    2  all-reduce over the ranks that hold the same shards      on a mesh with an axis that replicates
+    3  the hook, in the reduce dtype                            `set_all_reduce_hook`
+    4  the last division, and the storage dtype
+
+Both messages are asynchronous: a reduction goes from the first to the second when its turn comes (`advance`), and the
+second travels while the gradients of the next unit are computed and sent. Presence is summed with the gradients, so a
+gradient that one replica alone has still counts.
+
+The all-reduce sums in the sum dtype (`communication="torch"`: in the reduce dtype, as FSDP2): its message is a shard,
+and rounding the partial sum to a narrow dtype would cost more than the bytes save. A backend may add in any order, but
+it gives every rank the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..layout import ReduceLayout
+from ..policy import Scale
+from .group import MEAN, SUM, ShardGroup, Work
+from .reduction import Dtypes, FirstStage
+
+
+class Chunks(Protocol):
+    """The shapes of a chunk: `comm.reduce.MessageReduce`."""
+
+    layout: ReduceLayout
+
+    def split(self, mean: Tensor, complete: bool) -> list[Tensor | None]: ...
+
+
+class AfterSum(NamedTuple):
+    """Steps 2 to 4 for one group."""
+
+    replicate: ShardGroup | None
+    scale: Scale
+    dtypes: Dtypes
+    hook: Callable[[Tensor], object] | None
+    hook_stream: Any
+    # Reduced by the backend, so in the reduce dtype.
+    native: bool
+
+    @property
+    def averages(self) -> bool:
+        """Whether backends take the mean, so that nothing is divided here."""
+        return self.native and self.scale.averages
+
+
+class StagedReduction:
+    """One reduction, through both messages. See `comm.reduce.Reduction`."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        after: AfterSum,
+        first: FirstStage,
+        complete: bool,
+        partials: Sequence[Tensor | None],
+        *,
+        keep: bool,
+    ) -> None:
+        self._chunks = chunks
+        self._after = after
+        self._first = first
+        self._complete = complete
+        self._partials = partials
+        # Without ranks that replicate there is nothing to wait for, and so nothing to keep.
+        self.keeps = keep and after.replicate is not None
+        self._total: Tensor | None = None
+        self._work: Work | None = None
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.keeps or self._after.replicate is None else 2
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._total is None or self.stages == 1 else self._total.nbytes
+
+    def advance(self) -> None:
+        self._advanced()
+
+    def _advanced(self) -> Tensor:
+        if self._total is not None:
+            return self._total
+        total = self._first.total()
+        self._add_partials(total)
+        self._total = total
+        replicate = self._after.replicate
+        if replicate is not None and not self.keeps:
+            self._work = replicate.all_reduce(total, MEAN if self._after.averages else SUM)
+        return total
+
+    def collect(self) -> list[Tensor | None]:
+        total = self._advanced()
+        if self._work is not None:
+            self._work.wait()
+        parts = self._kept(total) if self.keeps else self._chunks.split(self._finished(total), self._complete)
+        self._total = self._work = None
+        self._first.release()
+        return parts
+
+    def abandon(self) -> None:
+        if self._total is None:
+            self._first.abandon()
+            return
+        if self._work is not None:
+            self._work.wait()
+        self._first.release()
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _add_partials(self, total: Tensor) -> None:
+        layout = self._chunks.layout
+        for index, partial in enumerate(self._partials):
+            if partial is not None:
+                offset = layout.pack.segments[index].offset
+                total.narrow(0, offset, partial.numel()).add_(partial)
+                # Wherever the shards of a parameter are, all of its ranks have a partial sum or none has.
+                total[layout.presence_offset + index].add_(1)
+
+    def _kept(self, total: Tensor) -> list[Tensor | None]:
+        layout = self._chunks.layout
+        kept = total.to(self._after.dtypes.reduce, copy=self._first.reuses)
+        parts = [kept.narrow(0, s.offset, s.padded_numel) for s in layout.pack.segments]
+        if self._complete:
+            return list(parts)
+        present = kept[layout.presence_offset : layout.presence_offset + len(parts)].tolist()
+        return [part if there else None for part, there in zip(parts, present, strict=True)]
+
+    def _finished(self, total: Tensor) -> Tensor:
+        after = self._after
+        result = total
+        if after.hook is not None:
+            result = result.to(after.dtypes.reduce)
+            # The gradients alone: presence behind them is not the hook's to change.
+            _call(after.hook, result[: self._chunks.layout.presence_offset], after.hook_stream)
+        if after.scale.after != 1:
+            result = result / after.scale.after if self._first.reuses else result.div_(after.scale.after)
+        return result.to(after.dtypes.storage, copy=self._first.reuses and result is total)
+
+
+def _call(hook: Callable[[Tensor], object], gradients: Tensor, stream: Any) -> None:
+    if stream is None:
+        hook(gradients)
+        return
+    device = torch.get_device_module(gradients.device)
+    current = device.current_stream(gradients.device)
+    stream.wait_stream(current)
+    with device.stream(stream):
+        hook(gradients)
+    current.wait_stream(stream)
