@@ -28,18 +28,8 @@ MISSING = {
 }
 # Methods of torch's FSDPModule that this version refuses by name, each with NotImplementedError.
 NOT_BUILT = {
-    "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_force_sum_reduction_for_comms",
-    "set_gradient_divide_factor",
     "set_post_optim_event",
-    "set_reduce_scatter_divide_factor",
-    "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
-    "set_requires_all_reduce",
-    "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
     "set_unshard_in_backward",
 }
@@ -135,10 +125,10 @@ def test_arguments_that_are_not_built_refuse(argument: str, value: Any, world: N
         fullshard.fully_shard(nn.Linear(2, 2), **{argument: value})
 
 
-def test_a_two_axis_mesh_is_refused_by_name() -> None:
-    with fake_world(4), pytest.raises(NotImplementedError, match="mesh"):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        fullshard.fully_shard(nn.Linear(2, 2), mesh=mesh)
+@for_each_implementation
+def test_the_axes_of_a_mesh_that_replicates_want_names(impl: Implementation) -> None:
+    with fake_world(4), pytest.raises(AssertionError, match="mesh"):
+        impl.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2)))
 
 
 # ---- the class -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ..runtime import Unit, unit_of
 from ..runtime.opened import refuse_opened
 from ..runtime.root import early_root_of, module_units
 from ..runtime.uninitialized import Conversion, note_uninitialized
-from . import validate
+from . import reductions, validate
 
 # The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
 _SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -83,6 +83,19 @@ class FSDPModule(TorchFSDPModule):
         """
         for unit in self._units(recurse):
             unit.record.sync = requires_gradient_sync
+
+    # How gradients are reduced.
+    set_requires_all_reduce = reductions.set_requires_all_reduce
+    set_gradient_divide_factor = reductions.set_gradient_divide_factor
+    set_reduce_scatter_divide_factor = reductions.set_reduce_scatter_divide_factor
+    set_force_sum_reduction_for_comms = reductions.set_force_sum_reduction_for_comms
+    set_all_reduce_hook = reductions.set_all_reduce_hook
+    set_custom_all_gather = reductions.set_custom_all_gather
+    set_custom_reduce_scatter = reductions.set_custom_reduce_scatter
+    set_communication = reductions.set_communication
+    set_reduce_scatter_unused_params = reductions.set_reduce_scatter_unused_params
+    set_reduce_scatter_max_input_buffers = reductions.set_reduce_scatter_max_input_buffers
+    set_separate_reduce_scatter_group = reductions.set_separate_reduce_scatter_group
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards through the forwards already run will follow; keep what they need of the order."""
@@ -183,18 +196,8 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 # torch's public methods that this version does not have: refused by name, never inherited and never ignored.
 NOT_BUILT = (
-    "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_force_sum_reduction_for_comms",
-    "set_gradient_divide_factor",
     "set_post_optim_event",
-    "set_reduce_scatter_divide_factor",
-    "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
-    "set_requires_all_reduce",
-    "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
     "set_unshard_in_backward",
     "_set_unshard_async_op",

@@ -47,6 +47,11 @@ class ShardGroup:
         self.rank = process_group.rank()
         self.backend = _backend_name(process_group, device)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, by their rank in the default group."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         """`piece` (n,) of all ranks into `out` (world * n,); both contiguous, the same dtype."""
         options = AllgatherOptions()
@@ -79,9 +84,8 @@ class ShardGroup:
 
     def apart(self) -> ShardGroup:
         """The same ranks with a communicator of their own. Every rank of the group makes this call."""
-        ranks = dist.get_process_group_ranks(self.process_group)
         # Local: the ranks of other groups of a mesh do not take part.
-        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="fullshard_reduce")
+        made = dist.new_group(list(self.ranks), use_local_synchronization=True, group_desc="fullshard_reduce")
         assert isinstance(made, dist.ProcessGroup)
         return ShardGroup(made, self.device)
 

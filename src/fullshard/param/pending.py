@@ -1,4 +1,4 @@
-"""What stands on a sharded parameter's `.grad` while its gradient is kept unreduced between micro-batches.
+"""What stands on a sharded parameter's `.grad` while its gradient, or a partial sum, is kept between micro-batches.
 
 FSDP2 leaves `.grad` at None there, so `zero_grad()` cannot clear an abandoned accumulation window and `step()` with
 synchronisation left off silently does nothing. A `PendingGrad` has the shape and dtype of the gradient and no data:
@@ -76,9 +76,9 @@ class PendingGrad(DTensor):
     def _refuse(pending: list[PendingGrad]) -> NoReturn:
         names = ", ".join(dict.fromkeys(gradient.parameter_name for gradient in pending))
         raise RuntimeError(
-            f"expected a reduced gradient, found one that was only accumulated on each rank, of {names}: the last "
-            f"backward ran with set_requires_gradient_sync(False); run the last micro-batch of the step with "
-            f"set_requires_gradient_sync(True) before reading gradients, clipping or optimizer.step()"
+            f"expected a reduced gradient, found one that was only accumulated on some ranks, of {names}: the last "
+            f"backward ran with set_requires_gradient_sync(False) or set_requires_all_reduce(False); run the last "
+            f"micro-batch of the step with both True before reading gradients, clipping or optimizer.step()"
         )
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]

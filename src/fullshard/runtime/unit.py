@@ -161,8 +161,8 @@ class Unit:
         self.controls = controls
         self._remake_channels()
 
-    def reduce_apart(self, links: Sequence[Links]) -> None:
-        """Exchange the groups with the ranks in `links`, one for each group, from now on."""
+    def link(self, links: Sequence[Links]) -> None:
+        """Exchange the groups over `links`, one for each group, from now on: the same ranks."""
         self.links = list(links)
         self._remake_channels()
 

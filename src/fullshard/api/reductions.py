@@ -1,0 +1,198 @@
+"""The methods of `FSDPModule` that say how gradients are reduced. Each is a method of the class (`module.py`).
+
+They hold from the next backward on; call them between steps. Those without `recurse` act on this module alone, as
+torch's do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ..comm import ShardGroup
+from ..policy import CustomComm
+from ..policy.options import COMMUNICATION
+from ..runtime import Unit, unit_of
+from ..runtime.root import module_units
+
+
+def set_requires_all_reduce(self: object, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    """False: the following backwards sum gradients over the ranks that share parameters, not over those that replicate.
+
+    On a mesh that replicates (HSDP). Each rank keeps the partial sum of its shards, in the reduce dtype: the bytes of
+    its shards in that dtype. The first backward with True adds what it brought, and sums over the replicas once. While
+    partial sums are kept, `.grad` is a marker that `zero_grad()` clears and everything else refuses. Without an axis
+    that replicates it changes nothing.
+    """
+    for unit in _units(self, recurse):
+        unit.all_reduces = bool(requires_all_reduce)
+
+
+def set_gradient_divide_factor(self: object, factor: float) -> None:
+    """Divide sums of gradients by `factor` in the place of the number of ranks. On any backend.
+
+    Raises `ValueError` for zero and what is not a finite number; None takes it back.
+    """
+    if factor is not None and (isinstance(factor, bool) or not math.isfinite(float(factor)) or factor == 0):
+        raise ValueError(f"factor: expected a finite number other than 0, found {factor!r}; 1.0 leaves the sum")
+    _set(self, divide_factor=factor)
+
+
+def set_reduce_scatter_divide_factor(self: object, factor: float) -> None:
+    """The former name of `set_gradient_divide_factor`."""
+    warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
+    set_gradient_divide_factor(self, factor)
+
+
+def set_force_sum_reduction_for_comms(self: object, enable: bool) -> None:
+    """True: ask backends for sums alone, and divide after the last one and after the hook.
+
+    With `communication="auto"` backends are never asked for anything else; then it moves the division behind the hook.
+    """
+    _set(self, sum_only=bool(enable))
+
+
+def set_all_reduce_hook(self: object, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+    """Call `hook(gradients)` with this rank's reduced gradients, which it may change in place, in every backward.
+
+    gradients: all shards of the unit's trainable parameters in one flat tensor, each padded to the same number of rows
+    on every rank and aligned to 16 bytes; reduce dtype. They are summed over all ranks of the mesh, replicas too, and
+    divided but for what `float16` and `set_force_sum_reduction_for_comms` divide at the end. It is a view that is the
+    caller's during the call. Not called for partial sums (`set_requires_all_reduce`). None takes it back.
+
+    stream: on a device with streams, where to run the hook; only without an axis that replicates.
+    Raises `ValueError` for a unit of several groups, and for a stream with an axis that replicates or on a CPU.
+    """
+    unit = _one_group(self, "set_all_reduce_hook")
+    if stream is not None and unit.is_replicated:
+        raise ValueError(
+            "stream: expected None on a mesh that replicates, found a stream; the hook runs behind the all-reduce"
+        )
+    if stream is not None and unit.device.type == "cpu":
+        raise ValueError("stream: expected None on a CPU, which has no streams, found a stream; leave it out")
+    _set(self, hook=hook, hook_stream=stream)
+
+
+def set_custom_all_gather(self: object, comm: CustomComm) -> None:
+    """Gather this module's parameters by `comm`, in one message: `comm(output_tensor, input_tensor, group, async_op)`.
+
+    Both tensors are of one buffer, which `comm.allocate` makes for each gather. None takes it back.
+    Raises `ValueError` for a unit of several groups, `TypeError` for an object without `allocate` or that is no
+    callable.
+    """
+    _one_group(self, "set_custom_all_gather")
+    _set(self, gather=_checked(comm))
+
+
+def set_custom_reduce_scatter(self: object, comm: CustomComm) -> None:
+    """Reduce this module's gradients by `comm`, in one message, in the reduce dtype.
+
+    `comm(output_tensor, input_tensor, group, op, async_op)`; `comm.allocate` makes both tensors for each reduction. The
+    output becomes the gradients where the reduce dtype is that of the parameters. None takes it back.
+    Raises as `set_custom_all_gather`.
+    """
+    _one_group(self, "set_custom_reduce_scatter")
+    _set(self, reduce_scatter=_checked(comm))
+
+
+def set_communication(self: object, strategy: str, *, recurse: bool = True) -> None:
+    """How parameters and gradients travel; not in torch. `"auto"`: the fastest measured for the backend.
+
+    `"torch"`: one all-gather and one reduce-scatter for a unit (for each dtype of its parameters), and one all-reduce
+    on a mesh that replicates, in the reduce dtype: for programs that count collectives. The default is that of the
+    environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy.
+    """
+    if strategy not in COMMUNICATION:
+        raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}")
+    for unit in _units(self, recurse):
+        unit.control(dataclasses.replace(unit.controls, communication=strategy))
+
+
+def set_reduce_scatter_unused_params(self: object, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+    """True: parameters without a gradient on any rank get a zero one; and each backward reduces every unit.
+
+    Which parameters of a unit have gradients may differ from rank to rank in either case. Only with True may a rank
+    have none at all where others have some, and then the unit has to be the last of its backward.
+    """
+    for unit in _units(self, recurse):
+        unit.control(dataclasses.replace(unit.controls, zero_unused=bool(reduce_scatter_unused_params)))
+
+
+def set_reduce_scatter_max_input_buffers(self: object, max_input_buffers: int, *, recurse: bool = True) -> None:
+    """At most so many send buffers of reductions exist at once; the oldest is waited for before another is made.
+
+    Without it `FULLSHARD_REDUCTIONS` holds: so many in flight, and the one being made. Raises `TypeError` for what is
+    not an int and `ValueError` below 1.
+    """
+    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        raise TypeError(f"max_input_buffers: expected an int, found {max_input_buffers!r}; 1 keeps a single buffer")
+    if max_input_buffers < 1:
+        raise ValueError(f"max_input_buffers: expected at least 1, found {max_input_buffers}; 1 keeps a single buffer")
+    for unit in _units(self, recurse):
+        unit.control(dataclasses.replace(unit.controls, send_buffers=max_input_buffers))
+
+
+def set_separate_reduce_scatter_group(self: object, enable: bool = True, *, recurse: bool = True) -> None:
+    """True: reduce over a communicator of its own, so that gathers and reductions need not wait for each other.
+
+    Collective over the ranks that share parameters: all of them make the same call. One communicator for each set of
+    such ranks. False: over the one of the mesh again.
+    """
+    units = _units(self, recurse)
+    made: dict[tuple[int, ...], ShardGroup] = {}
+    for unit in units:
+        for links in unit.links:
+            if links.reduce is not None:
+                made.setdefault(links.shard.ranks, links.reduce)
+    for unit in units:
+        apart = []
+        for links in unit.links:
+            reduce = None
+            if enable and links.shard.world > 1:
+                ranks = links.shard.ranks
+                if ranks not in made:
+                    made[ranks] = links.shard.apart()
+                reduce = made[ranks]
+            apart.append(links._replace(reduce=reduce))
+        unit.link(apart)
+
+
+# ---- shared by the methods ------------------------------------------------------------------------------------
+
+
+def _units(module: object, recurse: bool) -> list[Unit]:
+    return module_units(cast(nn.Module, module)) if recurse else [_unit(module)]
+
+
+def _unit(module: object) -> Unit:
+    unit = unit_of(cast(nn.Module, module))
+    assert unit is not None  # the methods stand on sharded modules alone
+    return unit
+
+
+def _set(module: object, **settings: Any) -> None:
+    unit = _unit(module)
+    unit.control(dataclasses.replace(unit.controls, **settings))
+
+
+def _one_group(module: object, what: str) -> Unit:
+    unit = _unit(module)
+    if len(unit.groups) > 1:
+        raise ValueError(
+            f"{what}: expected parameters of one mesh and one dtype, found {len(unit.groups)} groups in "
+            f"{unit.record.name}, each with messages of its own; shard them in modules of their own"
+        )
+    return unit
+
+
+def _checked(comm: Any) -> CustomComm | None:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(
+            f"comm: expected a callable with a method allocate(size, dtype=, device=), found {type(comm).__name__}"
+        )
+    return cast("CustomComm | None", comm)
