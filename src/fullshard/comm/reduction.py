@@ -50,13 +50,23 @@ class Reduction(Protocol):
         ...
 
     @property
-    def stages(self) -> int:
-        """Messages that follow each other: 2 where the shards are replicated."""
+    def two_stages(self) -> bool:
+        """Whether a second message follows the first: where the shards are replicated."""
+        ...
+
+    @property
+    def replicating(self) -> bool:
+        """Whether the second message is under way."""
+        ...
+
+    @property
+    def keeps_send_buffer(self) -> bool:
+        """Whether the send buffer is in use to the end, because the second message sums in it."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what the second message sums; 0 before `advance` and where there is none."""
+        """Bytes of what the second message sums, when that is no send buffer; 0 while there is none under way."""
         ...
 
     def advance(self) -> None:
@@ -118,8 +128,7 @@ class LocalReduce:
 
 
 class _Local:
-    keeps = False
-    stages = 1
+    keeps = two_stages = replicating = keeps_send_buffer = False
     nbytes = 0
 
     def __init__(self, gradients: list[Tensor | None]) -> None:

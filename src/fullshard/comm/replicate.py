@@ -75,14 +75,25 @@ class StagedReduction:
         self.keeps = keep and after.replicate is not None
         self._total: Tensor | None = None
         self._work: Work | None = None
+        if first.reuses:
+            # There is nothing to wait for.
+            self.advance()
 
     @property
-    def stages(self) -> int:
-        return 1 if self.keeps or self._after.replicate is None else 2
+    def two_stages(self) -> bool:
+        return self._after.replicate is not None and not self.keeps
+
+    @property
+    def replicating(self) -> bool:
+        return self._work is not None
+
+    @property
+    def keeps_send_buffer(self) -> bool:
+        return self._first.reuses
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._total is None or self.stages == 1 else self._total.nbytes
+        return 0 if self._work is None or self._total is None or self._first.reuses else self._total.nbytes
 
     def advance(self) -> None:
         self._advanced()

@@ -128,8 +128,8 @@ class Executor:
         for position, group in enumerate(unit.groups):
             if not group.trainable:
                 continue
-            while limit is not None and len(self._in_flight) >= limit:
-                self._advance_oldest()
+            if limit is not None:
+                self._make_room(limit)
             dtype = group.precision.reduce
             params = [group.params[i] for i in group.trainable]
             gradients = [param.to_send(dtype, with_held=with_held) for param in params]
@@ -141,10 +141,25 @@ class Executor:
                 partials=[param.live_partial() for param in params] if with_partials else (),
                 keep=keep,
             )
-            self._in_flight.append(_InFlight(group, group.trainable, reduction))
-        if limit is None:
-            while len(self._in_flight) > self._limit:
-                self._advance_oldest()
+            self._put(_InFlight(group, group.trainable, reduction))
+        while limit is None and len(self._in_flight) > self._limit:
+            self._advance_oldest()
+
+    def _put(self, flight: _InFlight) -> None:
+        """To those whose message it is that is under way."""
+        if not flight.reduction.replicating:
+            self._in_flight.append(flight)
+            return
+        self._replicating.append(flight)
+        while len(self._replicating) > self._limit:
+            self._collect(self._replicating.popleft())
+
+    def _make_room(self, send_buffers: int) -> None:
+        """Wait until one buffer less than `send_buffers` is in use."""
+        while len(self._in_flight) >= send_buffers:
+            self._advance_oldest()
+        while sum(f.reduction.keeps_send_buffer for f in self._replicating) + len(self._in_flight) >= send_buffers:
+            self._collect(self._replicating.popleft())
 
     def _hold(self, unit: Unit) -> None:
         self._touched[unit] = None
@@ -154,12 +169,10 @@ class Executor:
         """Wait for the oldest message between ranks that share; its sum is collected, or goes on to the replicas."""
         flight = self._in_flight.popleft()
         flight.reduction.advance()
-        if flight.reduction.stages == 1:
+        if flight.reduction.two_stages:
+            self._put(flight)
+        else:
             self._collect(flight)
-            return
-        self._replicating.append(flight)
-        while len(self._replicating) > self._limit:
-            self._collect(self._replicating.popleft())
 
     def _collect(self, flight: _InFlight) -> None:
         for i, part in zip(flight.trainable, flight.reduction.collect(), strict=True):
