@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..layout import contiguous_stride
 from .gather import CastGather, FullMemory, PlannedGather
-from .reduce import ReduceChannel, Reduction
+from .reduction import ReduceChannel, Reduction
 
 Copy = Callable[[Tensor, Tensor], object]
 
