@@ -73,11 +73,13 @@ def test_names() -> None:
     assert fsdp2 - set(fullshard.__all__) == set(MISSING), "the list of what is missing is not what is missing"
 
 
+@behaviour("signature and defaults: `{name}`", area="surface", torch="equal")
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method"])
 def test_signatures_of_functions(name: str) -> None:
     assert _signature(getattr(fullshard, name)) == _signature(getattr(torch_fsdp, name))
 
 
+@behaviour("fields and defaults: `{name}`", area="surface", torch="equal")
 @pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
 def test_policies_have_torch_s_fields_and_defaults(name: str) -> None:
     ours, theirs = getattr(fullshard, name), getattr(torch_fsdp, name)

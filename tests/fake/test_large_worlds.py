@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import fully_shard, inspect_units
 from fullshard.observe import record
+from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.models import BY_NAME, CASES, Case, adamw
 
@@ -23,6 +24,12 @@ def _sharded(case: Case) -> Any:
     return case.shard(case.build(), fully_shard)
 
 
+@behaviour(
+    "shards at 64 and 1,000 ranks are those of `torch.chunk`",
+    area="parameters",
+    torch="none",
+    reason="run for fullshard alone; small worlds are compared",
+)
 @at_large
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_local_shards_are_those_of_torch_chunk(case: Case, world: int, rank: int) -> None:
@@ -64,6 +71,12 @@ def _commands(case: Case, world: int, rank: int) -> list[list[tuple[str, str]]]:
         return [*steps, trace.commands]
 
 
+@behaviour(
+    "what is gathered, freed and reduced, and in which order, depends neither on the world nor on the rank",
+    area="communication",
+    torch="none",
+    reason="seen in fullshard's trace",
+)
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_commands_are_those_of_two_ranks(case: Case) -> None:
     """What is gathered, freed and reduced, and in which order, depends neither on the world nor on the rank."""

@@ -56,7 +56,7 @@ AREAS = (
     "failures",
 )
 
-Verdict = Literal["same", "better", "different", "none"]
+Verdict = Literal["same", "equal", "better", "different", "none"]
 
 
 def behaviour(title: str, *, area: str, torch: Verdict = "same", reason: str = "") -> pytest.MarkDecorator:
@@ -67,6 +67,7 @@ def behaviour(title: str, *, area: str, torch: Verdict = "same", reason: str = "
     ...))`, and then goes before the one on the test. `area`: one of `AREAS`. `torch` says how torch's FSDP2 compares:
 
     * `"same"`: it passes, too. The test runs for both, under `@for_each_implementation`, always.
+    * `"equal"`: the test makes both and compares them itself; it does not take `impl`.
     * `"better"`: we pass and it fails. The test takes `impl` and is *not* under `@for_each_implementation`: it runs for
       fullshard, and for torch only when the page is written, which notes how torch fails (a wrong result, an error, a
       hang, a crash). That torch fails is checked, so that the row goes when torch has mended it.
@@ -74,17 +75,17 @@ def behaviour(title: str, *, area: str, torch: Verdict = "same", reason: str = "
       behaviour) or for fullshard alone.
     * `"none"`: torch has no such thing.
 
-    `reason` is wanted for all but "same": what is better or different, and why. Raises ValueError for a mark that the
-    page could not show.
+    `reason` is wanted for all but "same" and "equal": what is better or different, and why. Raises ValueError for a
+    mark that the page could not show.
     """
     if area not in AREAS:
         raise ValueError(f"behaviour({title!r}): area is one of {', '.join(AREAS)}, not {area!r}; or add yours there")
     if torch not in get_args(Verdict):
         raise ValueError(f"behaviour({title!r}): torch is one of {', '.join(get_args(Verdict))}, not {torch!r}")
-    if (torch == "same") == bool(reason):
+    if (torch in ("same", "equal")) == bool(reason):
         raise ValueError(
-            f"behaviour({title!r}): a reason is expected exactly when torch is not 'same'; torch is {torch!r}, the "
-            f"reason {reason!r}"
+            f"behaviour({title!r}): a reason is expected exactly when torch is neither 'same' nor 'equal'; torch is "
+            f"{torch!r}, the reason {reason!r}"
         )
     return pytest.mark.behaviour(title, area=area, torch=torch, reason=reason)
 
@@ -210,8 +211,8 @@ def rows_of(cases: Iterable[Case]) -> tuple[list[Row], list[str]]:
                 )
             if row.torch == "better" and "torch" not in implementations:
                 wrong.append(f"{test}: {row.title!r} is 'better', but the test has no `impl` to run it for torch")
-            if row.torch == "none" and "torch" in implementations:
-                wrong.append(f"{test}: torch has no {row.title!r}, but the test asks for `impl`")
+            if row.torch in ("none", "equal") and "torch" in implementations:
+                wrong.append(f"{test}: {row.title!r} is {row.torch!r}, but the test runs for torch by itself")
     return sorted(rows.values(), key=lambda row: (AREAS.index(row.area), row.title.lower())), wrong
 
 

@@ -91,7 +91,7 @@ of a line marked *same* runs for both implementations, from one source, in every
   processes (gloo).
 """
 
-VERDICTS = {"same": "same", "better": "**better**", "different": "different", "none": "ours"}
+VERDICTS = {"same": "same", "equal": "same", "better": "**better**", "different": "different", "none": "ours"}
 
 
 def render(cases: list[Case], about: dict[str, str], results: list[Result], name: str) -> str:
@@ -102,7 +102,8 @@ def render(cases: list[Case], about: dict[str, str], results: list[Result], name
         by_row[result.area, result.title, result.implementation].append(result)
     parts = [HEAD.format(document=name)]
     counts = ", ".join(
-        f"{sum(row.torch == verdict for row in rows)} {word.strip('*')}" for verdict, word in VERDICTS.items()
+        f"{sum(VERDICTS[row.torch] == word for row in rows)} {word.strip('*')}"
+        for word in dict.fromkeys(VERDICTS.values())
     )
     parts.append(f"{len(rows)} behaviours: {counts}. torch {about.get('torch', '?')}, {about.get('machine', '?')}.\n")
     for area in AREAS:
@@ -114,7 +115,8 @@ def render(cases: list[Case], about: dict[str, str], results: list[Result], name
         for row in there:
             ours, theirs = (by_row[row.area, row.title, who] for who in ("fullshard", "torch"))
             verdict = VERDICTS[row.torch] + (f": {row.reason}" if row.reason else "")
-            cells = [row.title, _said(ours), _said(theirs) if theirs else "-", verdict, _ranks(ours), _links(row)]
+            torch = _said(theirs) if theirs else "compared in the test" if row.torch == "equal" else "-"
+            cells = [row.title, _said(ours), torch, verdict, _ranks(ours), _links(row)]
             parts.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
         parts.append("")
     return "\n".join(parts)

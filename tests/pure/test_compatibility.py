@@ -80,7 +80,9 @@ def test_marks_that_prove_less_than_they_say() -> None:
     assert "does not run for torch" in wrong(_case("same", "fullshard"))
     assert "does not run for fullshard" in wrong(_case("same", "torch"))
     assert "no `impl`" in wrong(_case("better", "fullshard", reason="r"))
-    assert "asks for `impl`" in wrong(_case("none", "torch", reason="r"), _case("none", "fullshard", reason="r"))
+    assert "runs for torch by itself" in wrong(
+        _case("none", "torch", reason="r"), _case("none", "fullshard", reason="r")
+    )
     assert "marks of one row agree" in wrong(_case("same", "torch"), _case("none", "fullshard", reason="r"))
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.threads import run_ranks
 from tests.threads.programs import PROGRAMS, Model, batch, part, recomputed, shard
 
@@ -64,12 +66,14 @@ def _loss(model: Any, tokens: Tensor) -> Tensor:
 Step = Callable[[Any, torch.optim.Optimizer, int], None]
 
 
-def _train(rank: int, base: nn.Module, script: Callable[[Any, Any, int], None]) -> list[Tensor]:
+def _train(
+    rank: int, base: nn.Module, script: Callable[[Any, Any, int], None], impl: Implementation = FULLSHARD
+) -> list[Tensor]:
     torch.use_deterministic_algorithms(True)
-    model = shard(copy.deepcopy(base))
+    model = shard(copy.deepcopy(base), impl)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     script(model, optimizer, rank)
-    assert not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+    assert impl is not FULLSHARD or not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
     state = [p.full_tensor().detach() for p in model.parameters()]
     for p in model.parameters():
         entry = optimizer.state[p]
@@ -91,8 +95,10 @@ def _failing(model: Any, rank: int, name: str, where: str, exception: type[BaseE
     handle.remove()
 
 
-def _compare(base: nn.Module, script: Callable[..., None], expected: Callable[..., None]) -> None:
-    got, wanted = (run_ranks(WORLD, _train, base, s)[0] for s in (script, expected))
+def _compare(
+    base: nn.Module, script: Callable[..., None], expected: Callable[..., None], impl: Implementation = FULLSHARD
+) -> None:
+    got, wanted = (run_ranks(WORLD, _train, base, s, impl)[0] for s in (script, expected))
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert torch.equal(a, b), f"tensor {i} differs by {(a - b).abs().max():g}"
 
@@ -108,9 +114,15 @@ def base() -> nn.Module:
     return Model()
 
 
+@behaviour(
+    "a step that raised leaves nothing behind: the next ones are bitwise what they would have been",
+    area="failures",
+    torch="better",
+    reason="a failed step is noticed and discarded by the next one",
+)
 @pytest.mark.parametrize("where", ["before", "after", "backward"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str) -> None:
+def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str, impl: Implementation) -> None:
     def script(model: Any, optimizer: Any, rank: int) -> None:
         _good_step(model, optimizer, rank, 0)
         _failing(model, rank, name, where)
@@ -119,7 +131,7 @@ def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str) ->
         _failing(model, rank, name, where)
         _good_step(model, optimizer, rank, 2)
 
-    _compare(base, script, _undisturbed)
+    _compare(base, script, _undisturbed, impl)
 
 
 @pytest.mark.parametrize("where", ["before", "backward"])
@@ -145,9 +157,17 @@ def test_any_exception(base: nn.Module, exception: type[BaseException], where: s
     _compare(base, script, _undisturbed)
 
 
+@behaviour(
+    "a micro-batch that raised may be tried again; the good ones of the window stay",
+    area="failures",
+    torch="better",
+    reason="what a failed micro-batch left is discarded, and that alone",
+)
 @pytest.mark.parametrize("where", ["before", "backward"])
 @pytest.mark.parametrize("synchronised", [True, False])
-def test_good_micro_batches_of_a_window_stay(base: nn.Module, where: str, synchronised: bool) -> None:
+def test_good_micro_batches_of_a_window_stay(
+    base: nn.Module, where: str, synchronised: bool, impl: Implementation
+) -> None:
     """The second micro-batch fails and is tried again; `synchronised`: whether the first one was reduced."""
 
     def window(fails: bool) -> Callable[[Any, Any, int], None]:
@@ -164,11 +184,17 @@ def test_good_micro_batches_of_a_window_stay(base: nn.Module, where: str, synchr
 
         return script
 
-    _compare(base, window(True), window(False))
+    _compare(base, window(True), window(False), impl)
 
 
+@behaviour(
+    "`zero_grad` clears a window of accumulation that is given up",
+    area="failures",
+    torch="better",
+    reason="gradients that were not reduced yet are where `zero_grad` finds them",
+)
 @pytest.mark.parametrize("clear", ["optimizer", "model", "optimizer to zero"])
-def test_zero_grad_clears_an_abandoned_window(base: nn.Module, clear: str) -> None:
+def test_zero_grad_clears_an_abandoned_window(base: nn.Module, clear: str, impl: Implementation) -> None:
     def script(model: Any, optimizer: Any, rank: int) -> None:
         _good_step(model, optimizer, rank, 0)
         model.set_requires_gradient_sync(False)
@@ -181,7 +207,7 @@ def test_zero_grad_clears_an_abandoned_window(base: nn.Module, clear: str) -> No
         _good_step(model, optimizer, rank, 1)
         _good_step(model, optimizer, rank, 2)
 
-    _compare(base, script, _undisturbed)
+    _compare(base, script, _undisturbed, impl)
 
 
 def test_a_backward_after_a_failed_one_without_a_forward_between(base: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
 from tests.harness.models import assert_close_to_tensor_max, seeded
 from tests.harness.threads import run_ranks
@@ -32,6 +33,7 @@ def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
     return model
 
 
+@behaviour("`dp_mesh_dims` on a full mesh: placements and values", area="placement", torch="equal")
 @pytest.mark.parametrize(
     ("names", "placements", "dims"),
     [
@@ -55,6 +57,7 @@ def test_dp_mesh_dims_give_torch_s_placements(names: tuple[str, ...], placements
     both(2 ** len(names), build)
 
 
+@behaviour("training with parameters on a full (dp, tp) mesh", area="training")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @for_each_implementation
 def test_training_on_a_full_mesh(impl: Implementation) -> None:
@@ -123,6 +126,7 @@ REFUSED: list[Case] = [
 ]
 
 
+@behaviour("what `dp_mesh_dims` refuses, by the same type of error", area="errors")
 @for_each_implementation
 def test_refusals(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -147,6 +151,7 @@ def test_refusals(impl: Implementation) -> None:
     run(rank_main, impl, world=4)
 
 
+@behaviour("more axes of its own than a parameter may have", area="errors", torch="equal")
 def test_more_than_two_own_axes_are_refused() -> None:
     def rank_main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=("dp", "a", "b", "c"))

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import full_params, fully_shard
+from tests.harness.behaviours import behaviour
 from tests.harness.models import BY_NAME, adamw, assert_close_to_tensor_max, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 from tests.threads.test_tensor_parallel import batch, blocks, plan_tp
@@ -48,6 +49,12 @@ def assert_sharded(model: nn.Module) -> None:
     assert not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
 
 
+@behaviour(
+    "`fullshard.full_params`: full plain parameters for a while",
+    area="state",
+    torch="none",
+    reason="FSDP1's `summon_full_params`, which FSDP2 lacks",
+)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_full_parameters_are_those_of_the_plain_model_and_training_goes_on(name: str, world: int) -> None:
@@ -97,6 +104,12 @@ def test_full_parameters_are_those_of_the_plain_model_and_training_goes_on(name:
     run_ranks(world, rank_main)
 
 
+@behaviour(
+    "`fullshard.full_params(writeback=True)`",
+    area="state",
+    torch="none",
+    reason="FSDP1's `summon_full_params`, which FSDP2 lacks",
+)
 def test_write_back_takes_what_stands_there_at_the_end_also_when_the_block_raises() -> None:
     """Edits in place, through .data, a parameter put in the place of another, a loaded state dict; tied ones once."""
     case = BY_NAME["tied"]
@@ -137,6 +150,12 @@ def test_write_back_takes_what_stands_there_at_the_end_also_when_the_block_raise
     run_ranks(2, rank_main)
 
 
+@behaviour(
+    "`fullshard.full_params(rank0_only=True)`",
+    area="state",
+    torch="none",
+    reason="FSDP1's `summon_full_params`, which FSDP2 lacks",
+)
 def test_the_first_rank_alone() -> None:
     """It may save, load elsewhere and evaluate; the others hold their shards, and nobody waits for anybody."""
     case = BY_NAME["residual"]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fullshard
 from fullshard import fully_shard
+from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Frozen, Model, Tied, batch, part, shard
 
@@ -47,6 +48,12 @@ def swapping(on: bool) -> Iterator[None]:
 # ---- parameters that nobody wrote ----------------------------------------------------------------------------
 
 
+@behaviour(
+    "parameters that nothing wrote since `to_empty` are named in an error of all ranks",
+    area="initialisation",
+    torch="none",
+    reason="torch does not look",
+)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_was_forgotten_is_named_on_all_ranks_and_may_be_repaired(world: int) -> None:
     """13 rows on 4 ranks, a frozen parameter, and one of which most ranks own no row."""
@@ -105,6 +112,12 @@ def _foreach(p: DTensor, value: DTensor) -> None:
     torch._foreach_zero_([p])
 
 
+@behaviour(
+    "what was written in any way after `to_empty` is taken",
+    area="initialisation",
+    torch="none",
+    reason="torch does not look",
+)
 @pytest.mark.parametrize(
     "write", [_copy, _data, _local_data, _first_row, _zero, _nan, _foreach], ids=lambda f: f.__name__
 )
@@ -381,6 +394,12 @@ def test_buffers_that_have_data_keep_it(swap: bool) -> None:
         run_ranks(2, job)
 
 
+@behaviour(
+    "non-persistent buffers are recomputed by the module, or named in an error",
+    area="initialisation",
+    torch="none",
+    reason="torch does not look",
+)
 @pytest.mark.parametrize("how", ["to_empty", "assign"])
 @pytest.mark.parametrize("kind", [Attending, AttendingResetting])
 def test_buffers_without_data_are_computed_or_named(kind: type[Attending], how: str) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
+from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Frozen, Model, Tied, batch, part, shard
 from tests.threads.test_initialisation import AttendingResetting, X, dtensor, on_meta
@@ -35,6 +36,12 @@ def plain(make: Callable[[], nn.Module], **options: Any) -> Any:
     return fullshard.materialize(on_meta(make), **options)
 
 
+@behaviour(
+    "`fullshard.materialize`: initial values are those of the plain model, at any world",
+    area="initialisation",
+    torch="none",
+    reason="torch has no such function",
+)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", [Model, Tied, Frozen])
 def test_values_depend_on_the_seed_alone(make: Callable[[], nn.Module], world: int) -> None:
@@ -89,6 +96,12 @@ def test_values_are_drawn_in_the_dtype_of_storage() -> None:
     run_ranks(2, job)
 
 
+@behaviour(
+    "`fullshard.materialize`: no more is full than the largest unit",
+    area="initialisation",
+    torch="none",
+    reason="torch has no such function",
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_more_is_full_than_the_largest_unit(world: int) -> None:
     """Counted at every call of the initialiser, over all full parameters that any call has seen so far."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard.api.optimizer import ELEMENTWISE
+from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -86,6 +87,12 @@ def _assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
+@behaviour(
+    "`fullshard.step_on_shards`: values and state dicts as without it",
+    area="training",
+    torch="none",
+    reason="torch has no such function",
+)
 @pytest.mark.parametrize(("kind", "way"), CASES, ids=lambda v: v if isinstance(v, str) else v.__name__)
 def test_the_same_values_and_state_dicts_as_on_dtensors(kind: type[torch.optim.Optimizer], way: str) -> None:
     options = {"lr": 0.01} | OPTIONS.get(kind.__name__, {}) | WAYS[way]
@@ -135,6 +142,12 @@ class _OnClones:
             p.grad = None
 
 
+@behaviour(
+    "`fullshard.step_on_shards`: optimizers for which DTensor has no operator",
+    area="training",
+    torch="none",
+    reason="torch has no such function",
+)
 @pytest.mark.parametrize(
     ("kind", "way"),
     [(k, w) for k in ELEMENTWISE for w in WAYS if w != "fused" or k.__name__ in HAVE_FUSED],

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fullshard
 from tests.harness.behaviours import behaviour
-from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
+from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -236,7 +236,6 @@ class Mixed(nn.Module):
     torch="better",
     reason="torch refuses them; here each dtype is a group of its own",
 )
-@pytest.mark.parametrize("impl", [FULLSHARD], ids=repr)
 @pytest.mark.parametrize("reduce", [None, F32], ids=str)
 def test_several_storage_dtypes_in_one_unit(reduce: torch.dtype | None, impl: Implementation) -> None:
     reference = seeded(Mixed)
@@ -268,7 +267,6 @@ def test_several_storage_dtypes_in_one_unit(reduce: torch.dtype | None, impl: Im
     torch="better",
     reason="torch 2.13 decides the reduce dtype before the parameter is trainable (pytorch#187376)",
 )
-@pytest.mark.parametrize("impl", [FULLSHARD], ids=repr)
 def test_unfrozen_parameters_are_reduced_in_the_reduce_dtype(impl: Implementation) -> None:
     """256 + 1 over two ranks: 257 in float32, 256 in bfloat16. The unit was wholly frozen in its first step."""
 

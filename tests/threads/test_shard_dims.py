@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import (
     BY_NAME,
@@ -71,6 +72,7 @@ def _sharded(impl: Any, model: nn.Module, fn: Any, **options: Any) -> Any:
 # ---- both implementations, evenly ----------------------------------------------------------------------------
 
 
+@behaviour("`shard_placement_fn`: `Shard(i)` trains, clips and saves as plain training", area="placement")
 @for_each_implementation
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_dim_trains_clips_and_saves_as_plain_training(impl: Implementation, world: int) -> None:
@@ -116,6 +118,7 @@ def test_any_dim_trains_clips_and_saves_as_plain_training(impl: Implementation, 
         assert_same_training(trained, expected, 64)
 
 
+@behaviour("`shard_placement_fn` may answer None for dim 0", area="placement")
 @for_each_implementation
 def test_the_answer_none_is_dim_0(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -139,6 +142,7 @@ REFUSED = {
 }
 
 
+@behaviour("a wrong answer of `shard_placement_fn`, by the same type of error: {what}", area="errors")
 @for_each_implementation
 @pytest.mark.parametrize("what", REFUSED)
 def test_wrong_answers_are_refused(impl: Implementation, what: str) -> None:
@@ -216,6 +220,12 @@ def test_one_reduce_scatter_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         run_ranks(3, train_beside_oracle, _SPEC, 3, 2)
 
 
+@behaviour(
+    "the dim along which a parameter is cut changes no bit of the training",
+    area="placement",
+    torch="none",
+    reason="a promise of ours: ranks add in one order whatever is cut",
+)
 def test_the_dim_changes_no_bit() -> None:
     """Which rank adds an element does not change what is added, nor in which order."""
 

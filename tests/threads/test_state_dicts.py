@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
 from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, train_reference
 from tests.harness.threads import run_ranks
@@ -71,6 +72,12 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 # ---- taking ----------------------------------------------------------------------------------------------------
 
 
+@behaviour(
+    "`state_dict` of model and optimizer is sharded at any moment",
+    area="state",
+    torch="different",
+    reason="ours sends no message and frees nothing; torch's frees what is full, and that rank alone gathers it again",
+)
 @for_each_implementation
 def test_state_dicts_are_sharded_at_any_moment_without_a_message(impl: Implementation) -> None:
     """With ours one rank alone takes them: a collective would wait for the other one, and the test would hang. With
@@ -130,6 +137,7 @@ def test_state_dicts_are_sharded_at_any_moment_without_a_message(impl: Implement
     run(rank_main, impl)
 
 
+@behaviour("`torch.save` of a state dict writes the rows of the rank alone", area="state")
 @for_each_implementation
 def test_saved_values_are_those_of_this_rank_and_no_more(impl: Implementation) -> None:
     """`torch.save` writes the rows of the rank, under both names of a tied parameter."""
@@ -155,6 +163,7 @@ def test_saved_values_are_those_of_this_rank_and_no_more(impl: Implementation) -
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
+@behaviour("`load_state_dict`, in place or assigned, before or in the middle of training", area="state")
 @for_each_implementation
 @pytest.mark.parametrize("name", CASES)
 def test_the_next_steps_after_loading_are_those_of_plain_training(name: str, impl: Implementation) -> None:
@@ -182,6 +191,12 @@ def test_the_next_steps_after_loading_are_those_of_plain_training(name: str, imp
     run(rank_main, impl)
 
 
+@behaviour(
+    "`load_state_dict(assign=True)` keeps parameter objects, hooks and what an optimizer holds",
+    area="state",
+    torch="different",
+    reason="torch's puts new objects in their place, as `nn.Module` does",
+)
 def test_assigning_keeps_parameter_objects_marks_and_hooks() -> None:
     """Whatever is assigned: values, another dtype, data for the meta device, a frozen parameter."""
 
@@ -215,6 +230,7 @@ def test_assigning_keeps_parameter_objects_marks_and_hooks() -> None:
     run_ranks(2, rank_main)
 
 
+@behaviour("keys that do not match, with `strict` and without", area="state")
 @for_each_implementation
 def test_keys_that_do_not_match_are_named(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -307,6 +323,7 @@ def described(value: Any) -> Any:
     return ("plain", tuple(value.shape), value.dtype, value.device, value.tolist())
 
 
+@behaviour("`get_model_state_dict`, `get_optimizer_state_dict` with every option", area="state", torch="equal")
 def test_what_dcp_gets_is_what_it_gets_of_torch_s_model() -> None:
     """Keys, shapes, dtypes, placements, values; on every rank, with every option."""
     case = BY_NAME["tied"]
@@ -342,6 +359,7 @@ def test_what_dcp_gets_is_what_it_gets_of_torch_s_model() -> None:
 # ---- ties, copies ----------------------------------------------------------------------------------------------
 
 
+@behaviour("tied weights stay tied through load, save and `to_empty`", area="state")
 @for_each_implementation
 def test_ties_survive_loading_saving_and_to_empty(impl: Implementation) -> None:
     case = BY_NAME["tied"]
@@ -371,6 +389,7 @@ def test_ties_survive_loading_saving_and_to_empty(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour("copies of parameters, and refusals of copies of models", area="state")
 @for_each_implementation
 def test_copies_of_parameters_and_refusals_of_copies_of_models(impl: Implementation) -> None:
     import pickle

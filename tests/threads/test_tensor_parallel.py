@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
 from tests.harness.models import assert_close_to_tensor_max, seeded
 from tests.harness.threads import run_ranks
@@ -98,6 +99,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return found
 
 
+@behaviour("training beside tensor and sequence parallelism", area="strategies")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @for_each_implementation
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
@@ -153,6 +155,9 @@ def both(world: int, build: Callable[[Callable[..., Any]], nn.Module]) -> None:
     run_ranks(world, rank_main)
 
 
+@behaviour(
+    "2-D parameters of tensor parallelism: placements and values, uneven ones too", area="placement", torch="equal"
+)
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2), (3, 1), (2, 1)], ids=str)
 def test_placements_and_values_are_those_of_torch(shape: tuple[int, int]) -> None:
     """Uneven and short dims on both axes: rows 5 and 2, columns 3."""
@@ -172,6 +177,7 @@ def test_placements_and_values_are_those_of_torch(shape: tuple[int, int]) -> Non
     both(shape[0] * shape[1], build)
 
 
+@behaviour("expert and tensor parallelism on one parameter", area="placement", torch="equal")
 def test_a_mesh_of_two_own_axes() -> None:
     """Expert and tensor parallelism: dp, ep and tp, with dim 0 cut by dp and ep, or by all three."""
 
@@ -265,6 +271,7 @@ def test_norms_and_clipping_over_several_axes() -> None:
     run_ranks(4, rank_main)
 
 
+@behaviour("accumulation, recomputation and failures beside tensor parallelism", area="strategies")
 @for_each_implementation
 def test_programs_around_tensor_parallelism(impl: Implementation) -> None:
     """Accumulation without synchronisation, recomputation, frozen and unused parameters, a weight used by to_local(),
