@@ -46,13 +46,36 @@ def test_local_shards_are_those_of_torch_chunk(case: Case, world: int, rank: int
         infos = inspect_units(model)
         assert sum(info.numel for info in infos) == sum(p.numel() for p in plain.parameters())
         assert sum(info.local_numel for info in infos) == sum(p.to_local().numel() for p in model.parameters())
-        assert {info.world for info in infos} == {world}
+        assert {info.world for info in infos if info.num_params} == {world}
 
 
-def _commands(case: Case, world: int, rank: int) -> list[list[tuple[str, str]]]:
+def _last_dim(p: torch.nn.Parameter) -> Shard:
+    return Shard(p.ndim - 1)
+
+
+@behaviour(
+    "`shard_placement_fn`: shards of any dim at 64 and 1,000 ranks are those of `torch.chunk`",
+    area="placement",
+    torch="none",
+    reason="run for fullshard alone; small worlds are compared",
+)
+@at_large
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_shards_of_the_last_dim(case: Case, world: int, rank: int) -> None:
+    plain = case.build()
+    with fake_world(world, rank):
+        model = case.shard(case.build(), fully_shard, shard_placement_fn=_last_dim)
+        for (name, ours), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            chunks = torch.chunk(whole.detach(), world, dim=-1)
+            expected = chunks[rank] if rank < len(chunks) else whole.detach()[..., :0]
+            assert isinstance(ours, DTensor) and ours.placements == (Shard(whole.ndim - 1),), name
+            assert torch.equal(ours.to_local(), expected), name
+
+
+def _commands(case: Case, world: int, rank: int, **options: Any) -> list[list[tuple[str, str]]]:
     """Of three steps: the first, one with the recorded order, one whose window stays open; then an evaluation."""
     with fake_world(world, rank):
-        model = _sharded(case)
+        model = case.shard(case.build(), fully_shard, **options)
         steps = []
         for step in range(3):
             model.set_requires_gradient_sync(step < 2)
@@ -85,6 +108,8 @@ def test_commands_are_those_of_two_ranks(case: Case) -> None:
     assert _commands(case, 2, 1) == expected
     for world, rank in WORLDS:
         assert _commands(case, world, rank) == expected, f"rank {rank} of {world}"
+        across = _commands(case, world, rank, shard_placement_fn=_last_dim)
+        assert across == expected, f"rank {rank} of {world}, cut along the last dim"
 
 
 @at_large

@@ -222,6 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     action.add_argument("--write", action="store_true", help="run marked tests and write the page and the results")
     action.add_argument("--check", action="store_true", help="compare the page with the marks and the results")
     action.add_argument("--list", action="store_true", help="the rows that the marks make")
+    parser.add_argument("--quick", action="store_true", help="with --write: leave out the second run, over gloo")
     parser.add_argument("files", nargs="*", type=Path, help="run these test files only; default: all with marks")
     parsed = parser.parse_args(arguments)
     from tests.harness import compatibility, recording  # they import this module
@@ -230,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     module = importlib.import_module("tests.harness.behaviours")
     if parsed.write:
         files = [path.resolve().relative_to(ROOT).as_posix() for path in parsed.files]
-        recording.record(files)
+        recording.record(files, gloo=not parsed.quick)
     cases = module.collect()
     if parsed.list:
         for row in module.rows_of(cases)[0]:

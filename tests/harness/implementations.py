@@ -46,6 +46,10 @@ FULLSHARD = Implementation("fullshard", fullshard, fullshard.clip_grad_norm_)
 
 # `def test_x(impl): ...` under this mark runs once for each.
 for_each_implementation = pytest.mark.parametrize("impl", [TORCH, FULLSHARD], ids=repr)
+# Two ranks always; one and four, which differ in no code path of their own that two ranks do not take, in the full run.
+each_world = pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

@@ -168,9 +168,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
 # ---- who calls it --------------------------------------------------------------------------------------------
 
 
-def record(files: list[str]) -> Path:
+def record(files: list[str], *, gloo: bool = True) -> Path:
     """Run the marked tests of `files` (none: of all) for both implementations, and those of the threads tier for ours
-    once more with gloo processes as ranks; return the dated document.
+    once more with gloo processes as ranks (unless `gloo` is false); return the dated document.
 
     Results of files that did not run stay as they were; those of tests that are no more are dropped when all run.
     Raises RuntimeError if pytest could not collect.
@@ -181,7 +181,7 @@ def record(files: list[str]) -> Path:
     files = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events.jsonl"
-        for ranks in ("threads", "gloo"):
+        for ranks in ("threads", "gloo") if gloo else ("threads",):
             _run_all(files, events, ("--ranks", ranks))
         new = _results(_events(events))
     about, old = load(document())

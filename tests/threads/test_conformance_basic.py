@@ -16,6 +16,7 @@ from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     Implementation,
     each_case,
+    each_world,
     for_each_implementation,
     kinds,
     probes,
@@ -35,7 +36,7 @@ from tests.harness.models import (
 @behaviour("parameters are DTensors, cut as `torch.chunk` cuts, uneven and empty shards included", area="parameters")
 @for_each_implementation
 @each_case
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_parameters_are_dtensors_cut_as_torch_chunk_cuts(case: Case, impl: Implementation, world: int) -> None:
     models = [case.build() for _ in range(world)]
 
@@ -59,7 +60,8 @@ def test_parameters_are_dtensors_cut_as_torch_chunk_cuts(case: Case, impl: Imple
 
 @behaviour("plain and full inside forward, sharded outside, and always the same object", area="parameters")
 @for_each_implementation
-def test_full_in_forward_sharded_outside_and_always_the_same_object(impl: Implementation) -> None:
+@each_world
+def test_full_in_forward_sharded_outside_and_always_the_same_object(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(impl, probes())
         before = dict(model.named_parameters())
@@ -74,12 +76,13 @@ def test_full_in_forward_sharded_outside_and_always_the_same_object(impl: Implem
         for name, param in model.named_parameters():
             assert param is before[name]
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("`ignored_params` stay as they are and train locally", area="parameters")
 @for_each_implementation
-def test_ignored_parameters_stay_as_they_are(impl: Implementation) -> None:
+@each_world
+def test_ignored_parameters_stay_as_they_are(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = probes()
         ignored = model[1].linear.weight
@@ -89,12 +92,13 @@ def test_ignored_parameters_stay_as_they_are(impl: Implementation) -> None:
         model(torch.randn(2, 5)).sum().backward()
         assert model[1].linear.weight is ignored and not isinstance(ignored.grad, DTensor)
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("meta device, `fully_shard`, `to_empty`, then data in the local shards", area="initialisation")
 @for_each_implementation
-def test_meta_initialisation(impl: Implementation) -> None:
+@each_world
+def test_meta_initialisation(impl: Implementation, world: int) -> None:
     reference = BY_NAME["residual"].build()
 
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -105,17 +109,18 @@ def test_meta_initialisation(impl: Implementation) -> None:
         model.to_empty(device="cpu")
         for name, param in model.named_parameters():
             full = reference.get_parameter(name).detach()
-            chunks = full.chunk(2)
-            param.to_local().data.copy_(chunks[rank])
+            chunks = full.chunk(world)
+            param.to_local().data.copy_(chunks[rank] if rank < len(chunks) else full[:0])
         x = torch.randn(2, 10)
         assert torch.allclose(model(x), reference(x), atol=1e-6)
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("`model.double()` after sharding", area="parameters")
 @for_each_implementation
-def test_dtype_may_be_changed_after_sharding(impl: Implementation) -> None:
+@each_world
+def test_dtype_may_be_changed_after_sharding(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(impl, probes())
         full = {name: p.full_tensor() for name, p in model.named_parameters()}
@@ -126,7 +131,7 @@ def test_dtype_may_be_changed_after_sharding(impl: Implementation) -> None:
         model(torch.randn(2, 5, dtype=torch.float64)).sum().backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 # ---- when parameters are full --------------------------------------------------------------------------------
@@ -137,8 +142,11 @@ def test_dtype_may_be_changed_after_sharding(impl: Implementation) -> None:
     area="when parameters are full",
 )
 @for_each_implementation
+@each_world
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_registered_parameters_between_forward_and_backward(reshard: bool | None, impl: Implementation) -> None:
+def test_registered_parameters_between_forward_and_backward(
+    reshard: bool | None, impl: Implementation, world: int
+) -> None:
     """Freed after forward: the sharded ones. Kept: the plain ones. None: freed but for the root's own."""
 
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -154,12 +162,13 @@ def test_registered_parameters_between_forward_and_backward(reshard: bool | None
         loss.backward()
         assert kinds(model) == {DTensor}
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("`set_reshard_after_forward` and `set_reshard_after_backward`", area="when parameters are full")
 @for_each_implementation
-def test_set_reshard_after_forward_and_backward(impl: Implementation) -> None:
+@each_world
+def test_set_reshard_after_forward_and_backward(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(impl, probes())
         model.set_reshard_after_forward(False)
@@ -176,12 +185,13 @@ def test_set_reshard_after_forward_and_backward(impl: Implementation) -> None:
         model(torch.randn(2, 5))
         assert [kinds(probe) for probe in model] == [{DTensor}, {nn.Parameter}, {nn.Parameter}]
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("`unshard`, `unshard(async_op=True)` and `reshard`, once or twice", area="when parameters are full")
 @for_each_implementation
-def test_unshard_and_reshard(impl: Implementation) -> None:
+@each_world
+def test_unshard_and_reshard(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(impl, probes())
         full = [p.full_tensor() for p in model[0].parameters()]
@@ -201,12 +211,13 @@ def test_unshard_and_reshard(impl: Implementation) -> None:
         model(torch.randn(2, 5)).sum().backward()
         assert kinds(model) == {DTensor}
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("forward under `torch.no_grad` frees what it gathered", area="when parameters are full")
 @for_each_implementation
-def test_forward_without_grad(impl: Implementation) -> None:
+@each_world
+def test_forward_without_grad(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(impl, probes())
         with torch.no_grad():
@@ -215,12 +226,13 @@ def test_forward_without_grad(impl: Implementation) -> None:
         model(torch.randn(2, 5)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("explicit prefetch lists change no value", area="prefetch")
 @for_each_implementation
-def test_explicit_prefetch_changes_no_value(impl: Implementation) -> None:
+@each_world
+def test_explicit_prefetch_changes_no_value(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(impl, probes(4))
         x = torch.ones(2, 5)
@@ -234,4 +246,4 @@ def test_explicit_prefetch_changes_no_value(impl: Implementation) -> None:
             out.sum().backward()
             assert kinds(model) == {DTensor}
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)

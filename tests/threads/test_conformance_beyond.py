@@ -47,6 +47,28 @@ def test_uneven_columns(world: int, impl: Implementation) -> None:
 
 
 @behaviour(
+    "`clip_grad_norm_` by the largest element, where a rank owns none",
+    area="clipping",
+    torch="better",
+    reason="`fullshard.clip_grad_norm_` takes an empty shard for 0; torch's function fails on it",
+)
+def test_largest_element_of_an_empty_shard(impl: Implementation) -> None:
+    expected = _odd()
+    expected(torch.ones(1, 5)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01, float("inf"))
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = impl.fully_shard(_odd())  # 3 and 7 rows
+        model(torch.ones(1, 5)).sum().backward()
+        found = impl.clip(model.parameters(), 0.01, float("inf"))
+        torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, norm)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad.full_tensor(), expected.get_parameter(name).grad)
+
+    run(rank_main, impl, world=4)
+
+
+@behaviour(
     "`load_state_dict` of a plain state dict, in place",
     area="state",
     torch="better",

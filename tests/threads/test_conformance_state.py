@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     Implementation,
+    each_world,
     for_each_implementation,
     probes,
     run,
@@ -29,7 +30,8 @@ from tests.harness.models import (
 
 @behaviour("dtypes of parameters, inputs, outputs and gradients under a policy", area="mixed precision")
 @for_each_implementation
-def test_mixed_precision_dtypes(impl: Implementation) -> None:
+@each_world
+def test_mixed_precision_dtypes(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         policy = impl.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64
@@ -44,12 +46,13 @@ def test_mixed_precision_dtypes(impl: Implementation) -> None:
             assert param.dtype == torch.float32, "storage stays in the original dtype"
             assert param.grad is not None and param.grad.dtype == torch.float32
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("inputs are cast in any nesting, or left alone by `cast_forward_inputs=False`", area="mixed precision")
 @for_each_implementation
-def test_inputs_are_left_alone_when_asked(impl: Implementation) -> None:
+@each_world
+def test_inputs_are_left_alone_when_asked(impl: Implementation, world: int) -> None:
     class KeepsInput(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -68,23 +71,24 @@ def test_inputs_are_left_alone_when_asked(impl: Implementation) -> None:
             assert model.dtypes == [floating, floating, torch.int64], "floating-point tensors in any nesting, no others"
             assert out.dtype == torch.bfloat16
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("bfloat16 gradients are reduced in float32", area="mixed precision")
 @for_each_implementation
-def test_reduction_in_float32_of_bfloat16_gradients(impl: Implementation) -> None:
+@each_world
+def test_reduction_in_float32_of_bfloat16_gradients(impl: Implementation, world: int) -> None:
     """Each rank's bfloat16 gradient is exact here, and so is their float32 mean; a bfloat16 sum would round it away."""
-    contributions = [1.0, 1 / 512]  # 1 + 1/512 has no bfloat16
+    contributions = [1.0, 1 / 512, 0.0, 0.0][:world]  # 1 + 1/512 has no bfloat16
 
     def rank_main(rank: int, impl: Implementation) -> None:
         policy = impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = impl.fully_shard(seeded(lambda: nn.Linear(3, 4, bias=False)), mp_policy=policy)
         model(torch.full((1, 3), contributions[rank])).sum().backward()
-        expected = torch.full((4, 3), sum(contributions) / 2)
+        expected = torch.full((4, 3), sum(contributions) / world)
         assert torch.equal(model.weight.grad.full_tensor(), expected)
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 # ---- state dicts ---------------------------------------------------------------------------------------------
@@ -92,7 +96,8 @@ def test_reduction_in_float32_of_bfloat16_gradients(impl: Implementation) -> Non
 
 @behaviour("`state_dict` is sharded and needs no communication; `load_state_dict` puts it back", area="state")
 @for_each_implementation
-def test_state_dict_is_sharded_and_needs_no_communication(impl: Implementation) -> None:
+@each_world
+def test_state_dict_is_sharded_and_needs_no_communication(impl: Implementation, world: int) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         plain = seeded(Transformer)
         plain.register_buffer("steps", torch.tensor(3))
@@ -125,12 +130,13 @@ def test_state_dict_is_sharded_and_needs_no_communication(impl: Implementation) 
             "a change is seen by the next forward"
         )
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
 
 
 @behaviour("`load_state_dict(assign=True)`", area="state")
 @for_each_implementation
-def test_state_dict_may_be_assigned(impl: Implementation) -> None:
+@each_world
+def test_state_dict_may_be_assigned(impl: Implementation, world: int) -> None:
     """`load_state_dict(assign=True)` replaces the parameters; the next step uses what was assigned."""
 
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -145,4 +151,4 @@ def test_state_dict_may_be_assigned(impl: Implementation) -> None:
         out.sum().backward()
         assert all(isinstance(p.grad, DTensor) for p in model.parameters())
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=world)
