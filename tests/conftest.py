@@ -127,7 +127,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 class _SkipsNeedAReason:
-    """Fail the run when a test was skipped that the allow-list does not name: it proves nothing, quietly."""
+    """Fail the run when a test was skipped, or was expected to fail, that the allow-list does not name: it proves
+    nothing, quietly."""
 
     def __init__(self, config: pytest.Config) -> None:
         path = config.getoption("--allowed-skips")
@@ -137,7 +138,7 @@ class _SkipsNeedAReason:
         self.unexplained: list[str] = []
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.skipped and not hasattr(report, "wasxfail"):
+        if report.skipped:  # an expected failure is a kind of skip to pytest, and to us
             if not any(fnmatch.fnmatchcase(report.nodeid, pattern) for pattern in self.patterns):
                 self.unexplained.append(report.nodeid)
 

@@ -22,6 +22,7 @@ from fullshard.lifecycle import Full
 from fullshard.observe import Trace, record
 from fullshard.runtime import unit_of
 from tests.golden import models
+from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 
 BLOCKS = 4
@@ -217,6 +218,12 @@ def test_what_a_wrong_guess_gathered_is_not_used_after_an_update(tower: Any) -> 
 # ---- what the user says --------------------------------------------------------------------------------------
 
 
+@behaviour(
+    "`set_modules_to_forward_prefetch` takes effect",
+    area="prefetch",
+    torch="none",
+    reason="seen in fullshard's trace; values are compared",
+)
 def test_a_forward_list_takes_effect(tower: Any) -> None:
     """From the first step on, in its order, for as many as it names."""
     layers = list(tower.layers)
@@ -235,6 +242,12 @@ def test_a_forward_list_takes_effect(tower: Any) -> None:
     assert during(lines, "pre_forward layers.2") == ["wait layers.2", "gather layers.3"]
 
 
+@behaviour(
+    "`set_modules_to_backward_prefetch` takes effect",
+    area="prefetch",
+    torch="none",
+    reason="seen in fullshard's trace; values are compared",
+)
 def test_a_backward_list_takes_effect(tower: Any) -> None:
     """In the place of the recorded order, for the module that has one."""
     layers = list(tower.layers)

@@ -151,7 +151,8 @@ def _of_the_test(error: AssertionError) -> bool:
 
 
 def _short(message: str) -> str:
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    line = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])  # what a headline announces is the message
     line = re.sub(r"0x[0-9a-f]{6,}", "0x...", line).replace("`", "'").replace("[", "(").replace("]", ")")
     return line if len(line) <= _DETAIL_CHARACTERS else line[: _DETAIL_CHARACTERS - 3].rstrip() + "..."
 

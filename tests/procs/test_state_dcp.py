@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 from tests.harness.models import BY_NAME, Trained, adamw, assert_same_training, collect
 from tests.harness.pool import pool
@@ -74,6 +75,7 @@ def _load(rank: int, name: str, impl: str, folder: str) -> Trained:
     return found
 
 
+@behaviour("a DCP checkpoint of either is read by either, on another world", area="state", torch="equal")
 @pytest.mark.parametrize(
     ("saver", "writers", "loader", "readers"),
     [
@@ -146,6 +148,7 @@ def _set(rank: int, name: str, impl_name: str) -> None:
         finish(case, model, optimizer, rank, expected)
 
 
+@behaviour("`set_model_state_dict`, `set_optimizer_state_dict`: sharded, full, broadcast from rank 0", area="state")
 @pytest.mark.filterwarnings("ignore:.*_get_pg_default_device:UserWarning", "ignore:Multiple backends:UserWarning")
 @for_each_implementation
 @pytest.mark.parametrize("name", ["residual", "tiny_dims"])

@@ -78,6 +78,21 @@ def test_a_skip_outside_the_list_fails_the_run(tmp_path: Path) -> None:
     assert "test_example.py::test_left_out" in run.stdout
 
 
+def test_an_expected_failure_outside_the_list_fails_the_run(tmp_path: Path) -> None:
+    run = _session(tmp_path, "@pytest.mark.xfail(reason='some day')\ndef test_not_yet():\n    assert False\n")
+    assert run.returncode == 1, run.stdout
+    assert "test_example.py::test_not_yet" in run.stdout
+
+
+def test_the_allow_list_is_short_and_of_tests_that_exist() -> None:
+    lines = [line for line in (ROOT / "tests" / "allowed_skips.txt").read_text().splitlines() if line[:1] not in "#"]
+    assert len(lines) <= 5
+    for line in lines:
+        pattern, _, reason = line.partition("#")
+        assert reason.strip(), f"no reason: {line}"
+        assert list(ROOT.glob(pattern.split("::")[0].strip())), f"names no file: {line}"
+
+
 @pytest.mark.parametrize("allowed", ["*::test_left_out  # its reason", None])
 def test_a_skip_in_the_list_does_not(tmp_path: Path, allowed: str | None) -> None:
     (tmp_path / "allowed.txt").write_text(allowed or "")

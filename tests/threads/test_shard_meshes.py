@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import ShardPlacementResult, clip_grad_norm_, fully_shard
+from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import adamw, assert_close_to_tensor_max, full_copy, seeded
 from tests.harness.parity import environment
@@ -135,6 +136,7 @@ class Oracle:
 # ---- both implementations ------------------------------------------------------------------------------------
 
 
+@behaviour("a mesh per parameter: experts average over their own ranks", area="placement")
 @for_each_implementation
 def test_experts_average_over_their_own_mesh(impl: Implementation) -> None:
     oracle = Oracle()
@@ -171,6 +173,7 @@ class Routed(nn.Module):
         return torch.einsum("ni,eio->no", self.gate(x), self.up.to_local()).clone()
 
 
+@behaviour("experts that are DTensors of an expert axis", area="placement")
 @for_each_implementation
 def test_experts_that_are_dtensors_of_an_expert_axis(impl: Implementation) -> None:
     """As trainers do it: experts cut over `expert`, then sharded over `outer` along another dim; the rest over both."""
@@ -206,6 +209,7 @@ def test_experts_that_are_dtensors_of_an_expert_axis(impl: Implementation) -> No
     run(rank_main, impl, world=WORLD)
 
 
+@behaviour("parameters of one process group have one mesh", area="placement")
 @for_each_implementation
 def test_one_process_group_one_mesh(impl: Implementation) -> None:
     """Two mesh objects over one process group would part what travels together."""
@@ -227,6 +231,12 @@ def test_one_process_group_one_mesh(impl: Implementation) -> None:
 # ---- ours ----------------------------------------------------------------------------------------------------
 
 
+@behaviour(
+    "experts train, clip and save as plain models",
+    area="placement",
+    torch="none",
+    reason="run for fullshard alone, against plain models",
+)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_experts_train_clip_and_save(recompute: bool) -> None:
     """Uneven sizes, our own spelling, one norm for all ranks; parameters and AdamW state against plain training."""
