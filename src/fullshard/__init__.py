@@ -13,6 +13,7 @@ from .api import inspect_units as inspect_units
 from .api import mark_initialized as mark_initialized
 from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
+from .api import replicate as replicate
 from .api import step_on_shards as step_on_shards
 from .observe import Report as Report
 from .observe import report as report
@@ -38,6 +39,7 @@ __all__ = [
     "mark_initialized",
     "materialize",
     "register_fsdp_forward_method",
+    "replicate",
     "report",
     "step_on_shards",
 ]

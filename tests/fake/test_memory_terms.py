@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
@@ -62,6 +63,8 @@ class Setting:
     communication: str = "auto"
     # Every parameter is cut along its last dim, not the first.
     last_dim: bool = False
+    # `world` ranks share, and so many times as many there are.
+    replicas: int = 1
 
 
 SETTINGS = [
@@ -79,6 +82,11 @@ SETTINGS = [
     Setting(2, "bf16 reduce", last_dim=True),
     Setting(8, "bf16 compute", prefetch_depth=2, communication="torch", last_dim=True),
     Setting(64, reshard=False, reductions_in_flight=1, last_dim=True),
+    Setting(2, replicas=2),
+    Setting(8, "bf16 compute", reductions_in_flight=1, replicas=8),
+    Setting(2, "bf16 reduce", communication="torch", reductions_in_flight=1, replicas=3),
+    Setting(1, "bf16 compute", replicas=4),
+    Setting(1, "bf16 reduce", reductions_in_flight=1, replicas=2),
 ]
 
 
@@ -119,6 +127,8 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
                 reshard,
                 outer=not name,
                 exchanges=setting.communication == "auto",
+                replicas=setting.replicas,
+                sum_itemsize=2 if (setting.communication, setting.policy) == ("torch", "bf16 reduce") else 4,
             )
         )
     return units
@@ -131,6 +141,8 @@ class _Counted:
         self.model = model
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
+        # Sums under way between replicas, when the gradients of a unit are ready.
+        self.replicating: dict[str, int] = {}
         self.in_backward = False
         for name, module in model.named_modules():
             if unit_of(module) is not None:
@@ -152,6 +164,10 @@ class _Counted:
         # Listeners are called before the command is done: all gradients of the unit are there, and its weights.
         if self.in_backward and command.kind == "free":
             self.backward[command.unit.name] = self.live()
+        root = _unit(self.model).root
+        assert root is not None
+        if self.in_backward and command.kind == "reduce":
+            self.replicating[command.unit.name] = root.executor.replicating_nbytes
 
 
 def _unit(module: nn.Module) -> Unit:
@@ -164,7 +180,10 @@ def _run(case: Case, setting: Setting) -> tuple[_Counted, int, int]:
     """Three steps; the counts of the last, bytes of the shards, and bytes of the kept message buffers."""
     policy, _ = POLICIES[setting.policy]
     model = case.build()
-    options = {"shard_placement_fn": lambda parameter: Shard(-1)} if setting.last_dim else {}
+    options: dict[str, Any] = {"shard_placement_fn": lambda parameter: Shard(-1)} if setting.last_dim else {}
+    if setting.replicas > 1:
+        axes = (setting.replicas, setting.world)
+        options["mesh"] = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard"))
     case.shard(model, fully_shard, mp_policy=policy, reshard_after_forward=setting.reshard, **options)
     counted = _Counted(model)
     for step in range(3):
@@ -206,7 +225,7 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
         "FULLSHARD_REDUCTIONS": str(setting.reductions_in_flight),
         "FULLSHARD_COMMUNICATION": setting.communication,
     }
-    with fake_world(setting.world), environment(dials):
+    with fake_world(setting.world * setting.replicas), environment(dials):
         counted, shards, buffers = _run(case, setting)
     units = _expected_units(case, setting)
     assert shards == total(shard_terms(units))
@@ -216,6 +235,8 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
         backward = backward_terms(units, i, reductions_in_flight=setting.reductions_in_flight)
         if setting.world > 1 or unit.full_nbytes:
             assert counted.backward[unit.name] == _full(backward), f"backward of {unit.name}: {backward}"
+        replicating = sum(term.nbytes for term in backward if term.name.startswith("all-reduce"))
+        assert counted.replicating[unit.name] == replicating, f"backward of {unit.name}: {backward}"
     expected = buffer_terms(
         units, prefetch_depth=setting.prefetch_depth, reductions_in_flight=setting.reductions_in_flight
     )
@@ -226,7 +247,7 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
 def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(setting: Setting) -> None:
     """Its own parameters are used last, so it is freed first; the terms keep it to the end."""
     case = BY_NAME["tiny_dims"]
-    with fake_world(setting.world):
+    with fake_world(setting.world * setting.replicas):
         counted, shards, _ = _run(case, setting)
     units = _expected_units(case, setting)
     assert shards == total(shard_terms(units))
@@ -238,6 +259,6 @@ def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(sett
 def test_the_expectation_is_not_trivial() -> None:
     """In the settings above every kind of term is there somewhere."""
     units = [u for s in SETTINGS for case in CASES.values() for u in _expected_units(case, s)]
-    for kind in ("full", "arriving", "staging", "cast", "send", "receive"):
+    for kind in ("full", "arriving", "staging", "cast", "send", "receive", "replicating"):
         sizes = {getattr(unit, f"{kind}_nbytes") for unit in units}
         assert len(sizes) > 3, kind

@@ -47,6 +47,7 @@ def test_the_promised_names_are_there() -> None:
         "mark_initialized",
         "materialize",
         "register_fsdp_forward_method",
+        "replicate",
         "report",
     }
 

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
 from tests.harness.behaviours import behaviour
+from tests.harness.fake import fake_world
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation
 from tests.harness.models import (
     BY_NAME,
@@ -110,6 +112,59 @@ def test_replicas_of_one_shard_exchange_gradients_alone() -> None:
         assert all(info.full_nbytes_live == 0 for info in fullshard.inspect_units(model))
 
     run_ranks(2, rank_main)
+
+
+@behaviour("`replicate`: data parallelism without sharding ({case})", area="strategies")
+@pytest.mark.parametrize("case", ["transformer", "frozen"])
+@for_each_implementation
+def test_replicate(impl: Implementation, case: str) -> None:
+    """On 3 ranks; the parameters are whole on each, the same bits; accumulation; and the plain model's training."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+
+    replicate: Any = fullshard.replicate if impl is FULLSHARD else torch_replicate
+    model_case = BY_NAME[case]
+    models = [model_case.build() for _ in range(3)]
+
+    def rank_main(rank: int) -> Trained:
+        model: Any = model_case.shard(models[rank], replicate)
+        for p in model.parameters():
+            assert isinstance(p, DTensor) and p.placements == (Replicate(),) and p.to_local().shape == p.shape
+            assert p.device_mesh.mesh_dim_names == ("replicate",)
+        optimizer = adamw(model.parameters())
+        for step in range(STEPS):
+            # The same batch once without messages, and taken back.
+            model.set_requires_gradient_sync(False)
+            model_case.loss(model, model_case.batch(step, rank)).backward()
+            model.set_requires_gradient_sync(True)
+            model_case.loss(model, model_case.batch(step, rank)).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        return Trained({name: p.to_local().detach().clone() for name, p in model.named_parameters()})
+
+    replicas = run_ranks(3, rank_main)
+    expected = _reference(model_case, 3)
+    for trained in replicas:
+        assert_same_training(Trained(trained.params), Trained(expected.params), 4 * STEPS)
+        assert_same_bits(trained, replicas[0])
+
+
+@for_each_implementation
+def test_replicate_refuses(impl: Implementation) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+
+    replicate: Any = fullshard.replicate if impl is FULLSHARD else torch_replicate
+    with fake_world(4):
+        with pytest.raises(ValueError):
+            replicate(nn.Linear(2, 2), mesh=_mesh((2, 2)))
+        with pytest.raises(RuntimeError):
+            replicate(impl.fully_shard(nn.Linear(2, 2)))
+        with pytest.raises(AssertionError):
+            replicate(replicate(nn.Linear(2, 2)))
+        for method in ("state_dict", "parameters"):
+            assert getattr(replicate(nn.Linear(2, 2)), method)()
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------
@@ -272,5 +327,28 @@ def test_mixed_precision(impl: Implementation, reduce: torch.dtype) -> None:
                 assert ours.grad.dtype == torch.float32
                 difference = (_flat(ours.grad) - plain.grad).norm() / plain.grad.norm()  # type: ignore[union-attr,operator]
                 assert difference < 0.05, f"{name} {shape}: {difference}"
+
+    run_ranks(4, rank_main)
+
+
+@behaviour("`dp_mesh_dims` of axes to replicate over alone", area="strategies")
+@for_each_implementation
+def test_replicas_on_a_full_mesh(impl: Implementation) -> None:
+    """`fully_shard` and `replicate`: gradients are the mean over the data-parallel axis, placements stay."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+
+    replicate: Any = fullshard.replicate if impl is FULLSHARD else torch_replicate
+
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for apply in (impl.fully_shard, replicate):
+            linear = seeded(lambda: nn.Linear(3, 4, bias=False))
+            weight = linear.weight.detach().clone()
+            linear.weight = nn.Parameter(distribute_tensor(weight, mesh, (Replicate(), Shard(0)), src_data_rank=None))
+            model = apply(linear, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
+            assert model.weight.placements == (Replicate(), Shard(0))
+            x = DTensor.from_local(torch.full((1, 3), 1.0 + mesh.get_local_rank("dp")), mesh, (Replicate(), Replicate()))
+            model(x).to_local().sum().backward()
+            assert torch.all(_flat(model.weight.grad) == 1.5)
 
     run_ranks(4, rank_main)

@@ -13,3 +13,4 @@ from .module import UnshardHandle as UnshardHandle
 from .module import register_fsdp_forward_method as register_fsdp_forward_method
 from .optimizer import step_on_shards as step_on_shards
 from .placement import ShardPlacementResult as ShardPlacementResult
+from .replicate import replicate as replicate

@@ -17,7 +17,7 @@ from ..runtime import Part, Unit, unit_of
 from ..runtime.hooks import UnitHooks
 from ..runtime.state_dict import hook_state_dict
 from . import validate
-from .mesh_dims import data_parallel_axes
+from .mesh_dims import Whole, data_parallel_axes
 from .module import sharded_class
 from .placement import Share, place
 
@@ -79,11 +79,14 @@ def fully_shard(
     modules = list(managed_modules(module, lambda child: unit_of(child) is not None))
     found = managed_parameters(modules, ignored)
     validate.check_parameters(found, name)
-    full_mesh = None
-    if dp_mesh_dims is None:
+    full_mesh, shards = None, True
+    if isinstance(mesh, Whole):
+        mesh, shards = mesh.mesh, False
+    elif dp_mesh_dims is None:
         mesh = validate.resolve_mesh(mesh)
     else:
         mesh, full_mesh = data_parallel_axes(mesh, dp_mesh_dims)
+        shards = full_mesh.shard_axis is not None
     shares = place(found, mesh, full_mesh, shard_placement_fn)
 
     device = validate.device_of(mesh)
@@ -94,7 +97,7 @@ def fully_shard(
     validate.mark_owner(found, name)
     unit = Unit(
         module,
-        [_part(share, mesh, device, direct_nbytes, offload) for share in shares],
+        [_part(share, mesh, device, direct_nbytes, offload, shards=shards) for share in shares],
         device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
@@ -105,9 +108,13 @@ def fully_shard(
     return module
 
 
-def _part(share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int, offload: Offload) -> Part:
+def _part(
+    share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int, offload: Offload, *, shards: bool
+) -> Part:
     own = share.mesh
-    links = mesh_links(own, device)
+    # `shards` is about the mesh of the unit.
+    shards = shards or own != unit_mesh
+    links = mesh_links(own, device, shards=shards)
     placing = Placing(
         own,
         links.shard.rank,
@@ -118,5 +125,6 @@ def _part(share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbyt
         full_mesh=share.full_mesh,
         unit_mesh=None if own == unit_mesh else unit_mesh,
         offload=offload,
+        shards=shards,
     )
     return Part(share.found, placing, links)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,8 +11,16 @@ from .._torch_compat import concatenated_mesh, flattened_axes
 from ..param import FullMesh
 
 
+class Whole(NamedTuple):
+    """A mesh of one axis over which nothing is cut: how `replicate` says so to `fully_shard`."""
+
+    mesh: DeviceMesh
+
+
 def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, FullMesh]:
     """The data-parallel mesh within `mesh`, 1-D (shard) or 2-D (replicate, shard), and how it lies there.
+
+    Without an axis that shards: 1-D (replicate), and `FullMesh.shard_axis` is None.
 
     dims: a `DataParallelMeshDims`, ours or torch's: `shard` and `replicate` are a name, several names or None. Several
     names become one axis, in the order of the mesh. Raises torch's types: `ValueError` (no names, an unknown name),
@@ -33,9 +41,8 @@ def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, 
     if both:
         raise RuntimeError(f"dp_mesh_dims: expected each axis once, found {both} in shard and replicate; name it once")
     if not shard:
-        raise NotImplementedError(
-            f"dp_mesh_dims: expected an axis to shard over, found only replicate={dims.replicate!r}; name one of size 1"
-        )
+        replicating = flattened_axes(mesh[tuple(names[axis] for axis in replicate)])
+        return replicating, FullMesh(mesh, mesh, tuple(range(mesh.ndim)), None, replicate)
     if shard != tuple(range(shard[0], shard[0] + len(shard))):
         raise RuntimeError(
             f"dp_mesh_dims: expected axes to shard over that are neighbours, found {dims.shard!r} of {names}; order "

@@ -47,9 +47,13 @@ class UnitMemory:
     outer: bool = False
     # Whether gradients are exchanged (all-to-all) and added here, or reduced by the backend.
     exchanges: bool = True
+    # How many ranks hold the same shards, this one included, and bytes per element of what they sum: those of the sum
+    # dtype, or of the reduce dtype where the backend reduces.
+    replicas: int = 1
+    sum_itemsize: int = 4
 
     def __post_init__(self) -> None:
-        for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize"):
+        for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
 
     @property
@@ -87,19 +91,35 @@ class UnitMemory:
         return self.pack.numel * self.compute_itemsize
 
     @property
+    def sent_itemsize(self) -> int:
+        """Bytes per element of the send buffer. Where nothing is cut, it is what the replicas sum."""
+        return self.wire_itemsize if self.pack.world > 1 else self.sum_itemsize
+
+    @property
     def send_nbytes(self) -> int:
-        """The send buffer of the gradient reduction; a world of one sends nothing."""
-        return 0 if self.pack.world == 1 else ReduceLayout(self.pack).numel * self.wire_itemsize
+        """The send buffer of the gradient reduction; one rank in all sends nothing."""
+        if self.pack.world == 1 and self.replicas == 1:
+            return 0
+        return ReduceLayout(self.pack).numel * self.sent_itemsize
 
     @property
     def receive_nbytes(self) -> int:
         """What arrives: the chunks of all ranks when they are added here, one chunk when the backend adds."""
+        if self.pack.world == 1:
+            return 0
         return self.send_nbytes if self.exchanges else self.send_nbytes // self.pack.world
+
+    @property
+    def replicating_nbytes(self) -> int:
+        """This rank's chunk while it is summed over the replicas; where nothing is cut, the send buffer is that."""
+        if self.pack.world == 1 or self.replicas == 1:
+            return 0
+        return ReduceLayout(self.pack).chunk_numel * self.sum_itemsize
 
     @property
     def reduced_nbytes(self) -> int:
         """The gradient shards in the storage dtype: views of one chunk, presence included. One rank: its gradients."""
-        if self.pack.world == 1:
+        if self.pack.world == 1 and self.replicas == 1:
             return self.pack.numel * self.storage_itemsize
         return ReduceLayout(self.pack).chunk_numel * self.storage_itemsize
 
@@ -131,7 +151,8 @@ def backward_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_f
     """When the gradients of units[current] are ready, before its full parameters are freed and its message is made.
 
     The unit before it is being gathered. `reductions_in_flight` counts the earlier reductions (units current + 1, ...)
-    whose buffers still exist. Their gradients are gone: they were copied into the send buffer.
+    whose buffers still exist. Their gradients are gone: they were copied into the send buffer. On a mesh that
+    replicates as many more, behind these, are summed over the replicas.
     """
     units_behind = _behind(units, current, reductions_in_flight)
     return [
@@ -174,7 +195,7 @@ def buffer_terms(units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reduct
         *_shared(
             "cast", units, gathers, lambda u: (u.pack.padded_local_numel, u.compute_itemsize), lambda u: u.cast_nbytes
         ),
-        *_shared("send", backwards, reductions, lambda u: (u.pack, u.wire_itemsize), lambda u: u.send_nbytes),
+        *_shared("send", backwards, reductions, lambda u: (u.pack, u.sent_itemsize), lambda u: u.send_nbytes),
         *_shared(
             "receive",
             [unit for unit in backwards if unit.exchanges],
@@ -216,11 +237,14 @@ def _behind(units: Sequence[UnitMemory], current: int, reductions_in_flight: int
     """What the units whose backward is over have left."""
     _check(units, current)
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
-    border = min(current + 1 + reductions_in_flight, len(units))
-    sending = [u for u in units[current + 1 : border] if u.send_nbytes]
-    arrived = [u for u in units[current + 1 :] if u not in sending]
+    behind = units[current + 1 :]
+    sending = [u for u in behind[:reductions_in_flight] if u.send_nbytes]
+    # As many again are summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
+    replicating = [u for u in behind[reductions_in_flight : 2 * reductions_in_flight] if u.replicating_nbytes]
+    arrived = [u for u in behind if u not in sending and u not in replicating]
     return [
         *(Term(f"reduction of {u.name}", u.send_nbytes + u.receive_nbytes) for u in sending),
+        *(Term(f"all-reduce of {u.name}", u.replicating_nbytes) for u in replicating),
         *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived),
     ]
 
