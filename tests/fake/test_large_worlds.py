@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import fully_shard, inspect_units
+from fullshard.comm import ShardGroup
 from fullshard.observe import record
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
@@ -110,6 +113,74 @@ def test_commands_are_those_of_two_ranks(case: Case) -> None:
         assert _commands(case, world, rank) == expected, f"rank {rank} of {world}"
         across = _commands(case, world, rank, shard_placement_fn=_last_dim)
         assert across == expected, f"rank {rank} of {world}, cut along the last dim"
+
+
+# Which dim is cut: the first, the last, and one after the other in one unit.
+DIMS: dict[str, Callable[[nn.Parameter], Shard | None] | None] = {
+    "dim 0": None,
+    "last dim": lambda parameter: Shard(-1),
+    "mixed dims": lambda parameter: Shard(parameter.shape[-1] % parameter.ndim),
+}
+
+
+def _dim(parameter: nn.Parameter, dims: str) -> int:
+    fn = DIMS[dims]
+    placement = None if fn is None else fn(parameter)
+    return 0 if placement is None else placement.dim % parameter.ndim
+
+
+def _aligned(numel: int) -> int:
+    """float32 shards begin at multiples of 16 bytes."""
+    return -(-numel // 4) * 4
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("world", [64, 1000])
+def test_bytes_of_messages(world: int, dims: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each unit's gather and reduction, from the plain shapes alone: several dims in one unit are one message."""
+    case = BY_NAME["transformer"]
+    sent: list[tuple[str, int, int]] = []
+
+    def noting(what: str) -> Callable[..., Any]:
+        original = getattr(ShardGroup, what)
+
+        def note(group: ShardGroup, out: torch.Tensor, piece: torch.Tensor) -> Any:
+            sent.append((what, out.nbytes, piece.nbytes))
+            return original(group, out, piece)
+
+        return note
+
+    for what in ("gather_into", "exchange"):
+        monkeypatch.setattr(ShardGroup, what, noting(what))
+    gathers, exchanges = {}, {}
+    plain = case.build()
+    for unit in ("", *case.units):
+        shares = []
+        for name, p in plain.named_parameters():
+            if name.startswith(unit + ".") if unit else not name.startswith("layers."):
+                rows = p.shape[_dim(p, dims)]
+                shares.append(-(-rows // world) * (p.numel() // rows))
+        local = sum(map(_aligned, shares))
+        gathers[unit] = ("gather_into", 4 * world * local, 4 * local)
+        # The presence of each gradient goes along.
+        exchanges[unit] = ("exchange", *[4 * world * (local + _aligned(len(shares)))] * 2)
+    with fake_world(world, 5):
+        model: Any = case.shard(case.build(), fully_shard, shard_placement_fn=DIMS[dims])
+        for step in range(2):
+            sent.clear()
+            case.loss(model, case.batch(step)).backward()
+    forward = [gathers[unit] for unit in ("", *case.units)]
+    first, second, third = case.units
+    backward = [
+        gathers[third],
+        gathers[second],
+        exchanges[third],
+        gathers[first],
+        exchanges[second],
+        exchanges[first],
+        exchanges[""],
+    ]
+    assert sent == [*forward, *backward]
 
 
 @at_large

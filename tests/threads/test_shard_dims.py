@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
+from fullshard import MixedPrecisionPolicy, full_params, fully_shard, inspect_units, materialize
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import (
@@ -21,6 +21,7 @@ from tests.harness.models import (
     assert_close_to_tensor_max,
     assert_same_training,
     collect,
+    full_copy,
     seeded,
     train_reference,
 )
@@ -328,12 +329,27 @@ def test_state_goes_out_and_in_by_every_way(world: int) -> None:
         again = fresh()
         again.load_state_dict(model.state_dict())
         check(again)
+        # From plain full tensors; then full ones in place of the shards, read and written.
+        again = fresh()
+        again.load_state_dict(other.state_dict())
+        check(again)
+        again = fresh()
+        with full_params(again, writeback=True), torch.no_grad():
+            for name, whole in other.named_parameters():
+                again.get_parameter(name).copy_(whole)
+        check(again)
         with torch.device("meta"):
             empty = _uneven()
         fully_shard(empty, mesh=mesh, shard_placement_fn=_last_dim)
         empty.to_empty(device="cpu")
         empty.load_state_dict(cut)
         check(empty)
+        with torch.device("meta"):
+            drawn = [_uneven(), _uneven()]
+        fully_shard(drawn[0], mesh=mesh, shard_placement_fn=_last_dim)
+        drawn = [materialize(model, seed=3) for model in drawn]
+        for ours, plain in zip(drawn[0].parameters(), drawn[1].parameters(), strict=True):
+            assert torch.equal(full_copy(ours), plain)
         check(model.double())
         assert not any(info.full_nbytes_live for info in inspect_units(model) if info.name)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import ShardPlacementResult, clip_grad_norm_, fully_shard
@@ -296,6 +296,71 @@ def test_norms_of_any_order(p: float) -> None:
 
     for norm in run_ranks(WORLD, rank_main):
         assert torch.allclose(norm.double(), expected, rtol=1e-5), (norm, expected)
+
+
+@for_each_implementation
+@pytest.mark.parametrize("unit_replicates", [True, False])
+def test_meshes_that_replicate(impl: Implementation, unit_replicates: bool) -> None:
+    """The unit on (replicate, shard) and its experts on `shard` alone, or the other way round. Both cut over the same
+    process group, and are averaged over other ranks."""
+    gradients = Oracle().gradients(0)
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        world, both = meshes()
+        pair = rank // 2 if unit_replicates else 0
+        mesh = both if unit_replicates else world
+        info = (
+            FSDPMeshInfo(both["expert"], shard_mesh_dim=0)
+            if unit_replicates
+            else HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+        )
+        model = sharded(impl, model_of(pair), mesh, lambda s: TorchResult(s, info), dim=1)
+        plain = model_of(pair)
+        for name, p in model.named_parameters():
+            replicated = is_expert(name) != unit_replicates
+            assert p.placements[:-1] == ((Replicate(),) if replicated else ()), name
+            assert torch.equal(p.full_tensor(), plain.get_parameter(name)), name
+        loss(model, batch(0, rank)).backward()
+        want = gradients[pair] if unit_replicates else _mean_of_ranks(0)
+        for name, p in model.named_parameters():
+            assert_close_to_tensor_max(p.grad.full_tensor(), want[name], 8, name)
+        if impl.name == "fullshard":
+            powers = [
+                g.double().pow(2).sum() for i in range(2) for n, g in gradients[i].items() if i == 0 or is_expert(n)
+            ]
+            if not unit_replicates:
+                powers = [g.double().pow(2).sum() for g in want.values()]
+            norm = impl.clip(model.parameters(), 1.0)
+            assert torch.allclose(norm.double(), sum(powers, torch.zeros(())).sqrt(), rtol=1e-5)
+
+    run(rank_main, impl, world=WORLD)
+
+
+def _mean_of_ranks(pair: int) -> dict[str, Tensor]:
+    """The gradients of one model over the batches of all ranks."""
+    model = model_of(pair)
+    torch.stack([loss(model, batch(0, rank)) for rank in range(WORLD)]).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_copies_of_experts_count_once() -> None:
+    """Eight ranks, experts on (copies, expert) of four: each is on two ranks of its four, and there are two of each."""
+
+    def rank_main(rank: int) -> list[Tensor]:
+        three = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "copies", "expert"))
+        world = init_device_mesh("cpu", (8,))
+        own = three["copies", "expert"]
+        model = sharded(_OURS, model_of(rank // 4), world, lambda s: ShardPlacementResult(s, own), dim=1)
+        loss(model, batch(0, rank)).backward()
+        norms = [clip_grad_norm_(model.parameters(), 1e9, p) for p in (2.0, float("inf"))]
+        return [*norms, *(p.grad.full_tensor() for name, p in model.named_parameters())]
+
+    results = run_ranks(8, rank_main)
+    names = [name for name, _ in model_of(0).named_parameters()]
+    every = [g for i in (0, 4) for n, g in zip(names, results[i][2:], strict=True) if i == 0 or is_expert(n)]
+    for two, greatest, *_ in results:
+        assert torch.allclose(two, torch.cat([g.flatten() for g in every]).norm(), rtol=1e-5)
+        assert greatest == max(g.abs().max() for g in every)
 
 
 def test_experts_that_no_other_rank_has() -> None:
