@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import MixedPrecisionPolicy, full_params, fully_shard, inspect_units, materialize
+from fullshard.comm import BufferPool, Dtypes, ShardGroup
+from fullshard.comm.reduce import ExchangeReduce
+from fullshard.layout import Pack, ShardLayout
 from tests.harness.behaviours import behaviour
+from tests.harness.fake import fake_world
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import (
     BY_NAME,
@@ -239,33 +243,51 @@ def test_the_dim_changes_no_bit() -> None:
             assert_same_bits(run_ranks(3, rank_main, dims)[2], expected)
 
 
-class _Odd(nn.Module):
-    """Gradients that are not contiguous, or expanded, or of strange strides."""
+def test_gradients_of_any_strides_and_offset_are_sent_alike() -> None:
+    """Autograd hands over what it got: parts of larger tensors; those of DTensors may have any strides."""
+    layouts = [ShardLayout(shape, dim, 3) for shape, dim in (((5, 3), 1), ((4, 6, 2), 1), ((7, 3), 0), ((6, 2), 0))]
+    pack = Pack.build(layouts, 4)
+    whole = [torch.randn(layout.shape) for layout in layouts]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(5, 3))
-        self.b = nn.Parameter(torch.randn(3, 5, 2))
+    def offset(t: Tensor) -> Tensor:
+        return torch.cat([torch.randn(3), t.flatten()])[3:].view(t.shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (
-            (x @ self.a.t()).sum() + self.a.sum() + self.b.transpose(0, 2).mul(torch.arange(30.0).view(2, 5, 3)).sum()
-        )
+    def permuted(t: Tensor) -> Tensor:
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+
+    with fake_world(3) as group:
+        dtypes = Dtypes(*[torch.float32] * 4)
+        channel = ExchangeReduce(ShardGroup(group, torch.device("cpu")), pack, dtypes, BufferPool(keep=False))
+        expected, _ = channel.fill(whole, torch.float32)
+        message = expected.tensor.view(3, -1)
+        for segment, gradient in zip(pack.segments, whole, strict=True):
+            for rank, chunk in enumerate(gradient.chunk(3, segment.layout.dim)):
+                part = message[rank, segment.offset : segment.offset + chunk.numel()]
+                assert torch.equal(part.view(chunk.shape), chunk), (segment, rank)
+        for change in (offset, permuted):
+            found, _ = channel.fill([change(gradient) for gradient in whole], torch.float32)
+            assert torch.equal(found.tensor, expected.tensor), change.__name__
 
 
-def test_gradients_need_not_be_contiguous() -> None:
-    def rank_main(rank: int, world: int) -> None:
-        plain = seeded(_Odd)
-        assert isinstance(plain, _Odd)
-        plain(torch.ones(2, 3)).backward()
-        model: Any = fully_shard(seeded(_Odd), shard_placement_fn=lambda p: Shard(1))
-        # One output of ones everywhere: autograd hands over expanded and permuted gradients as they are.
-        model(torch.ones(2, 3)).backward()
-        for name, p in plain.named_parameters():
-            assert torch.equal(model.get_parameter(name).grad.full_tensor(), p.grad), name
+def test_parameters_without_elements() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.empty(0, 4))
 
-    for world in (2, 3):
-        run_ranks(world, rank_main, world)
+        def forward(self, x: Tensor) -> Tensor:  # (n, 4) -> (n, 4)
+            return x + (self.empty * 2).sum(0)
+
+    def rank_main(rank: int) -> None:
+        model: Any = nn.Sequential(Nothing(), nn.Linear(4, 3))
+        fully_shard(model[0], shard_placement_fn=_last_dim)
+        fully_shard(model, shard_placement_fn=_last_dim)
+        assert model[0].empty.to_local().shape[0] == 0
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+        assert model[0].empty.grad.full_tensor().shape == (0, 4)
+
+    run_ranks(3, rank_main)
 
 
 # ---- state ---------------------------------------------------------------------------------------------------
