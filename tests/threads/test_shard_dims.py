@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import MixedPrecisionPolicy, full_params, fully_shard, inspect_units, materialize
-from fullshard.comm import BufferPool, Dtypes, ShardGroup
-from fullshard.comm.reduce import ExchangeReduce
+from fullshard.comm import BufferPool, Dtypes, Links, ShardGroup, reduce_channel
+from fullshard.comm.reduce import MessageReduce
 from fullshard.layout import Pack, ShardLayout
+from fullshard.policy import Controls
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.implementations import Implementation, for_each_implementation, run
@@ -257,7 +258,9 @@ def test_gradients_of_any_strides_and_offset_are_sent_alike() -> None:
 
     with fake_world(3) as group:
         dtypes = Dtypes(*[torch.float32] * 4)
-        channel = ExchangeReduce(ShardGroup(group, torch.device("cpu")), pack, dtypes, BufferPool(keep=False))
+        links, pool = Links(ShardGroup(group, torch.device("cpu"))), BufferPool(keep=False)
+        channel = reduce_channel(links, pack, dtypes, pool, communication="auto", controls=Controls())
+        assert isinstance(channel, MessageReduce)
         expected, _ = channel.fill(whole, torch.float32)
         message = expected.tensor.view(3, -1)
         for segment, gradient in zip(pack.segments, whole, strict=True):
