@@ -14,15 +14,18 @@ from .api import mark_initialized as mark_initialized
 from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
 from .api import replicate as replicate
+from .api import share_comm_ctx as share_comm_ctx
 from .api import step_on_shards as step_on_shards
 from .observe import Report as Report
 from .observe import report as report
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
+from .policy import DataParallelMeshDims as DataParallelMeshDims
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .policy import OffloadPolicy as OffloadPolicy
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "GradScaler",
     "MixedPrecisionPolicy",
@@ -41,5 +44,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "report",
+    "share_comm_ctx",
     "step_on_shards",
 ]

@@ -21,7 +21,12 @@
     placement_types._StridedShard               two axes cut the same dim, the left one last            2.13
     GradScaler._unscale_grads_                  overridden in api/grad_scaler.py: the one place that     2.13
                                                 finds infs, for stepping with and without unscale_
-    torch.distributed.fsdp.FSDPModule           base class, so that isinstance checks elsewhere hold    2.13
+    torch.distributed.fsdp.FSDPModule,          base classes, so that isinstance checks elsewhere hold  2.13
+    MixedPrecisionPolicy and the like
+    _composable.contract.STATE_KEY,             where pipeline schedules look for the state of a        2.13
+    REGISTRY_KEY, fully_shard.__wrapped__       sharded module, and DDP for what was applied to it
+    module._is_fsdp_managed_module,             what dynamo and transformers ask a module               2.13
+    ._fsdp_use_orig_params
 
 torch's own FSDP2 is never called from here.
 """
@@ -29,21 +34,33 @@ torch's own FSDP2 is never called from here.
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
+    "TorchCPUOffloadPolicy",
     "TorchFSDPModule",
+    "TorchMixedPrecisionPolicy",
+    "TorchOffloadPolicy",
+    "TorchUnshardHandle",
     "all_hold",
+    "applied_apis",
     "base_of",
     "concatenated_mesh",
     "current_backward",
@@ -51,10 +68,12 @@ __all__ = [
     "dtensor_like",
     "flattened_axes",
     "local_of",
+    "mark_managed",
     "no_torch_function",
     "non_persistent_buffers",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",
+    "publish_state",
     "push_saved_tensor_hooks",
     "queue_backward_callback",
     "root_mesh",
@@ -67,6 +86,27 @@ __all__ = [
     "top_saved_tensor_hooks",
     "version_of",
 ]
+
+
+def publish_state(module: nn.Module, state: object) -> None:
+    """Let torch's `fully_shard.state(module)` return `state`, and let composable APIs see that fully_shard was applied.
+
+    torch's function is the key under which its own code looks, and is not called.
+    """
+    states = module.__dict__.setdefault(STATE_KEY, OrderedDict())
+    states[cast(Any, torch_fsdp.fully_shard).__wrapped__] = state
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Let dynamo and others know that the parameters of `module` come and go."""
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def applied_apis(module: nn.Module) -> tuple[str, ...]:
+    """The composable APIs, ours or torch's, that were applied to `module`: "fully_shard", "replicate", ..."""
+    return tuple(module.__dict__.get(REGISTRY_KEY, ()))
 
 
 def current_backward() -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,24 +16,28 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
-from tests.harness.implementations import Implementation, for_each_implementation
+from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 
-# Names that torch exports for FSDP2 and this version does not have.
-MISSING = {
-    "DataParallelMeshDims": "only meaningful as dp_mesh_dims, which is refused so far",
-    "share_comm_ctx": "pipeline parallelism is not built yet",
+# What torch's class or functions have with another signature, and why.
+OTHER_SIGNATURES = {
+    "_apply": "nn.Module's own, spelt out; torch passes whatever it gets on to that",
 }
-# Methods of torch's FSDPModule that this version refuses by name, each with NotImplementedError.
-NOT_BUILT = {
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_post_optim_event",
-    "set_symm_mem_for_comm",
-    "set_unshard_in_backward",
+# What stands in torch's class without being a function.
+NOT_FUNCTIONS = {
+    "_orig_cls_mro_index": "ours is one more: torch's class is between ours and that of the module",
+    "__module__": "where it is defined",
+    "__doc__": "each has its own",
+    "__dict__": "made by Python",
+    "__weakref__": "made by Python",
+    "__annotations__": "of _orig_cls_mro_index",
+    "__firstlineno__": "Python 3.13 and later",
+    "__static_attributes__": "Python 3.13 and later",
 }
 
 
@@ -58,35 +64,54 @@ def _signature(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 def test_names() -> None:
-    fsdp2 = {
-        "CPUOffloadPolicy",
-        "DataParallelMeshDims",
-        "FSDPModule",
-        "MixedPrecisionPolicy",
-        "OffloadPolicy",
-        "UnshardHandle",
-        "fully_shard",
-        "register_fsdp_forward_method",
-        "share_comm_ctx",
-    }
-    assert all(hasattr(torch_fsdp, name) for name in fsdp2)
-    assert fsdp2 - set(fullshard.__all__) == set(MISSING), "the list of what is missing is not what is missing"
+    """All that torch exports for FSDP2."""
+    fsdp2 = set(torch_fsdp._fully_shard.__all__)
+    assert len(fsdp2) >= 8 and all(hasattr(torch_fsdp, name) for name in fsdp2)
+    assert fsdp2 <= set(fullshard.__all__), f"missing: {fsdp2 - set(fullshard.__all__)}"
 
 
 @behaviour("signature and defaults: `{name}`", area="surface", torch="equal")
-@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method"])
+@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
 def test_signatures_of_functions(name: str) -> None:
     assert _signature(getattr(fullshard, name)) == _signature(getattr(torch_fsdp, name))
 
 
 @behaviour("fields and defaults: `{name}`", area="surface", torch="equal")
-@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
+@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"])
 def test_policies_have_torch_s_fields_and_defaults(name: str) -> None:
     ours, theirs = getattr(fullshard, name), getattr(torch_fsdp, name)
     assert [(f.name, f.default) for f in dataclasses.fields(ours)] == [
         (f.name, f.default) for f in dataclasses.fields(theirs)
     ]
     assert _signature(ours) == _signature(theirs)
+
+
+@behaviour("`isinstance` checks for torch's classes hold", area="surface")
+@for_each_implementation
+def test_instances_are_those_of_torch_s_classes(impl: Implementation, world: None) -> None:
+    """Libraries ask that of policies and handles. The other way needs no check: torch's are accepted by content."""
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        assert isinstance(getattr(impl.namespace, name)(), getattr(torch_fsdp, name))
+    assert isinstance(impl.namespace.CPUOffloadPolicy(), torch_fsdp.OffloadPolicy)
+    handle = impl.fully_shard(nn.Linear(2, 2)).unshard(async_op=True)
+    assert isinstance(handle, torch_fsdp.UnshardHandle) and isinstance(handle, impl.namespace.UnshardHandle)
+
+
+@behaviour("`DataParallelMeshDims` takes a name or several", area="surface")
+@for_each_implementation
+def test_data_parallel_mesh_dims(impl: Implementation) -> None:
+    dims = impl.namespace.DataParallelMeshDims(shard=("dp", "cp"), replicate="pod")
+    assert (dims.shard_names, dims.replicate_names) == (("dp", "cp"), ("pod",))
+    assert impl.namespace.DataParallelMeshDims(replicate=("a", "b")).shard_names == ()
+    assert dims == impl.namespace.DataParallelMeshDims(("dp", "cp"), "pod")
+
+
+@behaviour(
+    "`DataParallelMeshDims` is frozen", area="surface", torch="different", reason="torch's can be changed after its use"
+)
+def test_data_parallel_mesh_dims_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fullshard.DataParallelMeshDims(shard="dp").shard = "cp"  # type: ignore[misc]
 
 
 @behaviour("`MixedPrecisionPolicy` is frozen", area="surface")
@@ -96,23 +121,51 @@ def test_mixed_precision_policy_is_frozen(impl: Implementation) -> None:
         impl.MixedPrecisionPolicy().param_dtype = torch.bfloat16
 
 
-def _methods() -> list[str]:
-    return sorted(name for name, value in vars(torch_fsdp.FSDPModule).items() if callable(value) and name[0] != "_")
+def _functions() -> list[str]:
+    """Every function in torch's class, private and special ones too."""
+    return sorted(name for name, value in vars(torch_fsdp.FSDPModule).items() if callable(value))
 
 
-@pytest.mark.parametrize("name", _methods())
+def test_all_of_torch_s_class_is_functions_and_what_is_listed() -> None:
+    assert set(vars(torch_fsdp.FSDPModule)) <= set(_functions()) | set(NOT_FUNCTIONS)
+    assert {"_apply", "_get_fsdp_state", "_set_unshard_async_op", "__new__"} <= set(_functions())
+
+
+@pytest.mark.parametrize("name", _functions())
 def test_methods(name: str) -> None:
+    """No function of torch's class can be reached: each is ours, with torch's signature or a reason for another."""
     ours = vars(fullshard.FSDPModule).get(name)
     assert ours is not None, "would be torch's own method, which does not know our state"
-    same = _signature(ours) == _signature(getattr(torch_fsdp.FSDPModule, name))
-    assert same != (name in NOT_BUILT), "differs from torch's" if name not in NOT_BUILT else "is built: off the list"
+    assert inspect.unwrap(getattr(ours, "__func__", ours)).__module__.startswith("fullshard.")
+    same = _signature(ours) == _signature(vars(torch_fsdp.FSDPModule)[name])
+    assert same != (name in OTHER_SIGNATURES), "differs from torch's, or is on a list and does not"
 
 
-@pytest.mark.parametrize("name", sorted(NOT_BUILT))
-def test_methods_that_are_not_built_refuse(name: str, world: None) -> None:
-    model = fullshard.fully_shard(nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match=name):
-        getattr(model, name)(True)
+def test_a_sharded_module_reaches_ours(world: None) -> None:
+    """By the order of its base classes: ours before torch's, the class of the module behind both."""
+    linear = fullshard.fully_shard(nn.Linear(2, 2))
+    order = type(linear).__mro__
+    assert order[1:4] == (fullshard.FSDPModule, torch_fsdp.FSDPModule, nn.Linear)
+    assert order[fullshard.FSDPModule._orig_cls_mro_index] is nn.Linear
+    for name in _functions():
+        owner = next(cls for cls in order if name in vars(cls))
+        assert owner is fullshard.FSDPModule, f"{name} is that of {owner}"
+
+
+@behaviour("modules carry the marks that dynamo, transformers and composable APIs look for", area="surface")
+@for_each_implementation
+def test_marks_for_others(impl: Implementation, world: None) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    impl.fully_shard(model[0])
+    impl.fully_shard(model)
+    for module in model.modules():
+        assert module._is_fsdp_managed_module is True and module._fsdp_use_orig_params is True
+    state = torch_fsdp.fully_shard.state  # type: ignore[attr-defined]
+    assert state(model) is impl.fully_shard.state(model) is model._get_fsdp_state()  # type: ignore[attr-defined]
+    assert state(model[0]) is not state(model) and state(model[1]) is None
+    assert impl.fully_shard.state(model[1]) is None  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        replicate(model)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +268,35 @@ def _prefetch_plain(impl: Implementation, method: str) -> None:
     getattr(model, method)([nn.Linear(2, 2)])
 
 
+def _run_a_list_as_root(impl: Implementation) -> None:
+    modules = impl.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+    modules[0](torch.ones(1, 2))
+
+
+class _Streaming(nn.Linear):
+    def stream(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self(x)
+
+
+class _Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.high(self.low(x.bfloat16()).float())
+        return out
+
+
+class _View(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1)
+
+
+def _run(impl: Implementation, module: nn.Module) -> None:
+    impl.fully_shard(module)(torch.ones(2, 2)).sum().backward()
+
+
 ERRORS: dict[str, tuple[type[Exception], Any]] = {
     "ModuleList without forward": (ValueError, lambda impl: impl.fully_shard(nn.ModuleList([nn.Linear(2, 2)]))),
     "ModuleDict without forward": (ValueError, lambda impl: impl.fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)}))),
@@ -248,6 +330,109 @@ ERRORS: dict[str, tuple[type[Exception], Any]] = {
         ValueError,
         lambda impl: impl.fully_shard(nn.Linear(2, 2)).set_reshard_after_forward(2),
     ),
+    "pickle": (pickle.PicklingError, lambda impl: pickle.dumps(impl.fully_shard(nn.Linear(2, 2)))),
+    "no module": (TypeError, lambda impl: impl.fully_shard(1)),
+    "a list is the root": (RuntimeError, _run_a_list_as_root),
+    "a module twice in a list": (AssertionError, lambda impl: impl.fully_shard([nn.Linear(2, 2)] * 2)),
+    "a list with a sharded module": (
+        AssertionError,
+        lambda impl: impl.fully_shard([impl.fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2)]),
+    ),
+    "reshard_after_forward of another type": (
+        ValueError,
+        lambda impl: impl.fully_shard(nn.Linear(2, 2), reshard_after_forward="yes"),
+    ),
+    "prefetch of no list": (
+        TypeError,
+        lambda impl: impl.fully_shard(nn.Linear(2, 2)).set_modules_to_forward_prefetch(nn.Linear(2, 2)),
+    ),
+    "share_comm_ctx of a plain module": (ValueError, lambda impl: impl.namespace.share_comm_ctx([nn.Linear(2, 2)])),
+    "DataParallelMeshDims without names": (ValueError, lambda impl: impl.namespace.DataParallelMeshDims()),
+    "symmetric memory without NCCL": (
+        RuntimeError,
+        lambda impl: impl.fully_shard(nn.Linear(2, 2)).set_symm_mem_for_comm(),
+    ),
+    "sharded by the other implementation": (
+        AssertionError,
+        lambda impl: impl.fully_shard((FULLSHARD if impl is TORCH else TORCH).fully_shard(nn.Linear(2, 2))),
+    ),
+}
+
+
+def _root_before_child(impl: Implementation) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    impl.fully_shard(model)
+    impl.fully_shard(model[0])
+
+
+# What both refuse, by another type: (torch's, ours, why).
+OTHER_ERRORS: dict[str, tuple[type[Exception], type[Exception], str, Any]] = {
+    "root sharded before its children": (
+        TypeError,
+        RuntimeError,
+        "torch stumbles over a missing value; ours says in which order to call",
+        _root_before_child,
+    ),
+    "an empty list": (IndexError, ValueError, "torch takes the first of none", lambda impl: impl.fully_shard([])),
+    "a mesh of another type": (
+        AttributeError,
+        TypeError,
+        "torch asks it for ndim",
+        lambda impl: impl.fully_shard(nn.Linear(2, 2), mesh="mesh"),
+    ),
+}
+
+# What torch takes without a word and without effect, or fails at later: (our error, why).
+REFUSED_BY_US: dict[str, tuple[type[Exception], str, Any]] = {
+    "a ModuleList in a list": (
+        ValueError,
+        "its forward never runs, so its parameters would be gathered when something else is",
+        lambda impl: impl.fully_shard([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)]),
+    ),
+    "ignored_params that are no parameters": (
+        TypeError,
+        "torch ignores them",
+        lambda impl: impl.fully_shard(nn.Linear(2, 2), ignored_params={1}),
+    ),
+    "mp_policy of another type": (
+        TypeError,
+        "torch fails in the first forward",
+        lambda impl: impl.fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16),
+    ),
+    "an optimizer event of another type": (
+        TypeError,
+        "torch keeps it, and on a CPU nobody ever looks",
+        lambda impl: impl.fully_shard(nn.Linear(2, 2)).set_post_optim_event("now"),
+    ),
+    "_set_unshard_async_op of another type": (
+        TypeError,
+        "torch takes any truth value",
+        lambda impl: impl.fully_shard(nn.Linear(2, 2))._set_unshard_async_op(1),
+    ),
+    "memory of the process group": (
+        NotImplementedError,
+        "on a CPU torch falls back to its own memory without a word",
+        lambda impl: impl.fully_shard(nn.Linear(2, 2)).set_allocate_memory_from_process_group_for_comm(True),
+    ),
+    "a generator as forward method": (
+        NotImplementedError,
+        "its body runs after the call has returned and the weights are gone; torch wraps it all the same",
+        lambda impl: impl.namespace.register_fsdp_forward_method(impl.fully_shard(_Streaming(2, 2)), "stream"),
+    ),
+}
+
+# What torch refuses or warns of, and ours does: (torch's, why).
+ACCEPTED_BY_US: dict[str, tuple[type[BaseException], str, Any]] = {
+    "dtypes that differ within a unit": (
+        AssertionError,
+        "parameters of each dtype travel together",
+        lambda impl: _run(impl, _Mixed()),
+    ),
+    "an output that is a view": (
+        UserWarning,
+        "what waits for its gradient survives an in-place edit",
+        lambda impl: _run(impl, _View(2, 2)),
+    ),
 }
 
 
@@ -260,6 +445,53 @@ def test_error_types(case: str, impl: Implementation, world: None) -> None:
         action(impl)
     # A subclass would still be caught by those who catch torch's; another family would not.
     assert not isinstance(caught.value, NotImplementedError) or error is NotImplementedError
+    if impl is FULLSHARD:
+        _says_what_to_do(caught.value)
+
+
+def _says_what_to_do(error: BaseException) -> None:
+    """Three parts: what was expected, what was found, what to do."""
+    assert re.search(r"expected .+ found .+(; |\. ).+", str(error), re.S), f"not in three parts: {error}"
+
+
+@behaviour("refused, by another type of error: {case}", area="errors", torch="different", reason="the test says why")
+@for_each_implementation
+@pytest.mark.parametrize("case", OTHER_ERRORS)
+def test_other_error_types(case: str, impl: Implementation, world: None) -> None:
+    theirs, ours, reason, action = OTHER_ERRORS[case]
+    assert reason
+    with pytest.raises(theirs if impl is TORCH else ours) as caught:
+        action(impl)
+    if impl is FULLSHARD:
+        _says_what_to_do(caught.value)
+
+
+@behaviour("refused at the call: {case}", area="errors", torch="different", reason="torch takes it; the test says why")
+@for_each_implementation
+@pytest.mark.parametrize("case", REFUSED_BY_US)
+def test_what_torch_accepts_and_we_refuse(case: str, impl: Implementation, world: None) -> None:
+    error, reason, action = REFUSED_BY_US[case]
+    assert reason
+    if impl is TORCH:
+        action(impl)
+        return
+    with pytest.raises(error) as caught:
+        action(impl)
+    _says_what_to_do(caught.value)
+
+
+@behaviour("accepted: {case}", area="errors", torch="different", reason="torch refuses or warns; the test says why")
+@for_each_implementation
+@pytest.mark.parametrize("case", ACCEPTED_BY_US)
+def test_what_torch_refuses_and_we_accept(case: str, impl: Implementation, world: None) -> None:
+    """Warnings are errors here."""
+    error, reason, action = ACCEPTED_BY_US[case]
+    assert reason
+    if impl is TORCH:
+        with pytest.raises(error):
+            action(impl)
+    else:
+        action(impl)
 
 
 @behaviour("the text of the error for a 0-dim parameter", area="errors")
@@ -277,9 +509,3 @@ def test_register_forward_method_on_a_plain_module_does_nothing(impl: Implementa
     before = dict(vars(linear))
     impl.namespace.register_fsdp_forward_method(linear, "extra_repr")
     assert vars(linear) == before
-
-
-def test_forward_methods_are_refused_so_far(world: None) -> None:
-    """torch wraps the method; until this version does, it must say so and not leave the method unwrapped."""
-    with pytest.raises(NotImplementedError, match="register_fsdp_forward_method"):
-        fullshard.register_fsdp_forward_method(fullshard.fully_shard(nn.Linear(2, 2)), "extra_repr")

@@ -131,7 +131,7 @@ class _Observer:
         self.rows.append(Row(f"`{moment}`", on_module, local.shape[0], shard, full, gradient, grad_rows, decided, done))
 
     def _in_flight(self) -> Sequence[Any]:
-        return self.executor._in_flight if hasattr(self, "executor") else ()
+        return self.executor.shared.in_flight if hasattr(self, "executor") else ()
 
 
 def live(rank: int) -> tuple[list[Row], str]:
@@ -206,7 +206,9 @@ def test_the_trace_is_what_is_printed(lives: list[tuple[list[Row], str]]) -> Non
 
 def test_the_functions_and_rules_that_are_named_exist() -> None:
     """A function of the rules (with what it calls there) or of the prefetch order, and the numbers in it."""
-    helpers = "".join(inspect.getsource(getattr(rules, name)) for name in ("_make_full", "_gather_ahead", "_hand_over"))
+    helpers = "".join(
+        inspect.getsource(getattr(rules, name)) for name in ("_make_full", "_end_use", "_gather_ahead", "_hand_over")
+    )
     for _, _, _, _, _, decided, done in documented("moment")[1:-2]:
         name = re.findall(r"`(\w+)`", decided)[0]
         owner = prefetch if hasattr(prefetch, name) and name.startswith("next_") else rules

@@ -198,7 +198,7 @@ def _run(case: Case, setting: Setting) -> tuple[_Counted, int, int]:
     groups = [group for module in model.modules() if (unit := unit_of(module)) for group in unit.groups]
     root = _unit(model).root
     assert root is not None
-    return counted, sum(group.flat.nbytes for group in groups), root.pool.nbytes
+    return counted, sum(group.flat.nbytes for group in groups), root.shared.pool.nbytes
 
 
 class _Float32(nn.Module):

@@ -21,7 +21,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "_torch_compat": frozenset(),
     "layout": frozenset(),
     "lifecycle": frozenset({"layout"}),
-    "policy": frozenset({"layout"}),
+    "policy": frozenset({"layout", "_torch_compat"}),
     "comm": frozenset({"layout", "policy", "_torch_compat"}),
     "param": frozenset({"layout", "policy", "_torch_compat"}),
     "runtime": LOWER,

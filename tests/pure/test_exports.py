@@ -35,6 +35,7 @@ def test_the_promised_names_are_there() -> None:
     """What users of torch's FSDP2 import, plus ours. To take one away is a breaking change."""
     assert set(fullshard.__all__) >= {
         "CPUOffloadPolicy",
+        "DataParallelMeshDims",
         "FSDPModule",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
@@ -49,6 +50,7 @@ def test_the_promised_names_are_there() -> None:
         "register_fsdp_forward_method",
         "replicate",
         "report",
+        "share_comm_ctx",
     }
 
 

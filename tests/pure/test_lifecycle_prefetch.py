@@ -103,13 +103,14 @@ def test_a_wrong_guess_is_used_by_a_later_pass() -> None:
 
 
 def test_a_module_called_on_its_own_is_a_pass_of_its_own() -> None:
-    """It records what it ran; the model's next pass is another order."""
+    """It records what it ran; the model's next pass has the model's plan, which is not lost in between."""
     world = World(*ABC, depth=1)
     world.feed(step(*ABC))
-    alone = Use("b")
-    world.feed([*forward(alone, {}), *backward([alone], {}), Report("backward_end")])
-    assert [unit.name for unit in world.run.forward_plan] == ["b"]
-    assert issued(world, step(*ABC)) == {unit: [unit] for unit in ("root", *ABC)}
+    alone = Use("b", (Use("c"),))
+    for expected in ({"b": ["b"], "c": ["c"]}, {"b": ["b", "c"], "c": []}):
+        assert issued(world, [*forward(alone, {}), *backward([alone], {}), Report("backward_end")]) == expected
+        assert [unit.name for unit in world.run.forward_plan] == ["b", "c"]
+        assert issued(world, step(*ABC)) == {"root": ["root", "a"], "a": ["b"], "b": ["c"], "c": []}
 
 
 def test_units_inside_units_follow_in_the_order_in_which_they_begin() -> None:

@@ -28,6 +28,7 @@ UNIT_SETTINGS = frozenset(
         "empty",
         "forward_prefetch",
         "frees_late",
+        "gathers_in_backward",
         "index",
         "keeps_in_evaluation",
         "name",
@@ -258,8 +259,8 @@ class World:
     def _decide(self, kind: str, unit: UnitRecord, flags: tuple[str, ...]) -> list[Command]:
         run = self.run
         if kind == "post_forward":
-            inputs, outputs = "inputs" in flags, "outputs" in flags
-            return rules.post_forward(run, unit, in_backward="in_backward" in flags, inputs=inputs, outputs=outputs)
+            facts = {name: name in flags for name in ("in_backward", "inputs", "outputs", "nested", "more")}
+            return rules.post_forward(run, unit, **facts)
         if kind == "inputs_reached":
             return rules.inputs_reached(run, unit, present=unit.name in self.arrived)
         if kind == "backward_end":

@@ -415,7 +415,7 @@ def test_max_input_buffers() -> None:
                 model.zero_grad()
             unit = unit_of(model)
             assert unit is not None and unit.root is not None
-            return unit.root.pool.nbytes
+            return unit.root.shared.pool.nbytes
 
     sizes = {setting: nbytes(setting) for setting in (None, 1, 2, 3, 4)}
     steps = {sizes[k + 1] - sizes[k] for k in (1, 2, 3)}

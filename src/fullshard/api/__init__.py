@@ -1,6 +1,7 @@
 """The public surface: thin, and the only place that raises errors about what the caller gave."""
 
 from .clip import clip_grad_norm_ as clip_grad_norm_
+from .forward_method import register_fsdp_forward_method as register_fsdp_forward_method
 from .full_params import full_params as full_params
 from .fully_shard import fully_shard as fully_shard
 from .grad_scaler import GradScaler as GradScaler
@@ -10,7 +11,7 @@ from .materialize import mark_initialized as mark_initialized
 from .materialize import materialize as materialize
 from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
-from .module import register_fsdp_forward_method as register_fsdp_forward_method
+from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
 from .placement import ShardPlacementResult as ShardPlacementResult
 from .replicate import replicate as replicate

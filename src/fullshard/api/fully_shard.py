@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +20,9 @@ from . import validate
 from .mesh_dims import Whole, data_parallel_axes
 from .module import sharded_class
 from .placement import Share, place
+from .torch_state import publish, torch_state_of
 
-T = TypeVar("T", bound=nn.Module)
+T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
 # Full parameters of at least this size are gathered straight into place where the backend groups messages.
 DIRECT_GATHER_NBYTES = 1 << 20
@@ -50,7 +51,10 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
 
-    module: an `nn.Module`; its parameters may be on the meta device (then `to_empty` and initialise afterwards).
+    module: an `nn.Module`, or a list of them that become one unit: one message gathers the parameters of all, and each
+        may run by itself, in any order and any number of times (norm and head under a loss in chunks). They stay full
+        from the first that runs to the last; those that did not run are not waited for beyond the outermost forward.
+        A list cannot be the root. Its parameters may be on the meta device (then `to_empty` and initialise afterwards).
     mesh: a 1-D `DeviceMesh`; or a 2-D one with named axes (replicate, shard): parameters are sharded over the second
         and equal over the first (HSDP, MiCS; (N, 1) shards nothing), placements `(Replicate(), Shard(0))`, and
         gradients are averaged over both. None: all ranks of the default process group, which is set up when needed.
@@ -67,16 +71,17 @@ def fully_shard(
     An integer reshard_after_forward is refused with
         `NotImplementedError` in this version.
 
-    Every rank must make the same calls. Returns `module` itself. Raises `ValueError` (a module without forward, a
-    scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice) and
-    `RuntimeError` (a part already ran). Source: seeds 000 to 003; torch 2.13 `fully_shard` for names and types.
+    Every rank must make the same calls. Returns `module` itself, the list too. Raises `ValueError` (a module without
+    forward, a scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice)
+    and `RuntimeError` (a part already ran, or a module around it was sharded before it). Source: seeds 000 to 003;
+    torch 2.13 `fully_shard` for names and types.
     """
-    module = validate.check_module(module)  # type: ignore[assignment]
+    roots = validate.check_modules(module)
     validate.check_policies(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
     reshard = validate.check_reshard(reshard_after_forward)
-    ignored = validate.check_ignored(ignored_params, module)
-    name = type(module).__name__
-    modules = list(managed_modules(module, lambda child: unit_of(child) is not None))
+    ignored = validate.check_ignored(ignored_params)
+    name = "+".join(type(root).__name__ for root in roots)
+    modules = _managed(roots)
     found = managed_parameters(modules, ignored)
     validate.check_parameters(found, name)
     full_mesh, shards = None, True
@@ -96,7 +101,7 @@ def fully_shard(
     direct_nbytes = sys.maxsize if one_message else DIRECT_GATHER_NBYTES
     validate.mark_owner(found, name)
     unit = Unit(
-        module,
+        roots,
         [_part(share, mesh, device, direct_nbytes, offload, shards=shards) for share in shares],
         device=device,
         policy=mp_policy,
@@ -104,7 +109,10 @@ def fully_shard(
     )
     UnitHooks(unit)
     hook_state_dict(unit)
-    module.__class__ = sharded_class(type(module))  # type: ignore[assignment]
+    validate.mark_managed(unit, [managed for _, managed in modules])
+    publish(unit, [managed for _, managed in modules])
+    for root in roots:
+        root.__class__ = sharded_class(type(root))
     return module
 
 
@@ -128,3 +136,18 @@ def _part(
         shards=shards,
     )
     return Part(share.found, placing, links)
+
+
+def _managed(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules whose parameters are in the unit of `roots`, each once; names begin with the position in a list."""
+    managed: dict[nn.Module, str] = {}
+    for position, root in enumerate(roots):
+        for name, module in managed_modules(root, lambda child: unit_of(child) is not None):
+            if len(roots) > 1:
+                name = f"{position}.{name}" if name else str(position)
+            managed.setdefault(module, name)
+    return [(name, module) for module, name in managed.items()]
+
+
+# Where callers of torch's function look for the state of a module.
+fully_shard.state = torch_state_of  # type: ignore[attr-defined]

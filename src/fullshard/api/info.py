@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..runtime import unit_of
-from ..runtime.root import clean_name
+from ..runtime import Unit, unit_of
+from ..runtime.root import clean_name, parameter_names
 
 
 @dataclass(frozen=True)
 class UnitInfo:
     """One unit as it is now. Counts are elements; `_itemsize` and `_nbytes` are bytes."""
 
-    # Dotted name of the unit's module; "" is the root of the model that was asked about.
+    # Dotted name of the unit's module, with "+" between those of several; "" is the root of the model that was asked
+    # about.
     name: str
     # Class of the module before it was sharded.
     module_class: str
@@ -39,19 +40,21 @@ class UnitInfo:
 
 def inspect_units(model: nn.Module) -> tuple[UnitInfo, ...]:
     """The units of `model`, its own first, in definition order. No communication; empty when nothing is sharded."""
-    infos = []
+    names: dict[Unit, str] = {}
     for name, module in model.named_modules():
         unit = unit_of(module)
-        if unit is None:
-            continue
-        name = clean_name(name)
-        prefix = f"{name}." if name else ""
+        if unit is not None:
+            name = clean_name(name)
+            names[unit] = f"{names[unit]}+{name}" if unit in names else name
+    dotted = parameter_names(model, list(names))
+    infos = []
+    for unit, name in names.items():
         precisions = [group.precision for group in unit.groups]
         infos.append(
             UnitInfo(
                 name=name,
-                module_class=type(module).__name__.removeprefix("FSDP"),
-                param_names=tuple(clean_name(prefix + param.name) for param in unit.params),
+                module_class="+".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules),
+                param_names=tuple(dotted[param] for param in unit.params),
                 num_params=len(unit.params),
                 numel=sum(group.pack.numel for group in unit.groups),
                 local_numel=sum(group.pack.local_numel(group.placing.rank) for group in unit.groups),

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
+import torch
 from torch import nn
 
-from .._torch_compat import TorchFSDPModule
+from .._torch_compat import TorchFSDPModule, TorchUnshardHandle
 from ..runtime import Unit, unit_of
 from ..runtime.opened import refuse_opened
 from ..runtime.root import early_root_of, module_units
+from ..runtime.shared import Shared
 from ..runtime.uninitialized import Conversion, note_uninitialized
+from ..runtime.unit import WATCHED_FORWARDS
 from . import reductions, validate
+from .torch_state import StateView, torch_state_of
 
 # The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
 _SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """What `unshard(async_op=True)` returns: the parameters are usable after `wait()`."""
 
     def __init__(self, unit: Unit) -> None:
@@ -50,7 +55,7 @@ class FSDPModule(TorchFSDPModule):
 
     # ---- full parameters -----------------------------------------------------------------------------------
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters (not those of units below) and put them on the module.
 
         async_op: return at once with a handle; the parameters are full after `handle.wait()` or in the next forward.
@@ -130,6 +135,69 @@ class FSDPModule(TorchFSDPModule):
         units = validate.check_prefetch(modules, "set_modules_to_backward_prefetch", unit_of)
         self._unit().record.backward_prefetch = tuple(unit.record for unit in units)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward does not gather this module's parameters, because it does not read them (an embedding).
+
+        Only this module's own. Parameters that are full stay so until their gradients are ready. In the next forwards
+        saved weights are watched: one that backward reads all the same is gathered then, late but right.
+        """
+        unit = self._unit()
+        unit.record.gathers_in_backward = bool(unshard_in_backward)
+        unit.watched = max(unit.watched, WATCHED_FORWARDS)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the gathers of the next forward of the root, and all that follows, come after `event`, which an optimizer
+        that ran on a stream of its own recorded. For one forward. Ours are issued in the order of the compute stream,
+        so it can delay them but not let them overtake. On a CPU everything is in order: the event is dropped unused.
+
+        event: a `torch.Event` or one of a device module (`torch.cuda.Event`); None takes back the last one.
+        Raises `TypeError` for anything else.
+        """
+        if event is not None and not (isinstance(event, torch.Event) or callable(getattr(event, "wait", None))):
+            raise TypeError(
+                f"event: expected a torch.Event, found {type(event).__name__}; pass stream.record_event() of the "
+                f"optimizer's stream"
+            )
+        unit = self._unit()
+        first = unit if unit.root is None else unit.root.units[0]
+        first.post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for torch's call shape. True asks torch for asynchronous gathers on the compute stream without a
+        staging stream; gathers here are always that, prefetched or by hand, so neither value changes anything.
+
+        Raises `TypeError` for anything but a bool.
+        """
+        if not isinstance(async_op, bool):
+            raise TypeError(f"async_op: expected a bool, found {async_op!r}; gathers are asynchronous with either")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """False: as it is. True asks for staging buffers from the allocator of the process group, which only NCCL has.
+
+        Raises `NotImplementedError` for True: large parameters are gathered into their final memory and have no staging
+        buffer, so the call would change little and promise much.
+        """
+        if enable:
+            raise validate.not_built(
+                "set_allocate_memory_from_process_group_for_comm",
+                enable,
+                "leave it out: buffers are those of the device",
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Asks for staging buffers in NCCL's symmetric memory.
+
+        Raises `RuntimeError` for another backend than "NCCL" or process groups of another one, and otherwise
+        `NotImplementedError`, for the reason at `set_allocate_memory_from_process_group_for_comm`.
+        """
+        backends = sorted({group.placing.backend for group in self._unit().groups})
+        if backend != "NCCL" or backends != ["nccl"]:
+            raise RuntimeError(
+                f"backend: expected 'NCCL' and parameters exchanged by it, found {backend!r} and parameters exchanged "
+                f"by {', '.join(backends) or 'nobody'}; leave the call out: nothing else has symmetric memory"
+            )
+        raise validate.not_built("set_symm_mem_for_comm", backend, "leave it out: buffers are those of the device")
+
     def reset_iter_state(self) -> None:
         """Discard what a failed step left. Never needed: the next forward does it. Harmless (root only, as torch)."""
         unit = self._unit()
@@ -160,6 +228,13 @@ class FSDPModule(TorchFSDPModule):
             note_uninitialized(unit)
         return result
 
+    def _get_fsdp_state(self) -> StateView:  # type: ignore[override]
+        """The state in the shape in which torch's own code reads it."""
+        self._unit()
+        state = torch_state_of(cast(nn.Module, self))
+        assert state is not None
+        return state
+
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
         if unit is None:
@@ -174,37 +249,15 @@ class FSDPModule(TorchFSDPModule):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise AssertionError(
-            "FSDP does not support deepcopy: a sharded module shares process groups and buffers. Build the model again "
-            "and load the state dict"
+            f"FSDP does not support deepcopy: expected a module that is not sharded, found {type(self).__name__}, "
+            f"which holds process groups and one flat buffer; build the model again, shard it and load the state dict"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise AssertionError(
-            "a sharded module cannot be pickled: it shares process groups and buffers. Save its state_dict()"
+        raise pickle.PicklingError(
+            f"pickle: expected a module that is not sharded, found {type(self).__name__}, which holds process groups "
+            f"and one flat buffer; save its state_dict()"
         )
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise validate.not_built(f"FSDPModule.{name}", args or kwargs or "a call", "it has no effect to rely on")
-
-    refuse.__name__ = name
-    refuse.__qualname__ = f"FSDPModule.{name}"
-    refuse.__doc__ = "Not built in this version: raises `NotImplementedError`."
-    return refuse
-
-
-# torch's public methods that this version does not have: refused by name, never inherited and never ignored.
-NOT_BUILT = (
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_post_optim_event",
-    "set_symm_mem_for_comm",
-    "set_unshard_in_backward",
-    "_set_unshard_async_op",
-    "_get_fsdp_state",
-)
-for _name in NOT_BUILT:
-    setattr(FSDPModule, _name, _refusing(_name))
 
 
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -216,15 +269,31 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` gather and free parameters as `module(...)` does (`generate`, `encode`, ...).
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let models that run side by side, such as the chunks of a pipeline stage, share what communication needs.
 
-    Does nothing for a module that is not sharded. Raises `ValueError` when there is no such method.
+    modules: roots; from now on they use the buffers of the first one's messages, and `FULLSHARD_REDUCTIONS` bounds the
+        reductions of all together. Call it before the first forward, or between steps. Empty: nothing.
+    Raises `ValueError` for what is not sharded and for another device, `RuntimeError` while messages are under way.
     """
-    if unit_of(module) is None:
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(
+                f"modules: expected modules to which fully_shard was applied, found {type(module).__name__}; apply it "
+                f"first"
+            )
+        units.append(unit)
+    devices = sorted({str(unit.device) for unit in units})
+    if len(devices) > 1:
+        raise ValueError(f"modules: expected one device, found {', '.join(devices)}; share among those of one device")
+    if not units:
         return
-    if not callable(getattr(module, method_name, None)):
-        raise ValueError(
-            f"method_name: expected a method of {type(module).__name__}, found {method_name!r}; check its spelling"
-        )
-    raise validate.not_built("register_fsdp_forward_method", method_name, "call the module's forward")
+    first = units[0]
+    root = first.root
+    shared = root.shared if root is not None else first.shared or Shared(keep=first.device.type == "cpu")
+    for unit in units:
+        if unit.root is not None:
+            unit.root.share(shared)
+        unit.shared = shared

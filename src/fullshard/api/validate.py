@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .._torch_compat import applied_apis
 from ..param import Found
 from ..policy import resolve_offload
-from ..runtime import unit_of
+from ..runtime import Unit, unit_of
 
 
 def not_built(argument: str, value: object, instead: str) -> NotImplementedError:
@@ -23,10 +24,21 @@ def not_built(argument: str, value: object, instead: str) -> NotImplementedError
     return NotImplementedError(f"{argument}: expected what this version of fullshard has, found {value!r}; {instead}")
 
 
-def check_module(module: object) -> nn.Module:
-    """The module to shard."""
-    if isinstance(module, (list, tuple)):
-        raise not_built("module", f"a list of {len(module)} modules", "shard their parent, or each by itself")
+def check_modules(module: object) -> list[nn.Module]:
+    """The modules to shard as one unit: one, or those of a list that lie in no other of it."""
+    if not isinstance(module, (list, tuple)):
+        return [_check_module(module)]
+    if not module:
+        raise ValueError(
+            "module: expected at least one module, found an empty list; pass the modules to shard together"
+        )
+    modules = [_check_module(item) for item in module]
+    if len(set(modules)) < len(modules):
+        raise AssertionError("module: expected each module once, found one of them twice in the list; name it once")
+    return [m for m in modules if not any(m is not other and m in other.modules() for other in modules)]
+
+
+def _check_module(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, found {type(module).__name__}; pass the module itself")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(module):
@@ -38,6 +50,11 @@ def check_module(module: object) -> nn.Module:
         raise AssertionError(
             f"module: expected one that is not sharded yet, found {type(module).__name__}, to which fully_shard was "
             f"applied before; apply it once to each module"
+        )
+    if "fully_shard" in applied_apis(module):
+        raise AssertionError(
+            f"module: expected one that is not sharded yet, found {type(module).__name__}, to which torch's "
+            f"fully_shard was applied before; use one of the two"
         )
     for name, child in module.named_modules():
         unit = unit_of(child)
@@ -117,12 +134,14 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def check_ignored(ignored_params: Iterable[object] | None, module: nn.Module) -> set[nn.Parameter]:
+def check_ignored(ignored_params: Iterable[object] | None) -> set[nn.Parameter]:
     """`ignored_params` as a set of the module's parameters."""
     ignored: set[nn.Parameter] = set()
     for parameter in ignored_params or ():
         if not isinstance(parameter, nn.Parameter):
-            raise TypeError(f"ignored_params: expected nn.Parameters, found {type(parameter).__name__}")
+            raise TypeError(
+                f"ignored_params: expected nn.Parameters, found {type(parameter).__name__}; pass the objects"
+            )
         ignored.add(parameter)
     return ignored
 
@@ -134,6 +153,14 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
     """The parameters of one unit, before any of them is sharded."""
     for item in found:
         parameter, name = item.parameter, item.name
+        for slot in item.slots:
+            around = slot.module.__dict__.get(_AROUND)
+            if around is not None and any(slot in param.slots for param in around.params):
+                raise RuntimeError(
+                    f"{name}: expected inner modules to be sharded before those around them, found {module_name} after "
+                    f"{around.record.name}, which has its parameters already; call fully_shard bottom-up: on each "
+                    f"block first, on the whole model last"
+                )
         owner = getattr(parameter, _OWNER, None)
         if owner is not None:
             raise ValueError(
@@ -153,6 +180,15 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
             )
 
 
+_AROUND = "_fullshard_around"
+
+
+def mark_managed(unit: Unit, managed: Iterable[nn.Module]) -> None:
+    """Remember on modules which unit has their parameters, so that sharding them later is noticed."""
+    for module in managed:
+        module.__dict__[_AROUND] = unit
+
+
 def mark_owner(found: Iterable[Found], module_name: str) -> None:
     """Remember on the original parameters who sharded them, so that a tie in another unit is noticed."""
     for item in found:
@@ -160,9 +196,11 @@ def mark_owner(found: Iterable[Found], module_name: str) -> None:
 
 
 def check_prefetch(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:
-    """The units of a prefetch list."""
-    if not isinstance(modules, (list, tuple)):
-        raise ValueError(f"{what}: expected a list of sharded modules, found {type(modules).__name__}")
+    """The units of a prefetch list; any iterable, such as an `nn.ModuleList`."""
+    if not isinstance(modules, Iterable):
+        raise TypeError(
+            f"{what}: expected a list of sharded modules, found {type(modules).__name__}; put it into a list"
+        )
     units = []
     for module in modules:
         found = unit(module) if isinstance(module, nn.Module) else None

@@ -52,7 +52,19 @@ EVENTS = (
 )
 COMMANDS = ("gather", "wait", "free", "drop", "shelve", "expose", "reduce", "hold", "finish", "discard")
 # Flags an event may carry; each changes what some rule does (lifecycle/rules.py).
-FLAGS = ("grad", "in_backward", "inputs", "outputs", "none", "nosync", "stale", "create_graph")
+FLAGS = (
+    "grad",
+    "in_backward",
+    "nested",
+    "inputs",
+    "outputs",
+    "more",
+    "none",
+    "nosync",
+    "stale",
+    "create_graph",
+    "needed",
+)
 
 
 class Event(NamedTuple):

@@ -1,7 +1,8 @@
 """Which unit is needed next: the recorded order, or the user's lists.
 
-    forward    the user's list for this unit; otherwise the units that followed it in the previous pass. The first pass,
-               and a pass that leaves the recorded order, gather each unit when it is needed: late, but right.
+    forward    the user's list for this unit; otherwise the units that followed it in the previous pass that began with
+               the same unit. The first pass, and a pass that leaves the recorded order, gather each unit when it is
+               needed: late, but right.
     backward   the user's list for this unit; otherwise the unit whose forward ended before this use of it.
 
 A wrong guess costs a gather: it is found full when needed, or dropped at the end of the backward. It never costs a
@@ -15,9 +16,11 @@ from collections.abc import Sequence
 from .state import RunRecord, UnitRecord
 
 
-def begin_forward(run: RunRecord) -> None:
-    """The outermost forward begins: a new log; the plan is that of the last pass."""
+def begin_forward(run: RunRecord, unit: UnitRecord) -> None:
+    """The outermost forward, that of `unit`, begins: a new log; the plan is that of its last pass. What runs beside the
+    model (a head called for each chunk of a loss) has a plan of its own."""
     run.forward_log = []
+    run.forward_plan = run.forward_plans.get(unit.index, [])
     run.order_mark = len(run.order)
 
 
@@ -37,13 +40,13 @@ def next_in_forward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
     return plan[position + 1 : position + 1 + run.prefetch_depth]
 
 
-def end_forward(run: RunRecord, *, backward_follows: bool) -> None:
-    """The outermost forward ended: what it did is the plan of the next pass.
+def end_forward(run: RunRecord, unit: UnitRecord, *, backward_follows: bool) -> None:
+    """The outermost forward, that of `unit`, ended: what it did is the plan of its next pass.
 
     When no backward can follow (evaluation), its uses are forgotten; otherwise thousands of evaluation batches would
     pile up in the order until some backward ends.
     """
-    run.forward_plan = run.forward_log
+    run.forward_plan = run.forward_plans[unit.index] = run.forward_log
     if not backward_follows:
         for unit in run.order[run.order_mark :]:
             if unit.uses:  # a backward inside the evaluation may have counted them off

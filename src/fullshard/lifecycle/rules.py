@@ -21,17 +21,25 @@ _NOTHING: Commands = []
 # ---- forward ------------------------------------------------------------------------------------------------
 
 
-def pre_forward(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, stale: bool = False) -> Commands:
-    """`in_backward`: a backward is running, so this is recomputation. `stale`: shards were written since the gather."""
+def pre_forward(
+    run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, nested: bool = False, stale: bool = False
+) -> Commands:
+    """`in_backward`: a backward is running, so this is recomputation. `nested`: another forward of the unit is running.
+    `stale`: shards were written since the gather."""
     commands: Commands = []
     if in_backward and unit.in_backward:
         # [R1] Recomputation after the backward of the unit began: it may have been freed by the backward of another
         # use, and must be full again. It is no new use, so nothing else changes.
         _make_full(unit, commands)
         return commands
+    if nested:
+        # [R21] A method that calls forward, or recursion: part of the use around it, at whose end weights are freed.
+        _make_full(unit, commands)
+        return commands
     if run.forward_root is None and not in_backward:
         run.forward_root = unit
-        begin_forward(run)
+        _close_passes(run, but=unit)
+        begin_forward(run, unit)
     unit.phase = Phase.FORWARD
     if stale:
         # [R2] Full parameters, there or on their way, are not used once their shards changed.
@@ -44,47 +52,61 @@ def pre_forward(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, 
 
 
 def post_forward(
-    run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, inputs: bool = True, outputs: bool = True
+    run: RunRecord,
+    unit: UnitRecord,
+    *,
+    in_backward: bool = False,
+    inputs: bool = True,
+    outputs: bool = True,
+    nested: bool = False,
+    more: bool = False,
 ) -> Commands:
     """`outputs`: some output requires a gradient, so that a backward through this forward may come. `inputs`: some
-    input does too, so that `inputs_reached` will follow."""
+    input does too, so that `inputs_reached` will follow. `more`: the unit has modules that did not run in this pass."""
     commands: Commands = []
     if in_backward and unit.in_backward:
         # [R4] Recomputation: the backward that asked for it needs the parameters at once.
         return commands
+    if nested:
+        return commands
     unit.inputs_hooked = inputs
     is_forward_root = run.forward_root is unit
-    if not in_backward:
-        if unit.full is Full.FULL:
-            if unit.reshard_after_forward:
-                # [R5] Memory is held for one unit at a time.
-                _free(unit, commands)
-            elif not outputs and unit.keeps_in_evaluation:
-                # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now),
-                # while the next forward may find its memory, because that was asked for.
-                unit.full = Full.SHELVED
-                commands.append(Command("shelve", unit))
-            elif not outputs:
-                # [R20] It was kept for a backward alone, and none comes. What is not kept cannot become stale.
-                _free(unit, commands)
-        if not unit.empty:
-            # [R7] Backward visits uses in reverse, so each use has its own place in the order.
-            unit.uses.append(len(run.order))
-            run.order.append(unit)
+    if in_backward:
+        if more:
+            _open_pass(run, unit, outputs=outputs)
+        else:
+            _close_pass(run, unit)
+    else:
+        if more and not is_forward_root:
+            # [R22] One gather serves all modules of a unit: those that did not run yet may be next.
+            _open_pass(run, unit, outputs=outputs)
+            return commands
+        if is_forward_root:
+            _end_passes(run, unit, commands)
+        outputs = outputs or unit.pass_outputs
+        placed = unit.pass_open and is_forward_root
+        # [R24] A module of several that is called by itself (the head, for each chunk of a loss) is followed at once by
+        # others or by its backward. They share its gather and its place in the order.
+        waits = more and outputs
+        _end_use(run, unit, commands, outputs=outputs, keep=waits, placed=placed)
+        if waits:
+            _open_pass(run, unit, outputs=outputs)
+        else:
+            _close_pass(run, unit)
     unit.phase = Phase.IDLE
     if is_forward_root:
         run.forward_root = None
         if not in_backward:
-            end_forward(run, backward_follows=outputs)
+            end_forward(run, unit, backward_follows=outputs)
     return commands
 
 
-def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False) -> Commands:
+def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, nested: bool = False) -> Commands:
     """The forward of `unit` raised. Nothing is freed here: a caller may still catch it inside the root's forward.
 
     In a backward this is also how recomputation ends once it has what it needs.
     """
-    if not in_backward:
+    if not in_backward and not nested:
         unit.phase = Phase.IDLE
     return _NOTHING
 
@@ -92,20 +114,26 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
 # ---- backward -----------------------------------------------------------------------------------------------
 
 
-def pre_backward(run: RunRecord, unit: UnitRecord, *, create_graph: bool = False) -> Commands:
-    """`create_graph`: the backward records a graph, whose own backward will need the weights again."""
+def pre_backward(run: RunRecord, unit: UnitRecord, *, create_graph: bool = False, needed: bool = False) -> Commands:
+    """`create_graph`: the backward records a graph, whose own backward will need the weights again. `needed`: a saved
+    weight is about to be read."""
     run.in_backward = True
     run.keep_full = run.keep_full or create_graph
     unit.in_backward = True
     commands: Commands = []
+    # [R25] The user may know that a backward does not read the weights (an embedding). What reads them all the same
+    # finds them, where it is noticed.
+    gathers = unit.gathers_in_backward or needed
     if unit.phase is Phase.BACKWARD:
         # [R8] Only the first of several outputs counts; but weights needed again are gathered again.
-        _make_full(unit, commands)
+        if gathers:
+            _make_full(unit, commands)
         return commands
     unit.phase = Phase.BACKWARD
-    _make_full(unit, commands)
+    if gathers:
+        _make_full(unit, commands)
     # [R9] The next unit of the backward travels while this one computes.
-    _gather_ahead(next_in_backward(run, unit), commands)
+    _gather_ahead([other for other in next_in_backward(run, unit) if other.gathers_in_backward], commands)
     return commands
 
 
@@ -128,6 +156,7 @@ def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Comman
 def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> Commands:
     """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over."""
     commands: Commands = []
+    _close_passes(run)
     for unit in run.units:
         if unit.phase is not Phase.DONE or present[unit.index] or unit.full in (Full.FULL, Full.SHELVED):
             # [R11] Units whose inputs needed no gradient, with parameters that got none, or gathered once more by
@@ -183,6 +212,7 @@ def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
 def abandon(run: RunRecord, root: UnitRecord) -> Commands:
     """[R14] A step did not come to its end: afterwards nothing of it is left, as if it had not been tried."""
     commands: Commands = []
+    _close_passes(run)
     for unit in run.units:
         _throw_away(unit, commands)
         unit.phase = Phase.IDLE
@@ -195,6 +225,7 @@ def abandon(run: RunRecord, root: UnitRecord) -> Commands:
     run.forward_log = []
     # [R15] A half-recorded order is no plan.
     run.forward_plan = []
+    run.forward_plans.clear()
     run.in_backward = False
     run.keep_full = False
     run.generation += 1
@@ -203,6 +234,56 @@ def abandon(run: RunRecord, root: UnitRecord) -> Commands:
 
 
 # ---- shared by the rules ------------------------------------------------------------------------------------
+
+
+def _end_use(
+    run: RunRecord, unit: UnitRecord, commands: Commands, *, outputs: bool, keep: bool = False, placed: bool = False
+) -> None:
+    """A use of `unit` is over. `keep`: it is to stay full. `placed`: the use has its place in the order already."""
+    if unit.full is Full.FULL and not keep:
+        if unit.reshard_after_forward:
+            # [R5] Memory is held for one unit at a time.
+            _free(unit, commands)
+        elif not outputs and unit.keeps_in_evaluation:
+            # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), while
+            # the next forward may find its memory, because that was asked for.
+            unit.full = Full.SHELVED
+            commands.append(Command("shelve", unit))
+        elif not outputs:
+            # [R20] It was kept for a backward alone, and none comes. What is not kept cannot become stale.
+            _free(unit, commands)
+    if not unit.empty and not placed:
+        # [R7] Backward visits uses in reverse, so each use has its own place in the order.
+        unit.uses.append(len(run.order))
+        run.order.append(unit)
+
+
+def _open_pass(run: RunRecord, unit: UnitRecord, *, outputs: bool) -> None:
+    """Modules of `unit` that did not run may follow in the same use."""
+    unit.pass_outputs = unit.pass_outputs or outputs
+    if not unit.pass_open:
+        unit.pass_open = True
+        run.open_passes.append(unit)
+
+
+def _end_passes(run: RunRecord, root: UnitRecord, commands: Commands) -> None:
+    """[R23] The outermost forward, that of `root`, is over: modules that did not run in it are not waited for."""
+    for unit in [unit for unit in run.open_passes if unit is not root]:
+        _end_use(run, unit, commands, outputs=unit.pass_outputs)
+        _close_pass(run, unit)
+        unit.phase = Phase.IDLE
+
+
+def _close_pass(run: RunRecord, unit: UnitRecord) -> None:
+    """The next forward of `unit` begins a new pass over its modules."""
+    if unit.pass_open:
+        unit.pass_open = unit.pass_outputs = False
+        run.open_passes.remove(unit)
+
+
+def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
+    for unit in [unit for unit in run.open_passes if unit is not but]:
+        _close_pass(run, unit)
 
 
 def _gather(unit: UnitRecord, commands: Commands) -> None:

@@ -53,11 +53,14 @@ class UnitRecord:
         "forward_prefetch",
         "frees_late",
         "full",
+        "gathers_in_backward",
         "in_backward",
         "index",
         "inputs_hooked",
         "keeps_in_evaluation",
         "name",
+        "pass_open",
+        "pass_outputs",
         "phase",
         "reshard_after_backward",
         "reshard_after_forward",
@@ -77,6 +80,10 @@ class UnitRecord:
         self.in_backward = False
         # Whether this use of the unit will report `inputs_reached`.
         self.inputs_hooked = False
+        # A unit of several modules: some ran and others may follow in the same use; whether an output of those that
+        # ran requires a gradient.
+        self.pass_open = False
+        self.pass_outputs = False
         # Positions in `RunRecord.order` of the forwards that wait for their backward, oldest first.
         self.uses: list[int] = []
         # ---- settings
@@ -86,6 +93,8 @@ class UnitRecord:
         self.keeps_in_evaluation = True
         # Whether gradients are reduced at the end of this backward or kept until one that does.
         self.sync = True
+        # Whether a backward reads the unit's weights; False is the user's word.
+        self.gathers_in_backward = True
         # Some parameters get no gradient, so "all gradients are ready" does not say that all weights were used.
         self.frees_late = False
         # Units to gather when this one's forward begins, instead of the recorded order; likewise in backward.
@@ -102,11 +111,13 @@ class RunRecord:
     __slots__ = (
         "forward_log",
         "forward_plan",
+        "forward_plans",
         "forward_root",
         "generation",
         "in_backward",
         "is_last_backward",
         "keep_full",
+        "open_passes",
         "order",
         "order_mark",
         "prefetch_depth",
@@ -124,9 +135,13 @@ class RunRecord:
         self.order: list[UnitRecord] = []
         # Length of `order` when the outermost forward began.
         self.order_mark = 0
-        # Units in the order in which the forwards of this pass began, and of the previous complete pass.
+        # Units with an open pass (`UnitRecord.pass_open`), in the order in which these began.
+        self.open_passes: list[UnitRecord] = []
+        # Units in the order in which the forwards of this pass began, and of the previous complete pass that began
+        # with the same unit; all of these, by the index of the unit they began with.
         self.forward_log: list[UnitRecord] = []
         self.forward_plan: list[UnitRecord] = []
+        self.forward_plans: dict[int, list[UnitRecord]] = {}
         self.in_backward = False
         # False: a later backward of the same step will still use what this one leaves behind.
         self.is_last_backward = True

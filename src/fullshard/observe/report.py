@@ -119,7 +119,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         unsharded=unsharded,
         expected=_sum(row.expected for row in rows),
         measured=_sum(row.measured for row in rows),
-        message_nbytes=sum(root.pool.nbytes for root in {id(u.root): u.root for _, u in found}.values() if root),
+        message_nbytes=sum(shared.pool.nbytes for shared in {u.root.shared for _, u in found if u.root is not None}),
         peak_moment=moment,
         peak_terms=terms,
         notes=_notes(model, found, rows, unsharded, held),
@@ -140,7 +140,7 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
     gradients = [local_of(s.grad) for s in shards if s.grad is not None and not isinstance(s.grad, PendingGrad)]
     return UnitReport(
         name=name,
-        module_class=type(unit.module).__name__.removeprefix("FSDP"),
+        module_class="+".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules),
         param_names=tuple(slots[0] for slots in spelt),
         tied=tuple(slots for slots in spelt if len(slots) > 1),
         placements=_once(f"{param.spec.placements} on {_mesh(param)}" for param in unit.params),

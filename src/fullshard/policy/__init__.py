@@ -1,5 +1,6 @@
 """Options as frozen values: what the user may say, and what it resolves to. Read once, never looked up in a step."""
 
+from .mesh_dims import DataParallelMeshDims as DataParallelMeshDims
 from .offload import CPUOffloadPolicy as CPUOffloadPolicy
 from .offload import Offload as Offload
 from .offload import OffloadPolicy as OffloadPolicy

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .._torch_compat import TorchCPUOffloadPolicy, TorchOffloadPolicy
+
 
 @dataclass
-class OffloadPolicy:
+class OffloadPolicy(TorchOffloadPolicy):
     """No offload: shards, gradients and optimizer state stay on the device of the mesh."""
 
 
 @dataclass
-class CPUOffloadPolicy(OffloadPolicy):
+class CPUOffloadPolicy(OffloadPolicy, TorchCPUOffloadPolicy):
     """Shards, gradients and optimizer state on the host; full parameters on the device of the mesh while they are used.
 
     Each unit is copied to the device in one copy before its gather, and its reduced gradients back in one. On a mesh of

@@ -15,9 +15,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .._torch_compat import TorchMixedPrecisionPolicy
+
 
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     """Dtypes of one `fully_shard` call; names and meaning are those of torch's class (seeds 000 to 003).
 
     param_dtype: dtype of the full parameters in forward and backward; None keeps the original one.

@@ -6,33 +6,20 @@ commands, the same on every rank.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
-from ..comm import BufferPool, Reduction
 from ..lifecycle import Command, CommandChecker
-from ..param import ParamGroup
+from .shared import InFlight, Shared
 from .unit import Unit
-
-
-class _InFlight(NamedTuple):
-    group: ParamGroup
-    trainable: tuple[int, ...]
-    reduction: Reduction
 
 
 class Executor:
     """Runs commands for the units of one root. `units[i]` is the unit of record index i."""
 
-    def __init__(self, units: Sequence[Unit], pool: BufferPool, *, reductions_in_flight: int, check: bool) -> None:
+    def __init__(self, units: Sequence[Unit], shared: Shared, *, reductions_in_flight: int, check: bool) -> None:
         self.units = list(units)
-        self.pool = pool
+        self.shared = shared
         self._limit = reductions_in_flight
-        # Reductions under way over the ranks that share parameters, and those that went on to the ranks that replicate
-        # them: both in the order of their commands, which is that of their messages on every rank.
-        self._in_flight: deque[_InFlight] = deque()
-        self._replicating: deque[_InFlight] = deque()
         # Units with gradients to commit when the backward ends, in the order of their commands.
         self._touched: dict[Unit, None] = {}
         # Units whose held gradients are under way: their accumulation window closes with this backward.
@@ -68,7 +55,7 @@ class Executor:
     @property
     def replicating_nbytes(self) -> int:
         """Bytes of the sums that are under way between the ranks that replicate."""
-        return sum(flight.reduction.nbytes for flight in self._replicating)
+        return sum(flight.reduction.nbytes for flight in self.shared.replicating if flight.owner is self)
 
     def must_send(self, unit: Unit) -> bool:
         """Whether this rank has to send for `unit` though the running backward brought nothing that is not sent.
@@ -81,6 +68,14 @@ class Executor:
             or (unit.partial_open and unit.all_reduces and unit not in self._carrying)
             or (unit.controls.zero_unused and unit.expected != 0 and unit not in self._touched)
         )
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether reductions of these units are under way."""
+        return self._has_own(self.shared.in_flight) or self._has_own(self.shared.replicating)
+
+    def _has_own(self, flights: Iterable[InFlight]) -> bool:
+        return any(flight.owner is self for flight in flights)
 
     # ---- full parameters -----------------------------------------------------------------------------------
 
@@ -141,25 +136,26 @@ class Executor:
                 partials=[param.live_partial() for param in params] if with_partials else (),
                 keep=keep,
             )
-            self._put(_InFlight(group, group.trainable, reduction))
-        while limit is None and len(self._in_flight) > self._limit:
+            self._put(InFlight(self, group, group.trainable, reduction))
+        while limit is None and len(self.shared.in_flight) > self._limit:
             self._advance_oldest()
 
-    def _put(self, flight: _InFlight) -> None:
+    def _put(self, flight: InFlight) -> None:
         """To those whose message it is that is under way."""
         if not flight.reduction.replicating:
-            self._in_flight.append(flight)
+            self.shared.in_flight.append(flight)
             return
-        self._replicating.append(flight)
-        while len(self._replicating) > self._limit:
-            self._collect(self._replicating.popleft())
+        self.shared.replicating.append(flight)
+        while len(self.shared.replicating) > self._limit:
+            self._collect(self.shared.replicating.popleft())
 
     def _make_room(self, send_buffers: int) -> None:
         """Wait until one buffer less than `send_buffers` is in use."""
-        while len(self._in_flight) >= send_buffers:
+        in_flight, replicating = self.shared.in_flight, self.shared.replicating
+        while len(in_flight) >= send_buffers:
             self._advance_oldest()
-        while sum(f.reduction.keeps_send_buffer for f in self._replicating) + len(self._in_flight) >= send_buffers:
-            self._collect(self._replicating.popleft())
+        while sum(f.reduction.keeps_send_buffer for f in replicating) + len(in_flight) >= send_buffers:
+            self._collect(replicating.popleft())
 
     def _hold(self, unit: Unit) -> None:
         self._touched[unit] = None
@@ -167,23 +163,23 @@ class Executor:
 
     def _advance_oldest(self) -> None:
         """Wait for the oldest message between ranks that share; its sum is collected, or goes on to the replicas."""
-        flight = self._in_flight.popleft()
+        flight = self.shared.in_flight.popleft()
         flight.reduction.advance()
         if flight.reduction.two_stages:
             self._put(flight)
         else:
             self._collect(flight)
 
-    def _collect(self, flight: _InFlight) -> None:
+    def _collect(self, flight: InFlight) -> None:
         for i, part in zip(flight.trainable, flight.reduction.collect(), strict=True):
             if part is not None:
                 flight.group.params[i].receive(part, partial=flight.reduction.keeps)
 
     def _finish(self, root: Unit) -> None:
-        while self._in_flight:
+        while self._has_own(self.shared.in_flight):
             self._advance_oldest()
-        while self._replicating:
-            self._collect(self._replicating.popleft())
+        while self._has_own(self.shared.replicating):
+            self._collect(self.shared.replicating.popleft())
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
@@ -202,9 +198,13 @@ class Executor:
         self._carrying.clear()
 
     def _discard(self, root: Unit) -> None:
-        for flights in (self._in_flight, self._replicating):
-            while flights:
-                flights.popleft().reduction.abandon()
+        for flights in (self.shared.in_flight, self.shared.replicating):
+            for _ in range(len(flights)):
+                flight = flights.popleft()
+                if flight.owner is self:
+                    flight.reduction.abandon()
+                else:
+                    flights.append(flight)
         self._touched.clear()
         self._closing.clear()
         self._carrying.clear()

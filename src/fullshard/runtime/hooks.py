@@ -14,7 +14,7 @@ reported before the beginning of that of the unit which made the input.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,23 +30,59 @@ class _Running(NamedTuple):
 
     # The exception that was being handled when it began; another one at its end is its own.
     handling: BaseException | None
+    # Not a repetition in backward.
     own_use: bool
+    # Inside another forward of the unit.
+    nested: bool
+    # A registered method, whose end is noticed whatever ends it; that of a forward is not, after a KeyboardInterrupt.
+    method: bool
     watched: bool
     inputs: bool
 
 
 class UnitHooks:
-    """The hooks of one unit's module. Holds the forwards that are running, innermost last."""
+    """The hooks of one unit's modules. Holds the forwards that are running, innermost last."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._running: list[_Running] = []
         self._generation = 0
-        unit.module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        # always_call: a forward that raises must give back the saved-tensor hooks it pushed.
-        unit.module.register_forward_hook(self._after, prepend=False, with_kwargs=True, always_call=True)
+        # Of the open pass over several modules.
+        self._inputs: _InputsReached | None = None
+        for module in unit.modules:
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            # always_call: a forward that raises must give back the saved-tensor hooks it pushed.
+            module.register_forward_hook(self._after, prepend=False, with_kwargs=True, always_call=True)
+        unit.hooks = self
+
+    def call(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`method(*args, **kwargs)` of `module` as if it were its forward."""
+        args, kwargs = self._begin(args, kwargs, method=True)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._after(module, args, kwargs, None)
+            raise
+        changed = self._after(module, args, kwargs, output)
+        return output if changed is None else changed
+
+    @property
+    def in_method(self) -> bool:
+        """Whether a registered method is running."""
+        return any(running.method for running in self._running)
+
+    def running(self, generation: int) -> bool:
+        """Whether a forward of the unit is running. What a step of another generation left running ended without its
+        hook (KeyboardInterrupt)."""
+        if generation != self._generation:
+            self._generation = generation
+            self._running.clear()
+        return bool(self._running)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._begin(args, kwargs)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: bool = False) -> Any:
         unit = self._unit
         root = unit.root
         if unit.opened is not None:
@@ -60,16 +96,14 @@ class UnitHooks:
         policy = unit.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-        own_use = root.pre_forward(unit)
-        if root.run.generation != self._generation:
-            # What an abandoned step left running ended without its hook (KeyboardInterrupt).
-            self._generation = root.run.generation
-            self._running.clear()
+        own_use, nested = root.pre_forward(unit)
         watched = inputs = False
         if own_use and torch.is_grad_enabled():
-            inputs = self._hook_inputs(root, args, kwargs)
+            # What a nested forward gets was made inside, or belongs to the forward around it: the gradients of its
+            # inputs say nothing about the end of the unit's backward.
+            inputs = not nested and self._hook_inputs(root, args, kwargs)
             watched = root.watch.begin(unit)
-        self._running.append(_Running(sys.exception(), own_use, watched, inputs))
+        self._running.append(_Running(sys.exception(), own_use, nested, method, watched, inputs))
         return args, kwargs
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -81,12 +115,12 @@ class UnitHooks:
         if running.watched:
             root.watch.end()
         if sys.exception() is not running.handling:
-            root.forward_failed(unit)
+            root.forward_failed(unit, nested=running.nested)
             return None
         outputs: list[Tensor] = []
         if running.own_use and torch.is_grad_enabled():
             outputs = tensors_requiring_grad(output)
-        root.post_forward(unit, inputs=running.inputs, outputs=bool(outputs))
+        root.post_forward(unit, module, nested=running.nested, inputs=running.inputs, outputs=bool(outputs))
         self._hook_outputs(root, outputs)
         if unit.policy.output_dtype is not None:
             output = cast_floating(output, unit.policy.output_dtype)
@@ -98,10 +132,12 @@ class UnitHooks:
         inputs = [t for t in tensors_requiring_grad(args) if not t.is_leaf]
         if kwargs:
             inputs += [t for t in tensors_requiring_grad(kwargs) if not t.is_leaf]
-        if inputs:
-            reached = _InputsReached(root, self._unit, len(inputs))
-            for tensor in inputs:
-                tensor.register_hook(reached)
+        reached = self._inputs
+        if reached is None or not self._unit.record.pass_open:
+            reached = self._inputs = _InputsReached(root, self._unit)
+        reached.expect(len(inputs))
+        for tensor in inputs:
+            tensor.register_hook(reached)
         return bool(inputs)
 
     def _hook_outputs(self, root: Root, outputs: Sequence[Tensor]) -> None:
@@ -126,17 +162,29 @@ class _OutputNeeded:
 
 
 class _InputsReached:
-    """Called when the gradient of one of `count` inputs is complete; reports when that holds for all."""
+    """Called when the gradient of an input of one use is complete; reports when that holds for all of them.
 
-    __slots__ = ("_count", "_left", "_root", "_unit")
+    The use of a unit of several modules has the inputs of all these. One that ran without inputs that require a
+    gradient has an end of its backward that no input tells, and so has the use: it never reports.
+    """
 
-    def __init__(self, root: Root, unit: Unit, count: int) -> None:
+    __slots__ = ("_count", "_left", "_root", "_silent", "_unit")
+
+    def __init__(self, root: Root, unit: Unit) -> None:
         self._root = root
         self._unit = unit
-        self._count = self._left = count
+        self._count = self._left = 0
+        self._silent = False
+
+    def expect(self, count: int) -> None:
+        """So many more inputs; 0: a module ran without any."""
+        self._count += count
+        self._left += count
+        self._silent = self._silent or not count
 
     def __call__(self, _gradient: Tensor) -> None:
         self._left -= 1
         if self._left == 0:
             self._left = self._count  # a retained graph may be run through again
-            self._root.inputs_reached(self._unit)
+            if not self._silent:
+                self._root.inputs_reached(self._unit)

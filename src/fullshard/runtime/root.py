@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from .._torch_compat import current_backward, queue_backward_callback
-from ..comm import BufferPool
 from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, rules
 from ..param import ShardedParam
 from ..policy import Options
 from .executor import Executor
 from .names import clean_name as clean_name
 from .optimizer_steps import count_optimizer_steps
+from .shared import Shared
 from .uninitialized import has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Unit, unit_of
 from .watch import Watch
@@ -38,9 +38,9 @@ class Root:
         self.provisional = provisional
         self.options = options = Options.from_environment()
         device = self.units[0].device
-        self.pool = BufferPool(keep=device.type == "cpu")
+        self.shared = self.units[0].shared or Shared(keep=device.type == "cpu")
         self.executor = Executor(
-            self.units, self.pool, reductions_in_flight=options.reductions_in_flight, check=options.check
+            self.units, self.shared, reductions_in_flight=options.reductions_in_flight, check=options.check
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.run.is_last_backward = self.units[0].is_last_backward
@@ -58,7 +58,7 @@ class Root:
             unit.record.name = name
             unit.on_gradient = self._gradient_arrived
             unit.on_repaired = self.watch.learn
-            unit.attach(self, self.pool, options.communication)
+            unit.attach(self, self.shared.pool, options.communication)
             if options.watch == "never":
                 unit.watched = 0
             self.watch.learn(unit)
@@ -67,43 +67,50 @@ class Root:
 
     # ---- forward -------------------------------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit) -> bool:
-        """Report that `unit`'s forward begins; whether this is a use of its own, not a repetition in backward."""
+    def pre_forward(self, unit: Unit) -> tuple[bool, bool]:
+        """Report that a forward of `unit` begins. Whether this is a use of its own, not a repetition in backward; and
+        whether another forward of `unit` is running."""
         if self.unproven:
             prove_initialized(self.units)
             self.unproven = False
-        record, run = unit.record, self.run
+        record, run, hooks = unit.record, self.run, unit.hooks
+        assert hooks is not None
         in_backward = current_backward() != -1
-        if not in_backward and run.has_leftovers and (run.forward_root in (None, record) or record.index == 0):
+        outermost = run.forward_root in (None, record) or record.index == 0
+        if not in_backward and run.has_leftovers and outermost and not hooks.in_method:
             self.abandon()
-        if self.run.order and record.index == 0 and not in_backward:
+        nested = hooks.running(run.generation)
+        if run.forward_root is None and not in_backward:
+            self._wait_for_optimizer()
+        if self.run.order and record.index == 0 and not in_backward and not nested:
             self._watch_again()
         repeated = in_backward and record.in_backward
-        stale = record.full is not Full.SHARDED and unit.is_stale()
-        commands = rules.pre_forward(run, record, in_backward=in_backward, stale=stale)
-        self._do("pre_forward", record, commands, in_backward=in_backward, stale=stale)
-        return not repeated
+        stale = record.full is not Full.SHARDED and not nested and unit.is_stale()
+        commands = rules.pre_forward(run, record, in_backward=in_backward, nested=nested, stale=stale)
+        self._do("pre_forward", record, commands, in_backward=in_backward, nested=nested, stale=stale)
+        return not repeated, nested
 
-    def post_forward(self, unit: Unit, *, inputs: bool, outputs: bool) -> None:
-        """Report that `unit`'s forward is over. `outputs`: some output requires a gradient; `inputs`: the end of its
-        backward will be reported by its inputs."""
-        flags = {"in_backward": current_backward() != -1, "inputs": inputs, "outputs": outputs}
+    def post_forward(self, unit: Unit, module: nn.Module, *, nested: bool, inputs: bool, outputs: bool) -> None:
+        """Report that a forward of `module`, of `unit`, is over. `outputs`: some output requires a gradient; `inputs`:
+        the end of its backward will be reported by its inputs; `nested`: another forward of the unit is running."""
+        in_backward = current_backward() != -1
+        repeated = in_backward and unit.record.in_backward
+        more = not nested and not repeated and unit.ran(module)
+        flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
         self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
 
-    def forward_failed(self, unit: Unit) -> None:
-        """Report that `unit`'s forward raised."""
-        in_backward = current_backward() != -1
-        commands = rules.forward_failed(self.run, unit.record, in_backward=in_backward)
-        self._do("forward_failed", unit.record, commands, in_backward=in_backward)
+    def forward_failed(self, unit: Unit, *, nested: bool) -> None:
+        """Report that a forward of `unit` raised."""
+        flags = {"in_backward": current_backward() != -1, "nested": nested}
+        self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record, **flags), **flags)
 
     # ---- backward ------------------------------------------------------------------------------------------
 
-    def pre_backward(self, unit: Unit) -> None:
-        """Report that a gradient reached an output of `unit`, or that one of its saved weights is needed."""
+    def pre_backward(self, unit: Unit, *, needed: bool = False) -> None:
+        """Report that a gradient reached an output of `unit`, or that one of its saved weights is `needed`."""
         self._notice_backward()
-        create_graph = torch.is_grad_enabled()
-        commands = rules.pre_backward(self.run, unit.record, create_graph=create_graph)
-        self._do("pre_backward", unit.record, commands, create_graph=create_graph)
+        flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
+        self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, **flags), **flags)
 
     def inputs_reached(self, unit: Unit) -> None:
         """Report that the gradients of the inputs of one use of `unit` are complete."""
@@ -132,7 +139,7 @@ class Root:
             return
         if unit.record.full is not Full.FULL:
             unit.irregular = True
-        self.pre_backward(unit)
+        self.pre_backward(unit, needed=True)
 
     def _notice_backward(self) -> None:
         """The first report of a backward: make sure that its end will be noticed."""
@@ -151,6 +158,15 @@ class Root:
         present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
         commands = rules.backward_end(self.run, self.run.units[0], present)
         self._do("backward_end", self.run.units[0], commands)
+
+    def reduce_held(self) -> None:
+        """Reduce what backwards without synchronisation left, outside of a backward (pipeline schedules)."""
+        if current_backward() != -1:
+            raise RuntimeError(
+                "held gradients: expected no backward to be running when they are reduced by hand, found one; do it "
+                "after the backward, or let the last one reduce them with set_requires_gradient_sync(True)"
+            )
+        self.backward_end()
 
     def abandon(self) -> None:
         """Discard what a step left that did not come to its end."""
@@ -187,6 +203,26 @@ class Root:
         """Free the full parameters of `unit`."""
         self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
 
+    def share(self, shared: Shared) -> None:
+        """Use the buffers and the limit of `shared` from now on."""
+        if shared is self.shared:
+            return
+        if self.executor.has_in_flight or any(unit.record.full is Full.PENDING for unit in self.units):
+            raise RuntimeError(
+                f"share_comm_ctx: expected {self.units[0].record.name} to have no message under way, found one; call "
+                f"it before the first forward, or between steps"
+            )
+        self.shared = self.executor.shared = shared
+        for unit in self.units:
+            unit.attach(self, shared.pool, self.options.communication)
+
+    def _wait_for_optimizer(self) -> None:
+        """What `set_post_optim_event` announced: gathers, issued in the order of this stream, come after it."""
+        first = self.units[0]
+        event, first.post_optim_event = first.post_optim_event, None
+        if event is not None and first.device.type != "cpu":
+            event.wait()
+
     # ---- event to commands to action -----------------------------------------------------------------------
 
     def _do(self, kind: str, record: UnitRecord, commands: Sequence[Command], **flags: bool) -> None:
@@ -219,32 +255,39 @@ def root_of(unit: Unit) -> Root:
     root = unit.root
     if root is not None and not root.provisional:
         return root
-    names, units = [], []
+    if len(unit.modules) > 1:
+        raise RuntimeError(
+            f"expected a single module as the root, found the list {[type(m).__name__ for m in unit.modules]} that was "
+            f"given to fully_shard; apply fully_shard to the model that contains them, and run that first"
+        )
+    names: dict[Unit, str] = {}
     for name, module in unit.module.named_modules():
         below = unit_of(module)
-        if below is not None and below not in units:
-            if below.root is not None and not below.root.provisional:
-                raise RuntimeError(
-                    f"{name}: expected the outermost sharded module to run first, found that this module already "
-                    f"ran as a root; call the forward of {type(unit.module).__name__} before that of its "
-                    f"parts, or do not shard it"
-                )
-            names.append(clean_name(name) or "root")
-            units.append(below)
-    _refuse_meta(names, units)
+        if below is None:
+            continue
+        if below.root is not None and not below.root.provisional:
+            raise RuntimeError(
+                f"{name}: expected the outermost sharded module to run first, found that this module already "
+                f"ran as a root; call the forward of {type(unit.module).__name__} before that of its "
+                f"parts, or do not shard it"
+            )
+        name = clean_name(name) or "root"
+        names[below] = f"{names[below]}+{name}" if below in names else name
+    units = list(names)
+    _refuse_meta(unit.module, units)
     for below in units:
         _settle(below)
     if unit.reshard_after_forward is None:
         # The root's backward follows its forward at once.
         unit.record.reshard_after_forward = False
-    return Root(units, names, provisional=False)
+    return Root(units, list(names.values()), provisional=False)
 
 
 def early_root_of(unit: Unit) -> Root:
     """The root of `unit`, or a provisional one of its own: `unshard` may come before the root is known."""
     if unit.root is not None:
         return unit.root
-    _refuse_meta([unit.record.name], [unit])
+    _refuse_meta(unit.module, [unit])
     return Root([unit], [unit.record.name], provisional=True)
 
 
@@ -254,17 +297,23 @@ def _settle(unit: Unit) -> None:
         unit.root.wait_unshard(unit)
 
 
-def _refuse_meta(names: Sequence[str], units: Sequence[Unit]) -> None:
+def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[ShardedParam, str]:
+    """The dotted names below `model` of the parameters of `units`; relative to their unit for those outside of it."""
+    prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
+    names = {}
+    for unit in units:
+        for param in unit.params:
+            slot = next((slot for slot in param.slots if slot.module in prefixes), None)
+            names[param] = param.name if slot is None else prefixes[slot.module] + slot.name
+    return names
+
+
+def _refuse_meta(model: nn.Module, units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.record.full is Full.SHARDED:
             unit.repair()
-    on_meta = [
-        param.name if name == "root" else f"{name}.{param.name}"
-        for name, unit in zip(names, units, strict=True)
-        for param in unit.params
-        if param.local.is_meta
-    ]
-    if on_meta:
+    if any(param.local.is_meta for unit in units for param in unit.params):
+        on_meta = [name for param, name in parameter_names(model, units).items() if param.local.is_meta]
         shown = ", ".join(on_meta[:8]) + (f" and {len(on_meta) - 8} more" if len(on_meta) > 8 else "")
         raise RuntimeError(
             f"expected parameters with data before the first use, found {shown} on the meta device; "
@@ -287,5 +336,5 @@ def refuse_off_host(unit: Unit) -> None:
 
 
 def module_units(module: nn.Module) -> list[Unit]:
-    """The units of `module` and of everything below it."""
-    return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
+    """The units of `module` and of everything below it, each once."""
+    return list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))

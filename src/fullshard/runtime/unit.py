@@ -33,8 +33,10 @@ from ..policy.precision import MixedPrecisionLike
 from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
+    from .hooks import UnitHooks
     from .opened import OpenUnit
     from .root import Root
+    from .shared import Shared
 
 _ATTRIBUTE = "_fullshard_unit"
 # Forwards with gradients during which saved weights are watched (runtime/watch.py).
@@ -42,7 +44,7 @@ WATCHED_FORWARDS = 2
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` is the module of, or None."""
+    """The unit that `module` is the module of, or one of several, or None."""
     return cast("Unit | None", module.__dict__.get(_ATTRIBUTE))
 
 
@@ -55,23 +57,29 @@ class Part(NamedTuple):
 
 
 class Unit:
-    """`reshard_after_forward` is what the user said: None means yes unless the unit turns out to be the root."""
+    """`modules`: usually one; those of `fully_shard([a, b])` share everything, and each of them may run by itself.
+    `reshard_after_forward` is what the user said: None means yes unless the unit turns out to be the root."""
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         parts: Sequence[Part],
         *,
         device: torch.device,
         policy: MixedPrecisionLike,
         reshard_after_forward: bool | None,
     ) -> None:
-        self.module = module
+        self.modules = tuple(modules)
+        self.module = self.modules[0]
+        # Those that did not run in the open pass.
+        self._modules_left: set[nn.Module] = set()
+        self.hooks: UnitHooks | None = None
         # Where it computes.
         self.device = device
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
-        self.record = UnitRecord(type(module).__name__, 0, reshard_after_forward=reshard_after_forward is not False)
+        name = "+".join(type(module).__name__ for module in self.modules)
+        self.record = UnitRecord(name, 0, reshard_after_forward=reshard_after_forward is not False)
         self.groups: list[ParamGroup] = []
         # By group: with whom it is exchanged.
         self.links: list[Links] = []
@@ -103,6 +111,9 @@ class Unit:
         self._knows_trainable = False
         # What the user announced; counts when this unit is the root.
         self.is_last_backward = True
+        # Likewise: with whom its root shares buffers, and what its next forward waits for.
+        self.shared: Shared | None = None
+        self.post_optim_event: torch.Event | None = None
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
         self.window_open = False
         # Likewise with partial sums, which the next message that is all-reduced carries.
@@ -115,7 +126,8 @@ class Unit:
         self.is_watched = False
         # Some of it may never have been written (runtime/uninitialized.py); looked at in the next forward.
         self.unproven = any(group.has_uninitialized for group in self.groups)
-        module.__dict__[_ATTRIBUTE] = self
+        for module in self.modules:
+            module.__dict__[_ATTRIBUTE] = self
 
     @property
     def releases(self) -> bool:
@@ -136,6 +148,15 @@ class Unit:
     def params(self) -> list[ShardedParam]:
         """All parameters of the unit, group by group."""
         return [param for group in self.groups for param in group.params]
+
+    def ran(self, module: nn.Module) -> bool:
+        """Note that `module` ran; whether others of the unit did not, in this pass over all of them."""
+        if len(self.modules) == 1:
+            return False
+        if not self.record.pass_open:
+            self._modules_left = set(self.modules)
+        self._modules_left.discard(module)
+        return bool(self._modules_left)
 
     # ---- channels ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,37 @@
+"""What roots may share: the buffers of messages, and the reductions that are in flight.
+
+Each root has its own unless `share_comm_ctx` joins them, as the chunks of a model in pipeline parallelism: then stages
+with equal layouts use one another's buffers, and `FULLSHARD_REDUCTIONS` limits them together. (torch shares streams;
+there are none of ours, because messages are issued in the order of the compute stream.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..comm import BufferPool, Reduction
+from ..param import ParamGroup
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+
+class InFlight(NamedTuple):
+    """One reduction under way, and the parameters whose gradients it brings."""
+
+    owner: Executor
+    group: ParamGroup
+    trainable: tuple[int, ...]
+    reduction: Reduction
+
+
+class Shared:
+    """See the module. `keep`: as `BufferPool`."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.pool = BufferPool(keep=keep)
+        # Reductions under way over the ranks that share parameters, and those that went on to the ranks that replicate
+        # them: both in the order of their commands, which is that of their messages on every rank.
+        self.in_flight: deque[InFlight] = deque()
+        self.replicating: deque[InFlight] = deque()

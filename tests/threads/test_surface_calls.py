@@ -1,0 +1,352 @@
+"""Conformance: what roots share, setters that move no numbers, mixed imports, what torch's own code looks for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard.observe import record
+from fullshard.runtime import unit_of
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import (
+    FULLSHARD,
+    Implementation,
+    for_each_implementation,
+    kinds,
+    probes,
+    run,
+    sharded,
+)
+from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# ---- share_comm_ctx ------------------------------------------------------------------------------------------
+
+
+def _chain(impl: Implementation, stages: int, share: bool) -> list[Any]:
+    models = [sharded(impl, probes(4)) for _ in range(stages)]
+    if share:
+        impl.namespace.share_comm_ctx(models)
+    return models
+
+
+@behaviour("models that share_comm_ctx joins train as before", area="communication")
+@for_each_implementation
+def test_models_that_share_train_as_before(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        gradients = []
+        for share in (False, True):
+            stages = _chain(impl, 2, share)
+            for _ in range(2):
+                stages[1](stages[0](_batch(0, rank))).sum().backward()
+            gradients.append([p.grad.full_tensor() for stage in stages for p in stage.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    run(rank_main, impl)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_roots_share_buffers_and_the_limit_of_reductions(late: bool) -> None:
+    """One backward through two models: they use one another's buffers, and have 2 reductions in flight, not 4."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        def measure(share: bool) -> tuple[int, int]:
+            stages = _chain(impl, 2, share and not late)
+            if late:
+                stages[1](stages[0](_batch(0, rank))).sum().backward()
+                if share:
+                    fullshard.share_comm_ctx(stages)
+            roots = [unit_of(stage).root for stage in stages]  # type: ignore[union-attr]
+            if not late:
+                stages[1](stages[0](_batch(0, rank)))
+                roots = [unit_of(stage).root for stage in stages]  # type: ignore[union-attr]
+            contexts = list(dict.fromkeys(root.shared for root in roots if root is not None))
+            assert len(contexts) == (1 if share else 2)
+            peak = 0
+
+            def look(_: object) -> None:
+                nonlocal peak
+                peak = max(peak, sum(len(context.in_flight) for context in contexts))
+
+            for root in roots:
+                assert root is not None
+                root.executor.listeners.append(look)
+            stages[1](stages[0](_batch(0, rank))).sum().backward()
+            assert not any(context.in_flight for context in contexts)
+            return sum(context.pool.nbytes for context in contexts), peak
+
+        alone_nbytes, alone_peak = measure(False)
+        shared_nbytes, shared_peak = measure(True)
+        assert (alone_peak, shared_peak) == (4, 2)
+        assert shared_nbytes < alone_nbytes
+
+    run(rank_main, FULLSHARD)
+
+
+def test_a_failure_of_one_root_discards_its_own_reductions() -> None:
+    """Those of the root it shares with are still handed over."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        first, second = _chain(impl, 2, True)
+        first(_batch(0, rank)).sum().backward()
+        expected = [p.grad.full_tensor() for p in first.parameters()]
+        first.zero_grad()
+        hidden = first(_batch(0, rank))
+        root = unit_of(second).root  # type: ignore[union-attr]
+        if root is None:
+            second(hidden.detach())
+            root = unit_of(second).root  # type: ignore[union-attr]
+        assert root is not None
+        # In the middle of the backward of the first, with its reductions in flight, the second one's are discarded.
+        first[0].linear.weight.register_post_accumulate_grad_hook(lambda _: None)
+        hidden.register_hook(lambda _: None)
+        first[1].register_full_backward_pre_hook(lambda *_: root.abandon())
+        hidden.sum().backward()
+        assert all(torch.equal(p.grad.full_tensor(), e) for p, e in zip(first.parameters(), expected, strict=True))
+
+    run(rank_main, FULLSHARD)
+
+
+# ---- setters -------------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.embedding(x)))
+
+
+def _train_tokens(model: Any, ranks: list[int]) -> Trained:
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        for rank in ranks:
+            tokens = torch.tensor([(step + 3 * rank) % 11, 2, 2, 7])
+            (model(tokens).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return collect(model, optimizer)
+
+
+@behaviour("set_unshard_in_backward(False): an embedding is not gathered in backward", area="communication")
+@for_each_implementation
+def test_an_embedding_is_not_gathered_in_backward(impl: Implementation) -> None:
+    expected = _train_tokens(seeded(Tokens), [0, 1])
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model: Any = sharded(impl, seeded(Tokens))
+        model.embedding.set_unshard_in_backward(False)
+        seen: list[set[type]] = []
+        model.layer.register_full_backward_hook(lambda *_: seen.append(kinds(model.embedding)))
+        assert_same_training(_train_tokens(model, [rank]), expected, 40)
+        assert seen == [{DTensor}] * 3
+        if impl is FULLSHARD:
+            with record(model) as trace:
+                model(torch.tensor([1, 2])).sum().backward()
+            assert [kind for kind, unit in trace.commands if unit == "embedding"] == [
+                "gather",
+                "wait",
+                "free",
+                "reduce",
+            ]
+
+    run(rank_main, impl)
+
+
+@behaviour(
+    "set_unshard_in_backward(False) for weights that backward reads is right all the same",
+    area="communication",
+    torch="better",
+    reason="saved weights are watched, and gathered where they are read; torch fails in the backward",
+)
+def test_weights_that_backward_reads_all_the_same(impl: Implementation) -> None:
+    expected = _train_tokens(seeded(Tokens), [0, 1])
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model: Any = sharded(impl, seeded(Tokens))
+        model.layer.set_unshard_in_backward(False)
+        assert_same_training(_train_tokens(model, [rank]), expected, 40)
+
+    run(rank_main, impl)
+
+
+@behaviour("set_post_optim_event holds for one forward", area="surface")
+@for_each_implementation
+@pytest.mark.parametrize("after_the_first_forward", [False, True])
+def test_the_event_of_the_optimizer_is_used_once(after_the_first_forward: bool, impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = sharded(impl, probes())
+        if after_the_first_forward:
+            model(_batch(0, rank))
+        event = torch.Event()
+        model.set_post_optim_event(event)
+        alive = weakref.ref(event)
+        del event
+        gc.collect()
+        assert alive() is not None
+        model(_batch(0, rank))
+        gc.collect()
+        assert alive() is None
+
+    run(rank_main, impl)
+
+
+@pytest.mark.parametrize("wrong", ["now", 1, True])
+def test_an_event_is_an_event(wrong: object) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = sharded(impl, probes())
+        with pytest.raises(TypeError, match=r"event: expected .*, found .*; pass"):
+            model.set_post_optim_event(wrong)
+
+    run(rank_main, FULLSHARD, world=1)
+
+
+@behaviour("_set_unshard_async_op changes no result", area="surface")
+@for_each_implementation
+def test_set_unshard_async_op(impl: Implementation) -> None:
+    """With us it changes nothing: a prefetched gather is under way while the unit before it computes, with either."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        found, traces = [], []
+        for value in (None, False, True):
+            model = sharded(impl, probes())
+            if value is not None:
+                model._set_unshard_async_op(value)
+            model(_batch(0, rank)).sum().backward()
+            if impl is FULLSHARD:
+                with record(model) as trace:
+                    model(_batch(0, rank)).sum().backward()
+                traces.append(trace.lines)
+            else:
+                model(_batch(0, rank)).sum().backward()
+            found.append([p.grad.full_tensor() for p in model.parameters()])
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        if traces:
+            assert traces[0] == traces[1] == traces[2]
+            first = traces[0].index("  gather 1")
+            assert traces[0][first:].index("  wait 1") > 1, "in flight over the forward of the unit before it"
+            with pytest.raises(TypeError, match="async_op: expected a bool, found 1"):
+                model._set_unshard_async_op(1)
+
+    run(rank_main, impl)
+
+
+@behaviour("set_is_last_backward(False) keeps the order for the backwards to come", area="gradients")
+@for_each_implementation
+def test_set_is_last_backward(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = sharded(impl, probes())
+        first, second = model(_batch(0, rank)).sum(), model(_batch(1, rank)).sum()
+        model.set_is_last_backward(False)
+        first.backward()
+        model.set_is_last_backward(True)
+        second.backward()
+        once = sharded(impl, probes())
+        (once(_batch(0, rank)).sum() + once(_batch(1, rank)).sum()).backward()
+        for a, b in zip(model.parameters(), once.parameters(), strict=True):
+            assert torch.allclose(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-5, atol=1e-6)
+        assert kinds(model) == {DTensor}
+
+    run(rank_main, impl)
+
+
+@behaviour("explicit prefetch lists gather what they name, where they say", area="prefetch")
+@for_each_implementation
+def test_prefetch_lists_have_an_effect(impl: Implementation) -> None:
+    """In forward and in backward; asserted by what is gathered (ours: under way) when the unit that names it begins."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = sharded(impl, probes(4))
+        model[0].set_modules_to_forward_prefetch([model[2], model[3]])
+        model[3].set_modules_to_backward_prefetch([model[1], model[0]])
+        if impl is not FULLSHARD:
+            model(_batch(0, rank)).sum().backward()  # no trace to look at: it is accepted
+            return
+        with record(model) as trace:
+            model(_batch(0, rank)).sum().backward()
+        forward = trace.lines.index("> pre_forward 0")
+        assert trace.lines[forward + 1 : forward + 5] == ["  gather 0", "  wait 0", "  gather 2", "  gather 3"]
+        backward = trace.lines.index("> pre_backward 3")
+        assert trace.lines[backward + 1 : backward + 5] == ["  gather 3", "  wait 3", "  gather 1", "  gather 0"]
+
+    run(rank_main, impl)
+
+
+# ---- mixed imports, and what torch's own code looks for ------------------------------------------------------
+
+
+def test_torch_s_policy_objects_are_accepted() -> None:
+    """A program that changed only some of its imports."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        found = []
+        for namespace in (torch_fsdp, fullshard):
+            policy = namespace.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            model = sharded(impl, probes(), mp_policy=policy, offload_policy=namespace.OffloadPolicy())
+            model(_batch(0, rank)).sum().backward()
+            assert model[0].seen[0][2] is torch.bfloat16
+            found.append([p.grad.full_tensor() for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    run(rank_main, FULLSHARD)
+
+
+def _pipeline_stage(model: Any, state: Any, batches: list[Tensor]) -> None:
+    """What torch's pipelining does with a sharded stage: micro-batches without reduction, then one by hand."""
+    for x in batches:
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        model(x).sum().backward()
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+@behaviour("a pipeline stage reduces by hand through fully_shard.state", area="communication")
+@for_each_implementation
+def test_a_pipeline_stage_reduces_by_hand(impl: Implementation) -> None:
+    """torch's own function finds our state under its key."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model, once = sharded(impl, probes()), sharded(impl, probes())
+        state: Any = torch_fsdp.fully_shard.state(model)  # type: ignore[attr-defined]
+        assert state is impl.fully_shard.state(model) is model._get_fsdp_state()  # type: ignore[attr-defined]
+        _pipeline_stage(model, state, [_batch(0, rank), _batch(1, rank)])
+        assert len(state._state_ctx.all_states) == 4
+        (once(_batch(0, rank)).sum() + once(_batch(1, rank)).sum()).backward()
+        for a, b in zip(model.parameters(), once.parameters(), strict=True):
+            assert torch.allclose(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-5, atol=1e-6)
+        assert kinds(model) == {DTensor}
+
+    run(rank_main, impl)
+
+
+def test_reducing_by_hand_inside_a_backward_is_refused() -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = sharded(impl, probes())
+        out = model(_batch(0, rank))
+        out.register_hook(lambda _: model._get_fsdp_state()._root_post_backward_final_callback())
+        with pytest.raises(RuntimeError, match="expected no backward to be running"):
+            out.sum().backward()
+
+    run(rank_main, FULLSHARD, world=1)
