@@ -15,8 +15,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import fullshard
 from fullshard import fully_shard
 from tests.harness.behaviours import behaviour
+from tests.harness.implementations import Implementation, for_each_implementation
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Frozen, Model, Tied, batch, part, shard
+
+# torch says of every view output that an in-place edit of it would be wrong there.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
@@ -43,6 +47,151 @@ def swapping(on: bool) -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(was)
+
+
+# ---- what torch has too --------------------------------------------------------------------------------------
+
+
+def constants(module: nn.Module) -> None:
+    """An initialiser that gives each parameter the same value whoever calls it."""
+    for p in module.parameters(recurse=False):
+        nn.init.constant_(p, 1.0 / p.numel())
+
+
+def train(model: Any, rank: int | None, world: int) -> list[Tensor]:
+    """Two steps on this rank's part, or on all parts; the full parameters afterwards."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        for r in range(world) if rank is None else (rank,):
+            loss = model(part(batch(world, step), r)).float().pow(2).mean()
+            (loss / world if rank is None else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 2e-5) -> None:
+    for found, expected in zip(ours, theirs, strict=True):
+        assert found.dtype is expected.dtype
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max() + 1e-7
+
+
+@behaviour("meta device, `to_empty`, `reset_parameters`: trains as the model built with data", area="initialisation")
+@for_each_implementation
+@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_flow_of_torch_s_users(impl: Implementation, world: int, optimizer_first: bool) -> None:
+    reference = Frozen()
+    reference.apply(constants)
+    expected = train(copy.deepcopy(reference), None, world)
+
+    def job(rank: int) -> None:
+        model = shard(on_meta(Frozen), impl=impl)
+        held = list(model.parameters())
+        model.to_empty(device="cpu")
+        if optimizer_first:  # what an optimizer would hold by now is still what stands on the modules
+            assert all(p is q for p, q in zip(held, model.parameters(), strict=True))
+        model.apply(constants)
+        assert_close(train(model, rank, world), expected)
+
+    run_ranks(world, job)
+
+
+@behaviour("meta device, `load_state_dict(assign=True)` without `to_empty`", area="initialisation")
+@for_each_implementation
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_checkpoint_assigned_to_the_meta_device(impl: Implementation, world: int) -> None:
+    reference = seeded()
+    expected = train(copy.deepcopy(reference), None, world)
+
+    def job(rank: int) -> None:
+        model = shard(on_meta(Model), impl=impl)
+        state = {name: dtensor(reference.get_parameter(name), p) for name, p in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert_close(train(model, rank, world), expected)
+
+    run_ranks(world, job)
+
+
+@behaviour(
+    "`model.to(dtype)`, `.half()`, `.to(device)` after sharding, with both ways to replace", area="initialisation"
+)
+@for_each_implementation
+@pytest.mark.parametrize("swap", [False, True])
+def test_conversions_after_sharding(impl: Implementation, swap: bool) -> None:
+    """With torch.__future__.set_swap_module_params_on_conversion either way; buffers follow."""
+    base = seeded()
+    base.layers[0].register_buffer("mean", torch.ones(3))
+    base.layers[0].register_buffer("count", torch.ones(3, dtype=torch.int64))
+
+    def job(rank: int) -> None:
+        for convert in (
+            lambda m: m.to(torch.bfloat16),
+            lambda m: m.half(),
+            lambda m: m.double(),
+            lambda m: m.to("cpu").to(torch.float64).cpu(),
+        ):
+            model, reference = shard(copy.deepcopy(base), impl=impl), convert(copy.deepcopy(base))
+            held = list(model.parameters())
+            assert convert(model) is model
+            for p, old, q in zip(model.parameters(), held, reference.parameters(), strict=True):
+                assert p is old and isinstance(p, DTensor) and torch.equal(p.full_tensor(), q)
+            assert [b.dtype for b in model.buffers()] == [b.dtype for b in reference.buffers()]
+            out, expected = model(part(batch(2, 0), rank)), reference(part(batch(2, 0), rank))
+            assert out.dtype is expected.dtype and torch.allclose(out, expected, rtol=1e-2, atol=1e-3)
+            out.float().sum().backward()
+            assert {p.grad.dtype for p in model.parameters()} == {out.dtype}
+
+    with swapping(swap):
+        run_ranks(2, job)
+
+
+@behaviour("`.to(device)` of a model on the meta device is refused", area="initialisation")
+@for_each_implementation
+def test_meta_parameters_cannot_be_moved(impl: Implementation) -> None:
+    def job(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match="to_empty"):
+            shard(on_meta(Model), impl=impl).to("cpu")
+
+    run_ranks(2, job)
+
+
+@behaviour(
+    "after `to_empty`: buffers that have data keep it (RoPE frequencies)",
+    area="initialisation",
+    torch="better",
+    reason="nothing brings a non-persistent buffer back: no checkpoint has it, and rotary modules rarely have a hook",
+)
+def test_buffers_survive(impl: Implementation) -> None:
+    base = nn.Sequential(Rotary(), nn.Linear(6, 6))
+    # Memory that is given back is given out again, so that the buffer would not hold its old values by chance.
+    base[0].inv_freq = base[0].inv_freq.repeat(1000)
+
+    def job(rank: int) -> None:
+        model = impl.fully_shard(copy.deepcopy(base))
+        model.to_empty(device="cpu")
+        assert torch.equal(model[0].inv_freq, base[0].inv_freq)
+
+    run_ranks(2, job)
+
+
+@behaviour(
+    "the first forward names parameters and buffers that nobody wrote since `to_empty`",
+    area="initialisation",
+    torch="better",
+    reason="torch computes with whatever is in memory; here all ranks raise, and name what was forgotten",
+)
+def test_nothing_is_computed_with_garbage(impl: Implementation) -> None:
+    def job(rank: int) -> None:
+        model = shard(on_meta(Model), impl=impl)
+        model.to_empty(device="cpu")
+        for name, p in model.named_parameters():
+            if name != "layers.1.up.bias":
+                nn.init.ones_(p)
+        with pytest.raises(RuntimeError, match=r": layers\.1\.up\.bias; "):
+            model(part(batch(2, 0), rank))
+
+    run_ranks(2, job)
 
 
 # ---- parameters that nobody wrote ----------------------------------------------------------------------------
@@ -175,12 +324,21 @@ def test_rows_that_some_ranks_did_not_write_are_a_warning_with_their_name() -> N
     run_ranks(2, job)
 
 
+class Unread(nn.Identity):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unread", torch.ones(3))
+
+
 def test_what_is_marked_as_initialised_is_not_looked_for() -> None:
     def job(rank: int) -> None:
         model = shard(on_meta(Model))
         model.to_empty(device="cpu")
         fullshard.mark_initialized(model)
         assert model(part(batch(2, 0), rank)).isnan().all()
+        model = fully_shard(nn.Sequential(nn.Linear(3, 3), on_meta(Unread)))
+        fullshard.mark_initialized(model)
+        model(torch.ones(1, 3))
         with pytest.raises(ValueError, match="call fully_shard first"):
             fullshard.mark_initialized(nn.Linear(2, 2))
 

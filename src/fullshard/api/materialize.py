@@ -19,6 +19,7 @@ from ..runtime.names import clean_name
 from ..runtime.root import module_units
 from ..runtime.uninitialized import (
     Conversion,
+    allocate_buffers,
     find_uninitialized,
     note_uninitialized,
     recompute_buffers,
@@ -90,8 +91,8 @@ def materialize(
 def mark_initialized(module: nn.Module) -> None:
     """Say that what was not written since `to_empty` is meant to be so: the next forward does not look for it.
 
-    Its memory holds NaN (integers: bytes 0xA5). For parameters and buffers that are never read, and for rows that some
-    ranks need not write. Call it on all ranks, after `to_empty`. Raises `ValueError` when nothing in `module` is
+    Its memory holds NaN (integers: bytes 0xA5); buffers on the meta device get such memory. For parameters and buffers
+    that are never read, and for rows that some ranks need not write. Call it on all ranks, after `to_empty`. Raises `ValueError` when nothing in `module` is
     sharded.
     """
     units = module_units(module)
@@ -100,6 +101,7 @@ def mark_initialized(module: nn.Module) -> None:
             f"module: expected one with sharded modules in it, found {type(module).__name__} without; "
             f"call fully_shard first"
         )
+    allocate_buffers(module, units[0].device)
     for unit in units:
         unit.unproven = False
     for unit in units:

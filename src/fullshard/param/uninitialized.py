@@ -40,14 +40,16 @@ def local_data(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def poison(tensor: Tensor) -> None:
-    """Fill `tensor` with the pattern. What has no plain memory of its own (meta, sparse, subclasses) is left alone."""
+def poison(tensor: Tensor) -> bool:
+    """Fill `tensor` with the pattern; whether that could be done. What has no plain memory of its own (meta, sparse,
+    subclasses) is left alone."""
     local = local_data(tensor)
     if not _is_plain(local):
-        return
+        return False
     with torch.no_grad():
         bits = _bits(local)
         bits.fill_(_pattern(local.dtype, bits.dtype) if _is_judged(local) else 0)
+    return True
 
 
 def are_poisoned(tensors: Iterable[Tensor]) -> list[bool]:

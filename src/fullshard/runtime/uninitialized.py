@@ -57,8 +57,7 @@ class Conversion:
             return result
         # In another dtype the pattern would be one of the many NaNs.
         if fresh or (result.dtype is not tensor.dtype and not tensor.is_meta and is_poisoned(tensor)):
-            poison(result)
-            self.emptied += 1
+            self.emptied += poison(result)
         return result
 
 
@@ -110,6 +109,16 @@ def takes_no_argument(hook: Callable[..., Any]) -> bool:
     return True
 
 
+def allocate_buffers(top: nn.Module, device: torch.device) -> None:
+    """Give memory to buffers on the meta device, and the pattern that says that nobody wrote it."""
+    for module in top.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                made = torch.empty_like(buffer, device=device)
+                poison(made)
+                setattr(module, name, made)
+
+
 def recompute_buffers(top: nn.Module, device: torch.device) -> None:
     """Let modules without parameters compute their non-persistent buffers again where those have no value.
 
@@ -117,13 +126,9 @@ def recompute_buffers(top: nn.Module, device: torch.device) -> None:
     afterwards: it may come from a checkpoint. A module that has parameters as well is left alone, because its hook
     would draw them anew.
     """
+    allocate_buffers(top, device)
     for module in top.modules():
         own = dict(module.named_buffers(recurse=False))
-        for name, buffer in own.items():
-            if buffer.is_meta:
-                own[name] = torch.empty_like(buffer, device=device)
-                poison(own[name])
-                setattr(module, name, own[name])
         lost = {name for name in non_persistent_buffers(module) if name in own and is_poisoned(own[name])}
         hook = hook_of(module)
         if not lost or hook is None or next(module.parameters(), None) is not None:
