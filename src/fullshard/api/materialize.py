@@ -92,8 +92,8 @@ def mark_initialized(module: nn.Module) -> None:
     """Say that what was not written since `to_empty` is meant to be so: the next forward does not look for it.
 
     Its memory holds NaN (integers: bytes 0xA5); buffers on the meta device get such memory. For parameters and buffers
-    that are never read, and for rows that some ranks need not write. Call it on all ranks, after `to_empty`. Raises `ValueError` when nothing in `module` is
-    sharded.
+    that are never read, and for rows that some ranks need not write. Call it on all ranks, after `to_empty`. Raises
+    `ValueError` when nothing in `module` is sharded.
     """
     units = module_units(module)
     if not units:
