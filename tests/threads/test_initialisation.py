@@ -629,6 +629,33 @@ def test_a_hook_changes_nothing_but_what_has_no_value() -> None:
     run_ranks(2, job)
 
 
+class Positions(nn.Linear):
+    """Its reset hook computes the buffer, and draws the weights anew."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.table = torch.arange(3.0)
+
+
+def test_a_hook_that_would_draw_parameters_is_not_called() -> None:
+    def job(rank: int) -> None:
+        model = fully_shard(on_meta(lambda: nn.Sequential(Positions())))
+        model.to_empty(device="cpu")
+        nn.init.ones_(model[0].weight)
+        nn.init.ones_(model[0].bias)
+        with pytest.raises(RuntimeError, match=r": 0\.table; "):
+            model(torch.ones(1, 3))
+        assert (model[0].weight.full_tensor() == 1).all()
+        model[0].table.zero_()
+        assert model(torch.ones(1, 3)).tolist() == [[4.0, 4.0, 4.0]]
+
+    run_ranks(2, job)
+
+
 def test_ignored_parameters_are_judged_by_every_rank() -> None:
     def job(rank: int) -> None:
         model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))

@@ -161,7 +161,16 @@ def test_an_initialiser_of_the_user(init: Callable[[nn.Module], None], world: in
     assert init is not by_data or reference.layers[0].down.weight.std() < 0.004
 
     def job(rank: int) -> None:
-        model = fullshard.materialize(shard(on_meta(Frozen)), seed=5, init=init)
+        model = on_meta(Frozen)
+        model.head.weight.kind = "output"  # initialisers look for marks on parameters, and so do optimizers
+        kinds: list[str] = []
+
+        def marked(module: nn.Module) -> None:
+            kinds.extend(p.kind for p in module.parameters(recurse=False) if hasattr(p, "kind"))
+            init(module)
+
+        model = fullshard.materialize(shard(model), seed=5, init=marked)
+        assert kinds == [model.head.weight.kind] == ["output"]
         assert_same(model, reference)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(2):
