@@ -342,6 +342,24 @@ def test_buffers_and_what_is_outside_of_units() -> None:
     run_ranks(2, job)
 
 
+def test_a_model_in_use() -> None:
+    """Also while full parameters show."""
+    reference = plain(Model, seed=1)
+
+    def job(rank: int) -> None:
+        model = fullshard.materialize(shard(on_meta(Model)), seed=0)
+        tokens = part(batch(2, 0), rank)
+        model(tokens).sum().backward()
+        model.to_empty(device="cpu")
+        model.unshard()
+        model.layers[0].unshard()
+        fullshard.materialize(model, seed=1)
+        assert_same(model, reference)
+        assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+
+    run_ranks(2, job)
+
+
 def test_the_device() -> None:
     def job(rank: int) -> None:
         model = shard(on_meta(Model))
@@ -403,6 +421,22 @@ def test_beside_tensor_parallelism() -> None:
         fullshard.materialize(model, seed=4)
         assert_same(model, reference)
         assert torch.allclose(model(torch.ones(2, 6)), reference(torch.ones(2, 6)), rtol=1e-5, atol=1e-6)
+
+    run_ranks(4, job)
+
+
+def test_replicas_of_shards() -> None:
+    reference = plain(Model, seed=4)
+
+    def job(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = shard(on_meta(Model), mesh=mesh)
+        model.to_empty(device="cpu")
+        with pytest.raises(RuntimeError, match="nothing was written to"):
+            model(part(batch(4, 0), rank))
+        fullshard.materialize(model, seed=4)
+        assert_same(model, reference)
+        model(part(batch(4, 0), rank))
 
     run_ranks(4, job)
 

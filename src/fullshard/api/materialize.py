@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..comm import agreed, sum_over
-from ..param import ParamGroup, ShardedParam, fingerprints, is_poisoned, poison
+from ..param import ParamGroup, ShardedParam, fingerprints, poison
 from ..runtime import Unit, unit_of
 from ..runtime.names import clean_name
 from ..runtime.root import module_units
@@ -73,6 +73,9 @@ def materialize(
     units = list(dict.fromkeys(module_units(model)))
     target = _target_device(device, units)
     value = _agreed_seed(seed, units)
+    for unit in units:
+        if unit.root is not None:
+            unit.root.reshard(unit)
     stages = _stages(model)
     _allocate(model, units, target)
     lost = {id(tensor) for tensor in find_uninitialized(units, model).tensors}
@@ -236,8 +239,6 @@ def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
     """Full parameters on the modules of `unit`; at the end this rank's part of those in `lost` is kept."""
     groups = [] if unit is None else [g for g in unit.groups if any(id(p.sharded) in lost for p in g.params)]
     fulls = [[_full_parameter(group, param) for param in group.params] for group in groups]
-    if unit is not None and unit.root is not None:
-        unit.root.reshard(unit)
     for group, parameters in zip(groups, fulls, strict=True):
         group.swap.put(group.swap.spread(parameters))
     try:
@@ -245,7 +246,7 @@ def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
         for group, parameters in zip(groups, fulls, strict=True):
             for param, full in zip(group.params, parameters, strict=True):
                 source = _written(param, full)
-                if id(param.sharded) in lost and not is_poisoned(source):
+                if id(param.sharded) in lost:
                     _keep_part(group, param, source)
     finally:
         for group in groups:
