@@ -131,7 +131,8 @@ def test_conversions_after_sharding(impl: Implementation, swap: bool) -> None:
             lambda m: m.double(),
             lambda m: m.to("cpu").to(torch.float64).cpu(),
         ):
-            model, reference = shard(copy.deepcopy(base), impl=impl), convert(copy.deepcopy(base))
+            model, reference = copy.deepcopy(base), convert(copy.deepcopy(base))
+            shard(model, impl=impl)
             held = list(model.parameters())
             assert convert(model) is model
             for p, old, q in zip(model.parameters(), held, reference.parameters(), strict=True):
@@ -197,12 +198,6 @@ def test_nothing_is_computed_with_garbage(impl: Implementation) -> None:
 # ---- parameters that nobody wrote ----------------------------------------------------------------------------
 
 
-@behaviour(
-    "parameters that nothing wrote since `to_empty` are named in an error of all ranks",
-    area="initialisation",
-    torch="none",
-    reason="torch does not look",
-)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_was_forgotten_is_named_on_all_ranks_and_may_be_repaired(world: int) -> None:
     """13 rows on 4 ranks, a frozen parameter, and one of which most ranks own no row."""
@@ -641,7 +636,8 @@ class Positions(nn.Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.table = torch.arange(3.0)
+        if hasattr(self, "table"):
+            self.table = torch.arange(3.0)
 
 
 def test_a_hook_that_would_draw_parameters_is_not_called() -> None:

@@ -441,6 +441,17 @@ def test_replicas_of_shards() -> None:
     run_ranks(4, job)
 
 
+def test_beside_offload() -> None:
+    reference = plain(Model, seed=4)
+
+    def job(rank: int) -> None:
+        model = shard(on_meta(Model), offload_policy=fullshard.CPUOffloadPolicy(pin_memory=False))
+        assert_same(fullshard.materialize(model, seed=4), reference)
+        model(part(batch(2, 0), rank)).sum().backward()
+
+    run_ranks(2, job)
+
+
 def test_shards_of_another_dim() -> None:
     reference = plain(TwoLinears, seed=4)
 

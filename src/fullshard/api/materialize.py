@@ -210,7 +210,9 @@ def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> 
 
 def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
     """Shards, buffers and unsharded parameters get memory, and the pattern that says that nobody wrote it."""
-    conversion = Conversion(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    # Shards may lie elsewhere than full parameters and buffers (CPU offload).
+    places = {id(p.sharded): g.placing.shard_device for u in units for g in u.groups for p in g.params}
+    conversion = Conversion(lambda t: torch.empty_like(t, device=places.get(id(t), device)) if t.is_meta else t)
     tied = _tied(model)
     for module in model.modules():
         if any(tensor.is_meta for tensor in _own_tensors(module)):

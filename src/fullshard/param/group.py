@@ -51,6 +51,7 @@ class ParamGroup:
             param.sharded = self._dtensor(param, source.parameter.requires_grad)
             # Marks that callers left on the parameter object (optimizer groups, initialisers) stay with it.
             param.sharded.__dict__.update(source.parameter.__dict__)
+            param.marks = param.sharded.__dict__
             NormMesh.note(param.sharded, param.spec.mesh, placing.unit_mesh)
         self.swap = Swap((i, slot) for i, param in enumerate(self.params) for slot in param.slots)
         self._make_full()
@@ -196,6 +197,10 @@ class ParamGroup:
             self._check_standing(param, standing)
             assert standing is not None
             param.sharded = standing
+            # torch's conversions swap the attributes of the new tensor in, and it has none.
+            for mark, value in param.marks.items():
+                standing.__dict__.setdefault(mark, value)
+            param.marks = standing.__dict__
             NormMesh.note(standing, param.spec.mesh, self.placing.unit_mesh)
             current.append(local_of(standing))
         dtypes = {local.dtype for local in current}

@@ -40,6 +40,7 @@ class ShardedParam:
         "layout",
         "local",
         "marker",
+        "marks",
         "name",
         "own_spec",
         "partial",
@@ -73,6 +74,8 @@ class ShardedParam:
         self.fresh_partial: Tensor | None = None
         # The `.grad` under which `held` and `partial` were kept; another one there means that the user cleared them.
         self.marker: Tensor | None = None
+        # Attributes that users gave `sharded`; the dict itself, which conversions of torch take from the object.
+        self.marks: dict[str, Any] = {}
 
     # ---- gradients ---------------------------------------------------------------------------------------
 
