@@ -19,6 +19,7 @@
     ._get_root_mesh                             behind each other, several axes as one, and of one mesh?
     AsyncCollectiveTensor.trigger_wait          gradients of DTensors may be results under way          2.13
     placement_types._StridedShard               two axes cut the same dim, the left one last            2.13
+    autograd._unsafe_preserve_version_counter   a full parameter that is filled again was not edited    2.13
     GradScaler._unscale_grads_                  overridden in api/grad_scaler.py: the one place that     2.13
                                                 finds infs, for stepping with and without unscale_
     torch.distributed.fsdp.FSDPModule,          base classes, so that isinstance checks elsewhere hold  2.13
@@ -36,6 +37,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -67,6 +69,7 @@ __all__ = [
     "cut_dim",
     "dtensor_like",
     "flattened_axes",
+    "keeping_versions",
     "local_of",
     "mark_managed",
     "no_torch_function",
@@ -199,6 +202,11 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], Non
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Names of the module's own buffers that its state dict leaves out."""
     return frozenset(module._non_persistent_buffers_set)
+
+
+def keeping_versions(*tensors: Tensor) -> AbstractContextManager[Any]:
+    """Writes inside to `tensors` are not counted."""
+    return cast("AbstractContextManager[Any]", torch.autograd._unsafe_preserve_version_counter(tuple(tensors)))
 
 
 # ---- meshes and placements of several axes ------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch_compat import applied_apis
-from ..param import Found
+from ..param import Found, has_extension
 from ..policy import resolve_offload
 from ..runtime import Unit, unit_of
 
@@ -168,6 +168,7 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
                 f"was sharded before; apply fully_shard to a module that contains both places, "
                 f"and not to {owner[0]} alone"
             )
+        has_extension(parameter, name)  # refuses one that has half of it
         if parameter.ndim == 0:
             raise ValueError(
                 f"{name}: expected a parameter with at least one dim, found a scalar. "

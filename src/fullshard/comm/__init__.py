@@ -9,6 +9,7 @@ from .agree import agreed as agreed
 from .agree import sum_over as sum_over
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
+from .extension import ExtensionGather as ExtensionGather
 from .gather import CastGather as CastGather
 from .gather import GatherChannel as GatherChannel
 from .gather import PlannedGather as PlannedGather

@@ -5,6 +5,8 @@ full parameters), `swap` (module slots), `pending` (what stands for a gradient t
 `uninitialized` (memory that nobody wrote yet).
 """
 
+from .extension import ExtensionGroup as ExtensionGroup
+from .extension import has_extension as has_extension
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
 from .memory import OwnedMemory as OwnedMemory

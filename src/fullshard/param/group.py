@@ -59,11 +59,9 @@ class ParamGroup:
 
     def converted(self, precision: Precision) -> ParamGroup:
         """This group for parameters that stand on the modules in another storage dtype now."""
-        group = object.__new__(ParamGroup)
-        group.placing = self.placing
-        group.params = self.params
+        group = object.__new__(type(self))
+        group.__dict__.update(self.__dict__)
         group._set_precision(precision)
-        group.swap = self.swap
         group.has_uninitialized = False
         group._make_plan()
         group.rebase()

@@ -51,3 +51,38 @@ class SharedMemory:
 
     def release(self) -> None:
         pass
+
+
+class TrackedMemory:
+    """Storages that come and go together: `owned` ones, made here, and those of tensors that somebody else made."""
+
+    def __init__(self) -> None:
+        self.owned: list[OwnedMemory] = []
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def track(self, memory: OwnedMemory) -> None:
+        self.owned.append(memory)
+
+    def track_storage(self, storage: torch.UntypedStorage) -> None:
+        """From now on it comes and goes with the others; one that is among them already is not counted twice."""
+        if all(storage.data_ptr() != memory.flat.untyped_storage().data_ptr() for memory in self.owned):
+            self._storages[storage.data_ptr()] = (storage, storage.size())
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes held right now."""
+        others = sum(storage.size() for storage, _ in self._storages.values())
+        return others + sum(memory.live_nbytes for memory in self.owned)
+
+    def allocate(self) -> None:
+        for memory in self.owned:
+            memory.allocate()
+        for storage, nbytes in self._storages.values():
+            if storage.size() != nbytes:
+                storage.resize_(nbytes)
+
+    def release(self) -> None:
+        for memory in self.owned:
+            memory.release()
+        for storage, _ in self._storages.values():
+            storage.resize_(0)

@@ -15,6 +15,7 @@ from ..comm import (
     CustomBuffers,
     CustomGroup,
     Dtypes,
+    ExtensionGather,
     GatherChannel,
     HostLink,
     Links,
@@ -27,8 +28,8 @@ from ..comm import (
 )
 from ..layout import GatherPlan, Pack
 from ..lifecycle import Full, UnitRecord
-from ..param import DtypeChanged, Found, OwnedMemory, ParamGroup, Placing, ShardedParam
-from ..policy import Controls, Offload, resolve_precision
+from ..param import DtypeChanged, ExtensionGroup, Found, OwnedMemory, ParamGroup, Placing, ShardedParam, has_extension
+from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.precision import MixedPrecisionLike
 from .optimizer_steps import optimizer_steps
 
@@ -89,7 +90,7 @@ class Unit:
         for part in parts:
             for same in _by_dtype(part.found):
                 precision = resolve_precision(policy, same[0].parameter.dtype)
-                self.groups.append(ParamGroup(same, precision, part.placing))
+                self.groups.append(_group(same, precision, part.placing, policy))
                 self.links.append(part.links)
         self.record.empty = not self.groups
         # Between shards on the host and compute on the device; None where both are in one place.
@@ -132,7 +133,7 @@ class Unit:
     @property
     def releases(self) -> bool:
         """Whether full parameters have memory of their own, which comes and goes."""
-        return any(isinstance(group.memory, OwnedMemory) for group in self.groups)
+        return any(not group.shares_memory for group in self.groups)
 
     @property
     def is_replicated(self) -> bool:
@@ -197,6 +198,8 @@ class Unit:
         self._make_channels()
 
     def _gather_channel(self, group: ParamGroup, links: Links, pool: BufferPool) -> GatherChannel:
+        if isinstance(group, ExtensionGroup):
+            return ExtensionGather(links.shard, group)
         if group.shares_memory:
             return SharedGather()
         link = self.host_link
@@ -297,6 +300,8 @@ class Unit:
             changed |= group.show_full()
         if changed:
             self._learn_trainable()
+            if self.on_repaired is not None:
+                self.on_repaired(self)
 
     def show_shards(self) -> None:
         for group in self.groups:
@@ -331,7 +336,15 @@ class Unit:
 
 
 def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:
+    """Parameters that travel together: of one dtype, and each by itself that says how it is gathered."""
     groups: dict[object, list[Found]] = {}
     for item in found:
-        groups.setdefault(item.parameter.dtype, []).append(item)
+        alone = has_extension(item.parameter, item.name)
+        groups.setdefault(id(item) if alone else item.parameter.dtype, []).append(item)
     return list(groups.values())
+
+
+def _group(found: Sequence[Found], precision: Precision, placing: Placing, policy: MixedPrecisionLike) -> ParamGroup:
+    if has_extension(found[0].parameter, found[0].name):
+        return ExtensionGroup(found, precision, placing, policy)
+    return ParamGroup(found, precision, placing)

@@ -1,0 +1,221 @@
+"""Parameters whose tensor is a subclass that says itself how it is gathered: quantised weights, float8 and the like.
+
+    fsdp_pre_all_gather(mesh) -> (inputs, metadata)
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+        on the local shard: the tensors to send, of any dtype, and anything else that the other method wants
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner_tensors), or None with `out`
+        `outputs[i]`: the inputs of all ranks, behind each other on dim 0. `inner_tensors`: those that own the memory of
+        `unsharded`; it is given back with that of `outputs` when the parameter is freed. With `out`, the tensor of an
+        earlier call, that one is to be filled again: its memory is there, its contents are not.
+
+Names and meaning are torch's (FSDP2). One thing is different on purpose: where the dim is not divisible by the number
+of ranks, torch asks short ranks to pad in `fsdp_pre_all_gather` and raises on those that did not, while the others wait
+in the gather for ever. Here that is decided from the shape of the whole tensor, which is the same on every rank: on all
+of them the method is called on a shard of the padded shape, with zeros behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import keeping_versions, local_of, settled
+from ..layout import contiguous_stride
+from ..policy import Precision
+from .group import DtypeChanged, ParamGroup
+from .memory import OwnedMemory, TrackedMemory
+from .placement import Placing
+from .sharded import ShardedParam
+from .swap import Found
+
+_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def has_extension(tensor: Tensor, name: str) -> bool:
+    """Whether `tensor`, or the local tensor of a DTensor, has the two methods; `AssertionError` for one of them."""
+    inner = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    # Of the class: a parameter's tensor is the parameter itself.
+    have = [method for method in _METHODS if callable(getattr(type(inner), method, None))]
+    if len(have) == 1:
+        raise AssertionError(
+            f"{name}: expected both of {' and '.join(_METHODS)} on {type(inner).__name__}, found only {have[0]}; "
+            f"define the other one too"
+        )
+    return bool(have)
+
+
+class ExtensionGroup(ParamGroup):
+    """A group of one such parameter. Its shard is a tensor of its own, not a view of a flat buffer."""
+
+    memory: TrackedMemory  # type: ignore[assignment]
+
+    def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing, mp_policy: Any) -> None:
+        (only,) = found
+        if only.dim != 0:
+            raise NotImplementedError(
+                f"{only.name}: expected Shard(0) for a parameter with fsdp_pre_all_gather, found dim {only.dim}; "
+                f"its methods know rows only: leave it out of shard_placement_fn"
+            )
+        self._mp_policy = mp_policy
+        self._module = only.slots[0].module
+        self._metadata: Any = None
+        self._outputs: list[Tensor] = []
+        self._signature: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+        # The full parameter exists; it does since the last `assemble`.
+        self._is_made = self._is_new = False
+        super().__init__(found, precision, placing)
+        # Others look for what nobody wrote in plain memory; this tensor's memory is its own.
+        self.has_uninitialized = False
+
+    # ---- making --------------------------------------------------------------------------------------------
+
+    @property
+    def shares_memory(self) -> bool:
+        return False
+
+    def _make_flat(self, device: torch.device) -> None:
+        # Nothing is in it; it says on which device the shard is.
+        self.flat = torch.empty(0, dtype=self.precision.storage, device=device)
+
+    def fill(self, param: ShardedParam, source: Tensor) -> None:
+        """As in `ParamGroup`; the first time it makes the shard, of the class of `source`."""
+        if isinstance(source, DTensor):
+            source = settled(local_of(source))
+        rank, layout = self.placing.rank, param.layout
+        with torch.no_grad():
+            source = source.detach().narrow(layout.dim, layout.start(rank), layout.rows(rank))
+            if getattr(param, "local", None) is None:
+                # Memory of its own: a view would keep the whole tensor alive.
+                local = source.new_zeros(layout.local_shape(rank))
+                param.local = local if local.is_meta else local.to(self.flat.device)
+            if not source.is_meta and not param.local.is_meta:
+                param.local.copy_(source)
+
+    def _make_full(self) -> None:
+        """There is no full parameter before the first gather: only its tensor knows what it is. Until then stands one
+        without elements, which is never put on a module."""
+        (param,) = self.params
+        self.memory = TrackedMemory()
+        self._outputs, self._signature, self._is_made = [], (), False
+        self._set_full(nn.Parameter(torch.empty(0), requires_grad=param.sharded.requires_grad))
+        self.trainable = ()
+        self._shards, self._locals = [param.sharded], [param.local]
+        self._slot_shards = self.swap.spread(self._shards)
+
+    def _set_full(self, full: nn.Parameter) -> None:
+        (param,) = self.params
+        param.full = full
+        self.full_ids = {id(full)} | ({id(local_of(full))} if isinstance(full, DTensor) else set())
+        self._slot_fulls = self.swap.spread([full])
+
+    def rebase(self) -> None:
+        (param,) = self.params
+        standing = param.slots[0].get()
+        self._check_standing(param, standing)
+        assert standing is not None
+        if not has_extension(standing, param.name):
+            kind = type(local_of(standing)).__name__
+            raise RuntimeError(
+                f"{param.name}: expected a shard with {' and '.join(_METHODS)}, found a {kind}; "
+                f"copy into the parameter in place"
+            )
+        param.sharded, param.local = standing, local_of(standing)
+        if param.local.dtype is not self.precision.storage:
+            raise DtypeChanged(param.local.dtype)
+        self._make_flat(param.local.device)
+        self._make_full()
+        self.swap.put(self._slot_shards)
+
+    # ---- gathering (comm.extension) ------------------------------------------------------------------------
+
+    def messages(self) -> list[tuple[Tensor, Tensor]]:
+        """See `comm.extension.Extension`, also for the other two."""
+        (param,) = self.params
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = self._inputs(param)
+            signature = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+            if signature != self._signature:
+                self._make_full()
+                self._signature = signature
+                for tensor in inputs:
+                    owner = OwnedMemory(tensor.nbytes * self.placing.world, torch.uint8, self.placing.device)
+                    self._outputs.append(_typed(owner, tensor, self.placing.world))
+                    self.memory.track(owner)
+            self.memory.allocate()
+            return [
+                (owner.flat, tensor.contiguous().view(-1).view(torch.uint8))
+                for owner, tensor in zip(self.memory.owned, inputs, strict=True)
+            ]
+
+    def _inputs(self, param: ShardedParam) -> list[Tensor]:
+        local, layout = param.local, param.layout
+        if local.device != self.placing.device:
+            local = local.to(self.placing.device, non_blocking=True)
+        if layout.padding_numel:
+            # On every rank, also those whose shard is whole: what this tensor cannot do fails everywhere.
+            padded = local.new_zeros(layout.padded_local_shape)
+            padded.narrow(layout.dim, 0, local.shape[layout.dim]).copy_(local)
+            local = padded
+        method = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        mesh = _shard_mesh(self.placing.mesh)
+        if len(inspect.signature(method).parameters) == 1:
+            result = method(mesh)
+        else:
+            stride = contiguous_stride(layout.shape)
+            result = method(mesh, torch.Size(layout.shape), stride, self._module, self._mp_policy)
+        if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(t, Tensor) for t in result[0])):
+            raise TypeError(
+                f"{param.name}: expected fsdp_pre_all_gather to return (tensors to send, metadata), found "
+                f"{result!r:.200}; return a tuple of tensors and anything else"
+            )
+        inputs, self._metadata = list(result[0]), result[1]
+        return inputs
+
+    def assemble(self) -> None:
+        (param,) = self.params
+        method: Any = param.local.fsdp_post_all_gather  # type: ignore[attr-defined]
+        outputs, dtype = tuple(self._outputs), self.precision.compute
+        with torch.inference_mode(False), torch.no_grad():
+            if self._is_made:
+                out = local_of(param.full) if isinstance(param.full, DTensor) else param.full
+                # Filling it again is no edit of what autograd saved.
+                with keeping_versions(param.full, out):
+                    method(outputs, self._metadata, dtype, out=out)
+                return
+            unsharded, inner = method(outputs, self._metadata, dtype)
+            for tensor in inner:
+                self.memory.track_storage(tensor.untyped_storage())
+            if tuple(unsharded.shape) != param.layout.shape:
+                unsharded = unsharded.narrow(param.layout.dim, 0, param.layout.shape[param.layout.dim])
+        self._set_full(self._full_parameter(param, unsharded))
+        self._is_made = self._is_new = True
+
+    def release(self) -> None:
+        self.memory.release()
+
+    def show_full(self) -> bool:
+        is_new, self._is_new = self._is_new, False
+        return super().show_full() or is_new
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axis that shards, by itself."""
+    if mesh.ndim == 1:
+        return mesh
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[-1]]
+
+
+def _typed(owner: OwnedMemory, like: Tensor, world: int) -> Tensor:
+    """The gathered tensor: `world` times `like`, behind each other. On the memory of `owner`, with a version counter of
+    its own, so that an arriving message is no edit of it."""
+    shape = (world * like.shape[0], *like.shape[1:]) if like.ndim else (world,)
+    view = torch.empty(0, dtype=like.dtype, device=owner.flat.device)
+    view.set_(owner.flat.untyped_storage(), 0, shape, contiguous_stride(shape))
+    return view
