@@ -157,44 +157,6 @@ def test_meta_parameters_cannot_be_moved(impl: Implementation) -> None:
     run_ranks(2, job)
 
 
-@behaviour(
-    "after `to_empty`: buffers that have data keep it (RoPE frequencies)",
-    area="initialisation",
-    torch="better",
-    reason="nothing brings a non-persistent buffer back: no checkpoint has it, and rotary modules rarely have a hook",
-)
-def test_buffers_survive(impl: Implementation) -> None:
-    base = nn.Sequential(Rotary(), nn.Linear(6, 6))
-    # Memory that is given back is given out again, so that the buffer would not hold its old values by chance.
-    base[0].inv_freq = base[0].inv_freq.repeat(1000)
-
-    def job(rank: int) -> None:
-        model = impl.fully_shard(copy.deepcopy(base))
-        model.to_empty(device="cpu")
-        assert torch.equal(model[0].inv_freq, base[0].inv_freq)
-
-    run_ranks(2, job)
-
-
-@behaviour(
-    "the first forward names parameters and buffers that nobody wrote since `to_empty`",
-    area="initialisation",
-    torch="better",
-    reason="torch computes with whatever is in memory; here all ranks raise, and name what was forgotten",
-)
-def test_nothing_is_computed_with_garbage(impl: Implementation) -> None:
-    def job(rank: int) -> None:
-        model = shard(on_meta(Model), impl=impl)
-        model.to_empty(device="cpu")
-        for name, p in model.named_parameters():
-            if name != "layers.1.up.bias":
-                nn.init.ones_(p)
-        with pytest.raises(RuntimeError, match=r": layers\.1\.up\.bias; "):
-            model(part(batch(2, 0), rank))
-
-    run_ranks(2, job)
-
-
 # ---- parameters that nobody wrote ----------------------------------------------------------------------------
 
 
