@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.train.config import Config
@@ -17,7 +16,7 @@ from fullshard.train.data import read_corpus, tokenize
 from fullshard.train.loop import Trainer
 from fullshard.train.metrics import StepRecord
 from fullshard.train.model import Llama
-from fullshard.train.process import World
+from fullshard.train.process import World, data_parallel_mesh
 from fullshard.train.sample import llama_shape
 from fullshard.train.shard import adamw, sharded_model
 from fullshard.train.tokenizer import ByteTokenizer
@@ -54,7 +53,7 @@ def config_of(*overrides: str) -> Config:
 
 def trainer_of(rank: int, config: Config) -> Trainer:
     """Model, optimizer and data as `fullshard train` makes them, on the process group that is there."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = data_parallel_mesh(config, "cpu", dist.get_world_size())
     world = World(rank, dist.get_world_size(), torch.device("cpu"), mesh, dist.HashStore())
     tokenizer = ByteTokenizer()
     split = tokenize(read_corpus(config.data), tokenizer, config.data.validation_fraction)
@@ -123,12 +122,15 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
         (2, ()),
         (4, ()),
         (4, ("training.micro_batch=0",)),
+        (4, ("parallelism.data_parallel_replicate_degree=2",)),
+        (4, ("parallelism.data_parallel_replicate_degree=4", "training.accumulate=reduce")),
         (2, ("training.accumulate=reduce", "training.recompute=block")),
     ],
 )
 def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, ...]) -> None:
     """Losses, validations, gradient norms, parameters and both moments after 20 steps, within 1e-6 relative."""
-    expected, found = run_on(1, *overrides), run_on(world, *overrides)
+    expected = run_on(1, *(o for o in overrides if "replicate" not in o))
+    found = run_on(world, *overrides)
     assert expected.records[-1].loss < expected.records[0].loss - 0.5  # it did learn: there is something to compare
     assert found.steps_done == expected.steps_done == {STEPS}
     for ours, theirs in zip(figures(found.records), figures(expected.records), strict=True):

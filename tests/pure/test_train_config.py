@@ -89,7 +89,7 @@ def test_toml_gives_the_same_config_again(tmp_path: Path) -> None:
         ("model.heads=5", "5", "4"),
         ("model.dim=7", "7", "8"),
         ("model.kv_heads=3", "3", "2"),
-        ("parallelism.data_parallel_replicate_degree=2", "2", "1"),
+        ("parallelism.data_parallel_replicate_degree=0", "0", "1"),
         ("parallelism.data_parallel_shard_degree=0", "0", "-1"),
         ("data.corpus=book.txt", '"book.txt"', '"path:book.txt"'),
         ("data.corpus=buildin", '"buildin"', '"builtin"'),

@@ -12,7 +12,7 @@ from fullshard import UnitInfo, __version__
 from fullshard.train import launch
 from fullshard.train.artifacts import open_manifest
 from fullshard.train.cli import main
-from fullshard.train.config import ConfigError
+from fullshard.train.config import Config, ConfigError
 from fullshard.train.config_load import load_config
 from fullshard.train.launch import Failure
 from fullshard.train.table import add, expected_local, expected_unsharded, unit_table
@@ -98,7 +98,32 @@ def test_how_many_processes() -> None:
         four.check_world(launch.num_processes(four, 3))
 
 
+def test_copies_of_the_state() -> None:
+    """Both degrees start their product; what does not fit the processes is one line with the nearest that does."""
+
+    def config(*settings: str) -> Config:
+        return load_config(
+            None, ["training.device=cpu", "training.global_batch=24", "training.micro_batch=0", *settings]
+        )
+
+    for settings, asked, processes, degrees in (
+        ((COPIES + "=2",), None, 4, (2, 2)),
+        ((COPIES + "=3", DEGREE + "=2"), None, 6, (3, 2)),
+        ((COPIES + "=4", DEGREE + "=1"), None, 4, (4, 1)),
+        ((COPIES + "=2",), 6, 6, (2, 3)),
+    ):
+        one = config(*settings)
+        assert launch.num_processes(one, asked) == processes
+        one.check_world(processes)
+        assert one.parallelism.degrees(processes) == degrees
+    with pytest.raises(ConfigError, match=r"replicate_degree = 3: must divide the 4 process.*nearest valid: 2$"):
+        config(COPIES + "=3").check_world(4)
+    with pytest.raises(ConfigError, match=r"shard_degree = 4: there are 4 process.* for 2 copies; nearest valid: 2 "):
+        config(COPIES + "=2", DEGREE + "=4").check_world(4)
+
+
 DEGREE = "parallelism.data_parallel_shard_degree"
+COPIES = "parallelism.data_parallel_replicate_degree"
 
 
 def test_accelerators_have_one_process_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,9 +347,8 @@ def test_replicas_on_a_full_mesh(impl: Implementation) -> None:
             linear.weight = nn.Parameter(distribute_tensor(weight, mesh, (Replicate(), Shard(0)), src_data_rank=None))
             model = apply(linear, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
             assert model.weight.placements == (Replicate(), Shard(0))
-            x = DTensor.from_local(
-                torch.full((1, 3), 1.0 + mesh.get_local_rank("dp")), mesh, (Replicate(), Replicate())
-            )
+            value = 1.0 + mesh.get_local_rank("dp")
+            x = DTensor.from_local(torch.full((1, 3), value), mesh, (Replicate(), Replicate()))
             model(x).to_local().sum().backward()
             assert torch.all(_flat(model.weight.grad) == 1.5)
 

@@ -131,7 +131,7 @@ def _automatic(config: Config, world: int) -> dict[str, str]:
 
     micro = config.micro_batch(world)
     notes = {
-        "parallelism.data_parallel_shard_degree": world
+        "parallelism.data_parallel_shard_degree": config.parallelism.degrees(world)[1]
         if config.parallelism.data_parallel_shard_degree == -1
         else None,
         "training.device": launch.device_kind(config) if config.training.device == "auto" else None,

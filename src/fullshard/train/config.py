@@ -95,13 +95,18 @@ class OptimizerKeys:
 @dataclass(frozen=True, slots=True)
 class ParallelismKeys:
     data_parallel_shard_degree: int = _key(-1, "processes that share one copy of the state; -1 = all", least=-1)
-    data_parallel_replicate_degree: int = _key(1, "copies of that group (HSDP); only 1 so far", least=1)
+    data_parallel_replicate_degree: int = _key(1, "how many such groups there are, each with a copy (HSDP)", least=1)
     reshard_after_forward: str = _key(
         "default",
         'free full parameters after forward: "default" = all but the root\'s, "always", "never"',
         choices=("default", "always", "never"),
     )
     timeout_seconds: float = _key(300.0, "a collective that takes longer ends the run", above=0.0)
+
+    def degrees(self, world: int) -> tuple[int, int]:
+        """(replicate, shard) on `world` processes, which `Config.check_world` found right."""
+        copies = self.data_parallel_replicate_degree
+        return copies, world // copies
 
 
 _DTYPES = ("default", "float32", "bfloat16")
@@ -180,9 +185,6 @@ class Config:
             divisors = [k for k in range(1, m.heads + 1) if m.heads % k == 0]
             problem = f"must divide model.heads = {m.heads}"
             raise invalid("model.kv_heads", m.kv_heads, problem, _nearest(m.kv_heads, divisors))
-        if p.data_parallel_replicate_degree > 1:
-            problem = "copies of the sharded group (HSDP) are not built yet"
-            raise invalid("parallelism.data_parallel_replicate_degree", p.data_parallel_replicate_degree, problem, "1")
         if p.data_parallel_shard_degree == 0:
             raise invalid("parallelism.data_parallel_shard_degree", 0, "expected -1 (all) or at least 1", "-1")
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
@@ -190,14 +192,17 @@ class Config:
 
     def check_world(self, world: int) -> None:
         """Rules that depend on the number of processes `world`. Raises `ConfigError`."""
-        degree, batch, micro = (
-            self.parallelism.data_parallel_shard_degree,
-            self.training.global_batch,
-            self.training.micro_batch,
-        )
-        if degree not in (-1, world):
+        batch, micro = self.training.global_batch, self.training.micro_batch
+        degree = self.parallelism.data_parallel_shard_degree
+        copies = self.parallelism.data_parallel_replicate_degree
+        if world % copies:
+            divisors = [k for k in range(1, world + 1) if world % k == 0]
+            problem = f"must divide the {world} process(es) into equal groups"
+            raise invalid("parallelism.data_parallel_replicate_degree", copies, problem, _nearest(copies, divisors))
+        if degree not in (-1, world // copies):
+            problem = f"there are {world} process(es)" + (f" for {copies} copies" if copies > 1 else "")
             key = "parallelism.data_parallel_shard_degree"
-            raise invalid(key, degree, f"there are {world} process(es)", f"{world} (or -1 for all)")
+            raise invalid(key, degree, problem, f"{world // copies} (or -1 for all)")
         if batch % world:
             problem = f"must be a multiple of the {world} processes"
             multiples = [max(batch // world, 1) * world, (batch // world + 1) * world]

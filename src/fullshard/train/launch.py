@@ -56,11 +56,12 @@ def device_kind(config: Config) -> str:
 
 
 def num_processes(config: Config, asked: int | None) -> int:
-    """`--nproc`, else the shard degree, else one per CUDA device, else 2. Raises `ConfigError` for what cannot be."""
+    """`--nproc`, else what the degrees say, else one per CUDA device, else 2 that share. Raises `ConfigError` for what
+    cannot be."""
     kind = device_kind(config)
-    degree = config.parallelism.data_parallel_shard_degree
+    degree, copies = config.parallelism.data_parallel_shard_degree, config.parallelism.data_parallel_replicate_degree
     devices = torch.cuda.device_count() if kind == "cuda" else 0
-    count = asked or (degree if degree > 0 else devices or 2)
+    count = asked or (degree * copies if degree > 0 else devices or 2 * copies)
     if asked is not None and asked < 1:
         raise ConfigError(f"--nproc {asked}: expected at least 1; nearest valid: 1")
     if devices and count > devices:

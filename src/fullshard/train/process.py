@@ -47,7 +47,7 @@ class World(NamedTuple):
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # one axis, over all processes
+    mesh: DeviceMesh  # all processes: (shard), or (replicate, shard)
     store: Store  # small strings between the processes, for what must be said before training
 
     def total(self, values: list[float]) -> list[float]:
@@ -60,7 +60,9 @@ class World(NamedTuple):
 
     def _combine(self, values: list[float], operation: str) -> list[float]:
         local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        combined: list[float] = DTensor.from_local(local, self.mesh, [Partial(operation)]).full_tensor().tolist()
+        combined: list[float] = (
+            DTensor.from_local(local, self.mesh, [Partial(operation)] * self.mesh.ndim).full_tensor().tolist()
+        )
         return combined
 
     def agree(self, what: str, value: str) -> None:
@@ -96,10 +98,18 @@ def joined_world(config: Config) -> Iterator[World]:
         device_id=device if kind == "cuda" else None,
     )
     try:
-        mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+        mesh = data_parallel_mesh(config, kind, size)
         yield World(rank, size, device, mesh, PrefixStore("train", store))
     finally:
         dist.destroy_process_group()
+
+
+def data_parallel_mesh(config: Config, kind: str, size: int) -> DeviceMesh:
+    """The mesh that `fully_shard` gets: one axis, or two where there are copies; neighbours share."""
+    copies, shard = config.parallelism.degrees(size)
+    if copies == 1:
+        return init_device_mesh(kind, (shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (copies, shard), mesh_dim_names=("replicate", "shard"))
 
 
 def _store(size: int) -> Any:  # one of torch's stores

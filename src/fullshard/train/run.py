@@ -103,7 +103,12 @@ def _outputs(config: Config, console: Console, run_dir: Path) -> Outputs:
 def _facts(config: Config, world: World, corpus: Corpus, split: TokenSplit, model: nn.Module) -> dict[str, Any]:
     units = inspect_units(model)
     return {
-        "world": {"processes": world.size, "device": world.device.type, "backend": _backend(world)},
+        "world": {
+            "processes": world.size,
+            "copies": config.parallelism.degrees(world.size)[0],
+            "device": world.device.type,
+            "backend": _backend(world),
+        },
         "corpus": {
             "name": corpus.name,
             "sha256": corpus.sha256,
