@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from tests.harness.behaviours import behaviour
@@ -353,3 +354,45 @@ def test_replicas_on_a_full_mesh(impl: Implementation) -> None:
             assert torch.all(_flat(model.weight.grad) == 1.5)
 
     run_ranks(4, rank_main)
+
+
+# ---- clipping ------------------------------------------------------------------------------------------------
+
+
+@behaviour("clipping by the global norm on a mesh that replicates", area="clipping")
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
+@for_each_implementation
+def test_clipping(impl: Implementation, shape: tuple[int, int]) -> None:
+    """The norm of what the plain model has, counted once and not once for each replica; ours with one message."""
+    case = BY_NAME["residual"]
+    reference = case.build()
+    for rank in range(4):
+        (case.loss(reference, case.batch(0, rank)) / 4).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+
+    def rank_main(rank: int) -> None:
+        model: Any = case.shard(case.build(), impl.fully_shard, mesh=_mesh(shape))
+        case.loss(model, case.batch(0, rank)).backward()
+        norm = impl.clip(model.parameters(), 0.1)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert_close_to_tensor_max(norm, expected, 8)
+        for (name, ours), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert_close_to_tensor_max(_flat(ours.grad), plain.grad, 8, name)
+
+    run_ranks(4, rank_main)
+
+
+def test_clipping_sends_one_message_for_each_group_of_ranks() -> None:
+    """Units on (replicate, shard), on (shard) alone and whole on each rank: only what is cut is summed, once."""
+    with fake_world(4):
+        mesh = _mesh((2, 2))
+        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        fullshard.fully_shard(model[0], mesh=mesh)
+        fullshard.fully_shard(model[1], mesh=mesh["shard"])
+        fullshard.fully_shard(model[2], mesh=_mesh((4, 1)))
+        fullshard.replicate(model[3])
+        for part in model:
+            part(torch.ones(1, 4)).sum().backward()
+        with CommDebugMode() as comm:
+            fullshard.clip_grad_norm_(model.parameters(), 1.0)
+        assert comm.get_total_counts() == 1, comm.get_comm_counts()
