@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
+from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.models import BY_NAME, adamw
 
@@ -38,6 +39,12 @@ def steps(case: Any, model: nn.Module, optimizer: torch.optim.Optimizer, count: 
         optimizer.step()
 
 
+@behaviour(
+    "`report`: units, what is not sharded, bytes expected and measured",
+    area="state",
+    torch="none",
+    reason="a tool of ours",
+)
 @pytest.mark.parametrize("world", [1, 3, 1000])
 @pytest.mark.parametrize("name", ["tied", "tiny_dims", "frozen", "mixed_shapes"])
 def test_expected_bytes_are_the_measured_ones(name: str, world: int) -> None:

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
 from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, train_reference
-from tests.harness.threads import run_ranks
 
 # Compared after a few steps, each of which may differ from plain training by 2 eps of a tensor's maximum.
 EPS = 64
@@ -192,21 +191,21 @@ def test_the_next_steps_after_loading_are_those_of_plain_training(name: str, imp
 
 
 @behaviour(
-    "`load_state_dict(assign=True)` keeps parameter objects, hooks and what an optimizer holds",
+    "`load_state_dict(assign=True)` keeps an optimizer that was built before",
     area="state",
-    torch="different",
-    reason="torch's puts new objects in their place, as `nn.Module` does",
+    torch="better",
+    reason="torch's replaces the parameters; the optimizer goes on with those that the model has no longer, silently",
 )
-def test_assigning_keeps_parameter_objects_marks_and_hooks() -> None:
+def test_assigning_keeps_parameter_objects_marks_and_hooks(impl: Implementation) -> None:
     """Whatever is assigned: values, another dtype, data for the meta device, a frozen parameter."""
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
         seen: list[str] = []
         for how in ("values", "dtype", "meta"):
             with torch.device("meta" if how == "meta" else "cpu"):
                 model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
             model[1].bias.requires_grad_(False)
-            FULLSHARD.fully_shard(model)
+            impl.fully_shard(model)
             before = dict(model.named_parameters())
             for name, parameter in before.items():
                 parameter.mark = name  # type: ignore[attr-defined]
@@ -227,7 +226,7 @@ def test_assigning_keeps_parameter_objects_marks_and_hooks() -> None:
             assert sorted(seen) == ["0.bias", "0.weight", "1.weight"], how
             seen.clear()
 
-    run_ranks(2, rank_main)
+    run(rank_main, impl)
 
 
 @behaviour("keys that do not match, with `strict` and without", area="state")
@@ -253,13 +252,19 @@ def test_keys_that_do_not_match_are_named(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@behaviour(
+    "`load_state_dict` takes plain full tensors: each rank its own part",
+    area="state",
+    torch="better",
+    reason="torch's refuses them in place, and fails in the next forward when they are assigned",
+)
 @pytest.mark.parametrize("world", [1, 3])
-def test_plain_full_tensors_are_loaded_as_well(world: int) -> None:
+def test_plain_full_tensors_are_loaded_as_well(world: int, impl: Implementation) -> None:
     """torch's refuses them in place ("got mixed torch.Tensor and DTensor"), and fails later when they are assigned."""
     case = BY_NAME["tied"]
     expected = reference("tied", world)
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
         plain = case.build()
         plain_optimizer = adamw(plain.parameters())
         for step in range(BEFORE):
@@ -267,11 +272,11 @@ def test_plain_full_tensors_are_loaded_as_well(world: int) -> None:
                 (case.loss(plain, case.batch(step, other)) / world).backward()
             plain_optimizer.step()
             plain_optimizer.zero_grad()
-        source_optimizer = trained(case, FULLSHARD, rank)[1].state_dict()
+        source_optimizer = trained(case, impl, rank)[1].state_dict()
         for assign, on_meta, part_by_part in ((False, False, False), (True, True, False), (True, False, True)):
             with torch.device("meta" if on_meta else "cpu"):
                 model: Any = case.make() if on_meta else case.build(seed=1)
-            case.shard(model, FULLSHARD.fully_shard)
+            case.shard(model, impl.fully_shard)
             optimizer = adamw(model.parameters())
             given = plain.state_dict()
             if part_by_part:  # the state dict of a module that is no unit
@@ -288,7 +293,7 @@ def test_plain_full_tensors_are_loaded_as_well(world: int) -> None:
         with pytest.raises(RuntimeError, match="size mismatch"):
             model.head.load_state_dict(other, strict=False)
 
-    run_ranks(world, rank_main)
+    run(rank_main, impl, world=world)
 
 
 # ---- torch.distributed.checkpoint.state_dict -------------------------------------------------------------------

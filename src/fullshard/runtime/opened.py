@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch_compat import current_backward, local_of
+from .._torch_compat import current_backward, dtensor_like, local_of
 from ..lifecycle import Phase
 from ..param import ShardedParam, local_part
 from .root import module_units
@@ -63,11 +63,13 @@ class OpenUnit:
     def _gather(self, param: ShardedParam) -> nn.Parameter | None:
         shard = _dtensor(param)
         # One parameter at a time: beside what is kept, never more than that is held on the device.
-        full = shard.full_tensor()
+        # Shards on the host (CPUOffloadPolicy) travel by way of the device.
+        local = local_of(shard)
+        full = dtensor_like(shard, local.to(self.unit.device)).full_tensor()
         if not self._keep:
             return None
         full = full.cpu() if self.opening.offload_to_cpu else full
-        made = nn.Parameter(_own_memory(full, local_of(shard)), requires_grad=shard.requires_grad)
+        made = nn.Parameter(_own_memory(full, local), requires_grad=shard.requires_grad)
         made.__dict__.update(shard.__dict__)
         return made
 

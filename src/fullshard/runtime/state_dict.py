@@ -2,7 +2,7 @@
 
 Taking one needs no message and changes nothing: its values are the sharded parameters, which take the place of full
 ones for just that long. (FSDP2 frees the full ones. A rank that takes a state dict alone is then one gather behind the
-others, and the run hangs.)
+others, and the run hangs or crashes.)
 
 Loading keeps the parameter *objects* of the model, also with `assign=True`, so that an optimizer built before goes on
 and ties hold; and a plain full tensor is accepted for a sharded parameter: each rank takes its own part of it. What is
@@ -14,23 +14,24 @@ The hooks are on every module that holds a parameter of the unit, so that the st
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import local_of, post_accumulate_grad_hooks
+from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks
 from ..param import ShardedParam, Slot, local_part
 from .unit import Unit
 
 
 def hook_state_dict(unit: Unit) -> None:
     """Register the hooks of one unit."""
-    by_module: dict[nn.Module, list[tuple[Slot, ShardedParam]]] = {}
-    for param in unit.params:
-        for slot in param.slots:
-            by_module.setdefault(slot.module, []).append((slot, param))
+    by_module: dict[nn.Module, list[_Place]] = {}
+    for group in unit.groups:
+        for param in group.params:
+            for slot in param.slots:
+                by_module.setdefault(slot.module, []).append(_Place(slot, param, group.placing.shard_device))
     for module, places in by_module.items():
         hooks = _ModuleHooks(unit, places)
         module.register_state_dict_pre_hook(hooks.before_saving)
@@ -40,38 +41,45 @@ def hook_state_dict(unit: Unit) -> None:
         module.register_load_state_dict_post_hook(hooks.after_loading)
 
 
+class _Place(NamedTuple):
+    slot: Slot
+    param: ShardedParam
+    # Where its shards belong.
+    device: torch.device
+
+
 class _ModuleHooks:
     """The hooks of one module; `places` are its parameters that belong to `unit`."""
 
-    def __init__(self, unit: Unit, places: list[tuple[Slot, ShardedParam]]) -> None:
+    def __init__(self, unit: Unit, places: list[_Place]) -> None:
         self._unit = unit
         self._places = places
         # While a state dict is taken: where full parameters stood. While one is loaded: what stood there before.
-        self._hidden: list[tuple[Slot, ShardedParam]] = []
+        self._hidden: list[_Place] = []
         self._before: list[tuple[Slot, nn.Parameter | None]] = []
 
     def before_saving(self, *_: object) -> None:
-        self._hidden = [(slot, param) for slot, param in self._places if slot.get() is param.full]
-        for slot, param in self._hidden:
-            slot.put(param.sharded)
+        self._hidden = [place for place in self._places if place.slot.get() is place.param.full]
+        for place in self._hidden:
+            place.slot.put(place.param.sharded)
 
     def after_saving(self, *_: object) -> None:
         hidden, self._hidden = self._hidden, []
-        for slot, param in hidden:
-            slot.put(param.full)
+        for place in hidden:
+            place.slot.put(place.param.full)
 
     def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         if self._unit.opened is not None:
             return  # full parameters stand there and are loaded as those of any model
         if self._unit.root is not None:
             self._unit.root.reshard(self._unit)
-        self._before = [(slot, slot.get()) for slot, _ in self._places]
-        for slot, parameter in self._before:
+        self._before = [(place.slot, place.slot.get()) for place in self._places]
+        for (slot, parameter), place in zip(self._before, self._places, strict=True):
             value = state_dict.get(prefix + slot.name)
             if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
                 continue  # another shape is torch's to refuse, by name
             if not isinstance(value, DTensor):
-                state_dict[prefix + slot.name] = _sharded_as(parameter, value.detach())
+                state_dict[prefix + slot.name] = _sharded_as(parameter, value.detach(), place.device)
             elif value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
                 # Cut along another dim. DTensor's own copy_ refuses some uneven ones, and assigning would not look.
                 state_dict[prefix + slot.name] = value.detach().redistribute(placements=parameter.placements)
@@ -84,15 +92,18 @@ class _ModuleHooks:
                 _adopt(slot, old, new)
 
 
-def _sharded_as(parameter: DTensor, value: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local_part(value, parameter),
+def _sharded_as(parameter: DTensor, value: Tensor, device: torch.device) -> DTensor:
+    part = local_part(value, parameter)
+    made = DTensor.from_local(
+        part,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    # `from_local` brings everything to the device of the mesh, where shards are not when they are offloaded.
+    return made if part.is_meta else dtensor_like(made, part.to(device))
 
 
 def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -1,0 +1,53 @@
+"""State on one accelerator: full parameters and loading, with shards on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.harness.models import BY_NAME
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[torch.device]:
+    """This machine's accelerator, with a default process group of one rank on the backend that belongs to it."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    backend = dist.get_default_backend_for_device(accelerator)
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        yield torch.device(accelerator.type, 0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("to_cpu", [False, True])
+def test_full_parameters_are_where_they_were_asked_for(offloaded: bool, to_cpu: bool, device: torch.device) -> None:
+    case = BY_NAME["tied"]
+    options: dict[str, Any] = {"offload_policy": fullshard.CPUOffloadPolicy()} if offloaded else {}
+    model, plain = case.shard(case.build(), fullshard.fully_shard, **options), case.build()
+    home = torch.device("cpu") if offloaded else device
+    batch = tuple(t.to(device) for t in case.batch(0))
+    for assign in (False, True):
+        with fullshard.full_params(model, writeback=True, offload_to_cpu=to_cpu), torch.no_grad():
+            for p in model.parameters():
+                assert p.device == (torch.device("cpu") if to_cpu else device)
+                p.mul_(2)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(p, DTensor) and p.to_local().device == home
+            assert torch.equal(p.to_local().cpu(), 2 * q)
+        case.loss(model, batch).backward()
+        model.load_state_dict(plain.state_dict(), assign=assign)  # plain tensors on the host
+        assert all(isinstance(p, DTensor) and p.to_local().device == home for p in model.parameters())
+        case.loss(model, batch).backward()
+        model.zero_grad()
+    report = fullshard.report(model)
+    assert report.measured.parameters == report.expected.parameters
