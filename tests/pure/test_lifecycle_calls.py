@@ -87,6 +87,15 @@ def test_a_step_that_did_not_end_is_noticed() -> None:
     assert not world.run.has_leftovers
 
 
+def test_recomputation_after_a_forward_that_failed_ends_no_pass() -> None:
+    """The backward of an earlier forward repeats the root, whose last forward failed: the plan is that of good ones."""
+    world = before_backward("a")
+    says(world, "pre_forward root", "forward_failed root", "pre_forward root in_backward")
+    assert say(world, "post_forward root in_backward") == []
+    assert [unit.name for unit in world.run.forward_plan] == ["root", "a"]
+    assert [unit.name for unit in world.run.order] == ["a", "root"]
+
+
 # ---- a backward inside a forward ------------------------------------------------------------------------------
 
 

@@ -236,6 +236,7 @@ PROGRAMS = {
     "one of the modules never": _never_the_head,
     "recomputation of all of them": _recomputed,
     "micro-batches without synchronisation": _accumulated,
+    "an evaluation of one of the modules in between": _evaluated_in_between,
 }
 
 
@@ -254,27 +255,21 @@ def test_a_list_trains_in_any_world(world: int, reshard: bool) -> None:
 
 
 @behaviour(
-    "a list trains right after an evaluation that ran one of its modules alone",
-    area="training",
-    torch="better",
-    reason="torch keeps the unit full and in its forward state, and gradients of the next step are wrong",
-)
-def test_a_list_trains_right_after_a_partial_evaluation(impl: Implementation) -> None:
-    _assert_trains_as_plain(impl, _evaluated_in_between, 2)
-
-
-@behaviour(
-    "one module of a list that runs alone in an evaluation leaves nothing full",
+    "after one module of a list ran alone in an evaluation, nothing is full and `zero_grad` clears",
     area="when parameters are full",
     torch="better",
-    reason="no backward follows that would free it: torch's unit stays full until the next forward of the model",
+    reason="no backward follows that would free it: torch's unit stays full, and `zero_grad()` misses its gradients",
 )
 def test_a_module_of_a_list_alone_in_an_evaluation_leaves_nothing_full(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = _sharded(impl)
+        parameters = list(model.parameters())
+        model(_batch(0, rank)).sum().backward()
         with torch.no_grad():
             model.head(model(_batch(0, rank), "norm"))
         assert kinds(model) == {DTensor}
+        model.zero_grad()
+        assert all(parameter.grad is None for parameter in parameters)
 
     run(rank_main, impl)
 
@@ -312,3 +307,39 @@ def test_an_exception_between_the_modules_of_a_list_leaves_nothing() -> None:
         assert_same_training(_train(_sharded(impl), failing, [rank]), expected, 40)
 
     run(rank_main, FULLSHARD)
+
+
+class Tied(nn.Module):
+    """The head has the weight of the embedding, and other modules run in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.middle = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.middle(self.embedding(x))))
+        return out
+
+
+def _tokens(model: Any, x: Tensor, scale: float) -> None:
+    (model((x[:, 0] * 5).long().clamp(0, 10)).square().mean() * scale).backward()
+
+
+@behaviour("a list holds tied weights together", area="training")
+@for_each_implementation
+def test_a_list_holds_tied_weights_together(impl: Implementation) -> None:
+    expected = _train(seeded(Tied), _tokens, [0, 1])
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model: Any = seeded(Tied)
+        impl.fully_shard([model.embedding, model.head])
+        impl.fully_shard(model.middle)
+        impl.fully_shard(model)
+        assert model.head.weight is model.embedding.weight
+        assert_same_training(_train(model, _tokens, [rank]), expected, 40)
+        assert model.head.weight is model.embedding.weight and kinds(model) == {DTensor}
+
+    run(rank_main, impl)

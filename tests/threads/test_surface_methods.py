@@ -6,6 +6,7 @@ Each program runs for plain modules in one process (the oracle), for torch's FSD
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from tests.harness.behaviours import behaviour
@@ -111,6 +113,18 @@ def _assert_method_trains(
         assert kinds(model) == {DTensor}
 
     run(rank_main, impl, world=world)
+
+
+def _recomputed(talker: Any, x: Tensor, *, reentrant: bool) -> Tensor:
+    out: Tensor = checkpoint(talker.encode, x.requires_grad_(), use_reentrant=reentrant)
+    return out
+
+
+@behaviour("a registered method may be recomputed", area="recomputation")
+@for_each_implementation
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_registered_method_may_be_recomputed(reentrant: bool, impl: Implementation) -> None:
+    _assert_method_trains(impl, partial(_recomputed, reentrant=reentrant), root=False)
 
 
 @behaviour("a registered method gathers, frees and has gradients as forward", area="surface")

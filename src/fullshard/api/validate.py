@@ -165,8 +165,8 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
         if owner is not None:
             raise ValueError(
                 f"{name}: expected each parameter in one unit, found it tied to {owner[1]} of {owner[0]}, which "
-                f"was sharded before; apply fully_shard to a module that contains both places, "
-                f"and not to {owner[0]} alone"
+                f"was sharded before; put both into one unit, with fully_shard([a, b]) or on "
+                f"a module that contains both, and do not shard {owner[0]} alone"
             )
         has_extension(parameter, name)  # refuses one that has half of it
         if parameter.ndim == 0:
