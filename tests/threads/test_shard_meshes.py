@@ -1,7 +1,6 @@
 """`shard_placement_fn` with a mesh per parameter: experts on fewer ranks than the rest of their unit.
 
-Four ranks on a mesh (outer, expert) of (2, 2): each pair of ranks along `expert` shares its experts, and all four share
-the rest. The oracle trains plain models, one per pair, whose shared parameters are equal.
+What is trained, over which ranks, and the oracle are in `tests.harness.experts`.
 """
 
 from __future__ import annotations
@@ -17,121 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
+import fullshard
 from fullshard import ShardPlacementResult, clip_grad_norm_, fully_shard
 from tests.harness.behaviours import behaviour
+from tests.harness.experts import WORLD, Oracle, batch, is_expert, loss, meshes, model_of, sharded
 from tests.harness.implementations import Implementation, for_each_implementation, run
-from tests.harness.models import adamw, assert_close_to_tensor_max, full_copy, seeded
+from tests.harness.models import adamw, assert_close_to_tensor_max, full_copy
 from tests.harness.parity import environment
 from tests.harness.threads import run_ranks
-
-WORLD = 4
-PAIRS = ((0, 1), (2, 3))
-
-
-class Layer(nn.Module):
-    """A shared linear and two experts, one of three dims; `recompute` runs it under activation checkpointing."""
-
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__()
-        self.shared = nn.Linear(width, width)
-        self.up = nn.Parameter(torch.randn(experts, width, 6) * 0.3)
-        self.down = nn.Parameter(torch.randn(experts, 6, width) * 0.3)
-        self.recompute = False
-
-    def forward(self, x: Tensor) -> Tensor:  # (n, width)
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
-
-    def body(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.shared(x))
-        return x + torch.einsum("eni,eio->no", torch.tanh(torch.einsum("ni,eio->eno", h, self.up)), self.down)
-
-
-def model_of(pair: int, width: int = 4, experts: int = 2) -> nn.Module:
-    """The model of one pair of ranks: shared parameters are equal, experts are its own."""
-    model = seeded(lambda: nn.Sequential(*(Layer(width, experts) for _ in range(2)), nn.Linear(width, 3)))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if is_expert(name):
-                p.mul_(1 + pair)
-    return model
-
-
-def is_expert(name: str) -> bool:
-    return name.rpartition(".")[2] in ("up", "down")
-
-
-def batch(step: int, rank: int, width: int = 4) -> Tensor:
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(50 * step + rank))
-
-
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).pow(2).mean()
-
-
-def meshes() -> tuple[DeviceMesh, DeviceMesh]:
-    """(all four ranks, both axes)."""
-    return init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "expert"))
-
-
-def sharded(impl: Any, model: nn.Module, mesh: DeviceMesh, expert: Any, dim: int, **options: Any) -> Any:
-    """Experts along `dim` as the result `expert` of a dim says, everything else along the last dim."""
-    experts = {id(p) for name, p in model.named_parameters() if is_expert(name)}
-    options["shard_placement_fn"] = lambda p: expert(Shard(dim)) if id(p) in experts else Shard(-1)
-    for layer in list(model.children())[:-1]:
-        impl.fully_shard(layer, mesh=mesh, **options)
-    return impl.fully_shard(model, mesh=mesh, **options)
-
-
-class Oracle:
-    """Plain training of both pairs' models: experts average over their pair, the rest over all ranks."""
-
-    def __init__(self, width: int = 4, experts: int = 2) -> None:
-        self.models = [model_of(pair, width, experts) for pair in range(2)]
-        self.optimizers = [adamw(model.parameters()) for model in self.models]
-        self.width = width
-
-    def gradients(self, step: int) -> list[dict[str, Tensor]]:
-        found = []
-        for pair, ranks in enumerate(PAIRS):
-            of_rank: list[dict[str, Tensor]] = []
-            for rank in ranks:
-                self.models[pair].zero_grad()
-                loss(self.models[pair], batch(step, rank, self.width)).backward()
-                of_rank.append(
-                    {n: p.grad.clone() for n, p in self.models[pair].named_parameters() if p.grad is not None}
-                )
-            found.append({name: (of_rank[0][name] + of_rank[1][name]) / 2 for name in of_rank[0]})
-        for name in found[0]:
-            if not is_expert(name):
-                found[0][name] = found[1][name] = (found[0][name] + found[1][name]) / 2
-        return found
-
-    def norm(self, gradients: list[dict[str, Tensor]], p: float = 2.0) -> Tensor:
-        """Over the shared parameters and the experts of both pairs."""
-        every = [g for pair, of_pair in enumerate(gradients) for n, g in of_pair.items() if is_expert(n) or pair == 0]
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double(), p) for g in every]), p)
-
-    def step(self, step: int, max_norm: float | None = None) -> Tensor | None:
-        gradients = self.gradients(step)
-        norm = None if max_norm is None else self.norm(gradients)
-        scale = 1.0 if norm is None or max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
-        for pair, model in enumerate(self.models):
-            for name, p in model.named_parameters():
-                p.grad = gradients[pair][name] * scale
-            self.optimizers[pair].step()
-            self.optimizers[pair].zero_grad()
-        return norm
-
-    def check(self, model: Any, optimizer: torch.optim.Optimizer, pair: int, eps: float) -> None:
-        plain, state = self.models[pair], self.optimizers[pair].state
-        for name, p in model.named_parameters():
-            whole = plain.get_parameter(name)
-            assert_close_to_tensor_max(full_copy(p), whole.detach(), eps, name)
-            for key, value in state[whole].items():
-                assert_close_to_tensor_max(full_copy(optimizer.state[p][key]), value, eps, f"{name}.{key}")
-
 
 # ---- both implementations ------------------------------------------------------------------------------------
 
@@ -252,7 +145,7 @@ def test_experts_train_clip_and_save(recompute: bool) -> None:
         for layer in list(plain.children())[:-1]:
             layer.recompute = recompute
         # Along the experts themselves, of which three go to two ranks.
-        model = sharded(_OURS, plain, world, lambda s: ShardPlacementResult(s, both["expert"]), dim=0)
+        model = sharded(fullshard, plain, world, lambda s: ShardPlacementResult(s, both["expert"]), dim=0)
         optimizer = adamw(model.parameters())
         for step in range(steps):
             loss(model, batch(step, rank, width)).backward()
@@ -265,7 +158,9 @@ def test_experts_train_clip_and_save(recompute: bool) -> None:
         # A mesh is no part of what is pickled.
         assert pickle.loads(pickle.dumps(vars(model[0].up)))["_fullshard_norm_mesh"] is None
         # What is loaded is scaled as before.
-        again = sharded(_OURS, model_of(0, width, 3), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=0)
+        again = sharded(
+            fullshard, model_of(0, width, 3), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=0
+        )
         again.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         again.to_empty(device="cpu")
         again.load_state_dict(model.state_dict())
@@ -279,10 +174,6 @@ def test_experts_train_clip_and_save(recompute: bool) -> None:
     run_ranks(WORLD, rank_main)
 
 
-class _OURS:
-    fully_shard = staticmethod(fully_shard)
-
-
 @pytest.mark.parametrize("p", [1.0, 3.0, float("inf")])
 def test_norms_of_any_order(p: float) -> None:
     oracle = Oracle()
@@ -290,7 +181,7 @@ def test_norms_of_any_order(p: float) -> None:
 
     def rank_main(rank: int) -> Tensor:
         world, both = meshes()
-        model = sharded(_OURS, model_of(rank // 2), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=2)
+        model = sharded(fullshard, model_of(rank // 2), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=2)
         loss(model, batch(0, rank)).backward()
         return clip_grad_norm_(model.parameters(), 1e9, p)
 
@@ -298,6 +189,7 @@ def test_norms_of_any_order(p: float) -> None:
         assert torch.allclose(norm.double(), expected, rtol=1e-5), (norm, expected)
 
 
+@behaviour("a mesh per parameter: one that replicates beside one that does not", area="placement")
 @for_each_implementation
 @pytest.mark.parametrize("unit_replicates", [True, False])
 def test_meshes_that_replicate(impl: Implementation, unit_replicates: bool) -> None:
@@ -343,19 +235,25 @@ def _mean_of_ranks(pair: int) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_copies_of_experts_count_once() -> None:
+@behaviour(
+    "clipping where parameters are on several meshes: one norm on all ranks, each expert counted once",
+    area="clipping",
+    torch="better",
+    reason="torch's `clip_grad_norm_` refuses gradients of several meshes",
+)
+def test_copies_of_experts_count_once(impl: Implementation) -> None:
     """Eight ranks, experts on (copies, expert) of four: each is on two ranks of its four, and there are two of each."""
 
-    def rank_main(rank: int) -> list[Tensor]:
+    def rank_main(rank: int, impl: Implementation) -> list[Tensor]:
         three = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "copies", "expert"))
         world = init_device_mesh("cpu", (8,))
-        own = three["copies", "expert"]
-        model = sharded(_OURS, model_of(rank // 4), world, lambda s: ShardPlacementResult(s, own), dim=1)
+        own = HSDPMeshInfo(three["copies", "expert"], shard_mesh_dim=1, replicate_mesh_dim=0)
+        model = sharded(impl, model_of(rank // 4), world, lambda s: TorchResult(s, own), dim=1)
         loss(model, batch(0, rank)).backward()
-        norms = [clip_grad_norm_(model.parameters(), 1e9, p) for p in (2.0, float("inf"))]
+        norms = [impl.clip(model.parameters(), 1e9, p) for p in (2.0, float("inf"))]
         return [*norms, *(p.grad.full_tensor() for name, p in model.named_parameters())]
 
-    results = run_ranks(8, rank_main)
+    results = run(rank_main, impl, world=8)
     names = [name for name, _ in model_of(0).named_parameters()]
     every = [g for i in (0, 4) for n, g in zip(names, results[i][2:], strict=True) if i == 0 or is_expert(n)]
     for two, greatest, *_ in results:
@@ -370,7 +268,7 @@ def test_experts_that_no_other_rank_has() -> None:
         world = init_device_mesh("cpu", (WORLD,))
         alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("outer", "alone"))["alone"]
         plain, model = model_of(rank), model_of(rank)
-        sharded(_OURS, model, world, lambda s: ShardPlacementResult(s, alone), dim=1)
+        sharded(fullshard, model, world, lambda s: ShardPlacementResult(s, alone), dim=1)
         loss(plain, batch(0, rank)).backward()
         loss(model, batch(0, rank)).backward()
         for name, p in plain.named_parameters():
@@ -389,7 +287,7 @@ def test_accumulation_and_a_step_that_raised() -> None:
 
     def rank_main(rank: int, disturbed: bool) -> list[Tensor]:
         world, both = meshes()
-        model = sharded(_OURS, model_of(rank // 2), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=1)
+        model = sharded(fullshard, model_of(rank // 2), world, lambda s: ShardPlacementResult(s, both["expert"]), dim=1)
         optimizer = adamw(model.parameters())
         for step in range(3):
             if disturbed and step == 1:
@@ -452,15 +350,19 @@ def test_meshes_that_cannot_be_used_are_refused() -> None:
     run_ranks(WORLD, rank_main)
 
 
-def test_one_axis_of_a_mesh_is_that_axis() -> None:
-    """torch puts one placement on a mesh of two axes there."""
-
-    def rank_main(rank: int) -> None:
+@behaviour(
+    "a mesh per parameter: one axis of a mesh, as a well-formed DTensor",
+    area="placement",
+    torch="better",
+    reason="one placement on a mesh of two axes, a DTensor that cannot be used",
+)
+def test_one_axis_of_a_mesh_is_that_axis(impl: Implementation) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
         world, both = meshes()
         model: Any = nn.Linear(4, 4, bias=False)
         info = FSDPMeshInfo(both, shard_mesh_dim=1)
-        fully_shard(model, mesh=world, shard_placement_fn=lambda p: TorchResult(None, info))
+        impl.fully_shard(model, mesh=world, shard_placement_fn=lambda p: TorchResult(None, info))
         assert model.weight.device_mesh == both["expert"] and model.weight.placements == (Shard(0),)
         assert model.weight.full_tensor().shape == (4, 4)
 
-    run_ranks(WORLD, rank_main)
+    run(rank_main, impl, world=WORLD)
