@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from fullshard import fully_shard
+from fullshard import fully_shard, inspect_units
 from fullshard.policy import resolve_scale
 from fullshard.runtime import unit_of
 from tests.harness.behaviours import behaviour
@@ -209,6 +209,59 @@ def test_a_hook_cannot_take_a_gradient_away() -> None:
 
     for world in (1, 2):
         run_ranks(world, rank_main)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 1)], ids=str)
+def test_a_step_after_a_hook_that_raised_is_right(shape: tuple[int, ...]) -> None:
+    """In the first unit that is reduced and in the last, which is collected when the backward ends."""
+    world = _world(shape)
+
+    def rank_main(rank: int) -> None:
+        model: Any = sharded(FULLSHARD, probes(4), mesh=_mesh(shape))
+        inputs = torch.full((2, 5), float(rank))
+
+        def gradients() -> list[Tensor]:
+            model.zero_grad()
+            model(inputs).pow(2).sum().backward()
+            return [_full(p.grad).clone() for p in model.parameters()]
+
+        expected = gradients()
+        model.zero_grad()
+        for unit in (model[3], model[0]):
+            unit.set_all_reduce_hook(_refuse)
+            with pytest.raises(ZeroDivisionError):
+                model(inputs).pow(2).sum().backward()
+            unit.set_all_reduce_hook(None)
+            assert all(p.grad is None for p in model.parameters())
+            assert not any(info.full_nbytes_live for info in inspect_units(model))
+            # Added to nothing: without zero_grad, which would hide what is left.
+            model(inputs).pow(2).sum().backward()
+            assert all(torch.equal(_full(p.grad), e) for p, e in zip(model.parameters(), expected, strict=True))
+            model.zero_grad()
+        # A hook of the user's on one gradient: then all of them are there.
+        handle = model[2].linear.weight.register_post_accumulate_grad_hook(_refuse)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs).pow(2).sum().backward()
+        handle.remove()
+        assert all(torch.equal(_full(p.grad), e) for p, e in zip(model.parameters(), expected, strict=True))
+        assert all(map(torch.equal, gradients(), expected))
+
+    run_ranks(world, rank_main)
+
+
+def _refuse(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@behaviour("`set_requires_all_reduce(False)` changes nothing without replicas", area="communication")
+@for_each_implementation
+def test_no_all_reduce_without_replicas(impl: Implementation) -> None:
+    def rank_main(rank: int) -> None:
+        model = impl.fully_shard(_linear())
+        model.set_requires_all_reduce(False)
+        assert torch.all(_gradient(model, rank) == 1.5)
+
+    run_ranks(2, rank_main)
 
 
 # ---- custom messages -------------------------------------------------------------------------------------------

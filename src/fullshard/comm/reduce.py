@@ -299,7 +299,7 @@ def reduce_channel(
     after = AfterSum(replicate, scale, dtypes, controls.hook, controls.hook_stream, native=native)
     if controls.reduce_scatter is not None:
         group = CustomGroup(group, controls.reduce_scatter) if group.world > 1 else group
-        pool = CustomBuffers(controls.reduce_scatter)
+        pool = CustomBuffers(controls.reduce_scatter, zeroed=True)
     if group.world == 1:
         return FlatReduce(group, pack, dtypes, pool, scale, after)
     if native:

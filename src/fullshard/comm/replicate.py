@@ -111,12 +111,13 @@ class StagedReduction:
 
     def collect(self) -> list[Tensor | None]:
         total = self._advanced()
-        if self._work is not None:
-            self._work.wait()
-        parts = self._kept(total) if self.keeps else self._chunks.split(self._finished(total), self._complete)
-        self._total = self._work = None
-        self._first.release()
-        return parts
+        try:
+            if self._work is not None:
+                self._work.wait()
+            return self._kept(total) if self.keeps else self._chunks.split(self._finished(total), self._complete)
+        finally:  # a hook may raise
+            self._total = self._work = None
+            self._first.release()
 
     def abandon(self) -> None:
         if self._total is None:

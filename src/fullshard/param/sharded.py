@@ -156,14 +156,21 @@ class ShardedParam:
         # Not in place: should this backward fail later, `held` is to be what it was.
         return held + fresh.to(reduce_dtype)
 
-    def commit(self, reduce_dtype: torch.dtype) -> None:
-        """The backward ended: hand over what it brought."""
+    def commit(self, reduce_dtype: torch.dtype) -> bool:
+        """The backward ended: hand over what it brought. Whether a reduced gradient arrived."""
+        arrived = self.reduced is not None
         if self.reduced is not None:
             self._commit_reduced(self.reduced)
         if self.fresh_partial is not None:
             self._commit_partial(self.fresh_partial)
         if self.fresh is not None:
             self._commit_held(self.fresh, reduce_dtype)
+        return arrived
+
+    def run_hooks(self) -> None:
+        """Those that the user registered to see `sharded.grad` whenever it was written."""
+        for hook in post_accumulate_grad_hooks(self.sharded):
+            hook(self.sharded)
 
     def _commit_held(self, fresh: Tensor, reduce_dtype: torch.dtype) -> None:
         """No reduction took place: `fresh` joins `held`, and `.grad` says so."""
@@ -196,8 +203,6 @@ class ShardedParam:
             self.sharded.grad = dtensor_like(self.sharded, reduced)
         else:
             local_of(gradient).add_(reduced)
-        for hook in post_accumulate_grad_hooks(self.sharded):
-            hook(self.sharded)
 
     def discard(self) -> None:
         """Forget what the running backward brought; `held`, `partial` and `.grad` stay."""

@@ -45,12 +45,29 @@ class Executor:
 
     def run(self, commands: Sequence[Command]) -> None:
         """Do the commands, in order."""
-        for command in commands:
+        for position, command in enumerate(commands):
             if self._checker is not None and not (command.kind == "finish" and self.may_stay_pending()):
                 self._checker.command(command.kind, command.unit.name)
             for listener in self.listeners:
                 listener(command)
-            self._actions[command.kind](self.units[command.unit.index])
+            try:
+                self._actions[command.kind](self.units[command.unit.index])
+            except BaseException:
+                self._unwind(commands[position:])
+                raise
+
+    def _unwind(self, commands: Sequence[Command]) -> None:
+        """The first of `commands` failed; the rules have noted all of them as done.
+
+        A failed step is discarded by the next report. Only what belongs to the end of a backward has no other
+        report to wait for: for the rules that backward is over.
+        """
+        if commands[-1].kind != "finish":
+            return
+        for command in commands[1:]:
+            if command.kind in ("free", "drop", "shelve"):
+                self._actions[command.kind](self.units[command.unit.index])
+        self._discard(self.units[commands[-1].unit.index])
 
     @property
     def replicating_nbytes(self) -> int:
@@ -183,10 +200,13 @@ class Executor:
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
-        for unit in self._touched:
-            for group in unit.groups:
-                for i in group.trainable:
-                    group.params[i].commit(group.precision.reduce)
+        arrived = [
+            group.params[i]
+            for unit in self._touched
+            for group in unit.groups
+            for i in group.trainable
+            if group.params[i].commit(group.precision.reduce)
+        ]
         self._touched.clear()
         for unit in self.units:
             unit.arrived = 0
@@ -196,6 +216,9 @@ class Executor:
             unit.partial_open = kept or (unit.partial_open and unit not in self._carrying)
         self._closing.clear()
         self._carrying.clear()
+        # Last: they are the user's and may raise, and then all gradients are there.
+        for param in arrived:
+            param.run_hooks()
 
     def _discard(self, root: Unit) -> None:
         for flights in (self.shared.in_flight, self.shared.replicating):

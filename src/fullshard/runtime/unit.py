@@ -219,7 +219,7 @@ class Unit:
         custom = self.controls.gather
         one_message = custom is not None or self.controls.strategy(self._communication) == "torch"
         if custom is not None:
-            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom)
+            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom, zeroed=False)
         if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
             plan = GatherPlan(direct=(), packed=group.pack.order)
         return PlannedGather(shard, group.pack, plan, flat, group.memory, pool)
