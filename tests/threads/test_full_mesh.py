@@ -12,18 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from fullshard import DataParallelMeshDims as Dims
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
 from tests.harness.models import assert_close_to_tensor_max, seeded
 from tests.harness.threads import run_ranks
 from tests.threads.test_tensor_parallel import R, batch, both
-
-
-class Dims:
-    """Stands for `DataParallelMeshDims`, ours or torch's: both are accepted by their fields."""
-
-    def __init__(self, shard: Any = None, replicate: Any = None) -> None:
-        self.shard, self.replicate = shard, replicate
 
 
 def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
@@ -116,13 +110,33 @@ REFUSED: list[Case] = [
         lambda fs, m: fs(tp_linear(m["tp"], Partial()), mesh=m["dp"]),
     ),
     ("plain", ValueError, lambda fs, m: fs(nn.Linear(2, 2), mesh=m, dp_mesh_dims=Dims("dp"))),
-    ("not replicated", ValueError, lambda fs, m: fs(on_mesh(m, Shard(0), R), mesh=m, dp_mesh_dims=Dims("dp"))),
-    ("unknown", ValueError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims("x"))),
+    (
+        "not replicated",
+        ValueError,
+        lambda fs, m: fs(on_mesh(m, Shard(0), R), mesh=m, dp_mesh_dims=Dims("dp")),
+    ),
+    (
+        "unknown",
+        ValueError,
+        lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims("x")),
+    ),
     ("no axis", ValueError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims())),
     ("no mesh", ValueError, lambda fs, m: fs(on_mesh(m, R, R), dp_mesh_dims=Dims("dp"))),
-    ("a part of it", ValueError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m["dp"], dp_mesh_dims=Dims("dp"))),
-    ("shard and replicate", RuntimeError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims("dp", "dp"))),
-    ("another order", KeyError, lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims(("tp", "dp")))),
+    (
+        "a part of it",
+        ValueError,
+        lambda fs, m: fs(on_mesh(m, R, R), mesh=m["dp"], dp_mesh_dims=Dims("dp")),
+    ),
+    (
+        "shard and replicate",
+        RuntimeError,
+        lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims("dp", "dp")),
+    ),
+    (
+        "another order",
+        KeyError,
+        lambda fs, m: fs(on_mesh(m, R, R), mesh=m, dp_mesh_dims=Dims(("tp", "dp"))),
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..runtime import Unit, unit_of
-from ..runtime.root import clean_name, parameter_names
+from ..runtime.names import clean_name, parameter_names
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..param import ShardedParam
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
 # Names that wrappers insert into dotted names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -11,3 +21,14 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
     return name
+
+
+def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[ShardedParam, str]:
+    """The dotted names below `model` of the parameters of `units`; relative to their unit for those outside of it."""
+    prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
+    names = {}
+    for unit in units:
+        for param in unit.params:
+            slot = next((slot for slot in param.slots if slot.module in prefixes), None)
+            names[param] = param.name if slot is None else prefixes[slot.module] + slot.name
+    return names

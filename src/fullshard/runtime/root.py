@@ -22,6 +22,7 @@ from ..param import ShardedParam
 from ..policy import Options
 from .executor import Executor
 from .names import clean_name as clean_name
+from .names import parameter_names
 from .optimizer_steps import count_optimizer_steps
 from .shared import Shared
 from .uninitialized import has_meta_buffers, prove_initialized
@@ -295,17 +296,6 @@ def _settle(unit: Unit) -> None:
     """What was gathered under a provisional root is complete before the buffers change hands."""
     if unit.root is not None and unit.record.full is Full.PENDING:
         unit.root.wait_unshard(unit)
-
-
-def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[ShardedParam, str]:
-    """The dotted names below `model` of the parameters of `units`; relative to their unit for those outside of it."""
-    prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
-    names = {}
-    for unit in units:
-        for param in unit.params:
-            slot = next((slot for slot in param.slots if slot.module in prefixes), None)
-            names[param] = param.name if slot is None else prefixes[slot.module] + slot.name
-    return names
 
 
 def _refuse_meta(model: nn.Module, units: Sequence[Unit]) -> None:

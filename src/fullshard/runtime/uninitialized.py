@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch_compat import non_persistent_buffers
 from ..comm import sum_over
 from ..param import are_poisoned, is_poisoned, local_data, poison
-from .names import clean_name
+from .names import clean_name, parameter_names
 from .unit import Unit
 
 _EMPTY = {torch.empty_like, torch.empty, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
@@ -200,13 +200,13 @@ def find_uninitialized(units: Sequence[Unit], top: nn.Module) -> Uninitialized:
 
 def _to_judge(units: Sequence[Unit], top: nn.Module) -> list[_Judged]:
     judged: dict[int, _Judged] = {}
+    names = parameter_names(top, units)
     of_units: set[int] = set()
     for unit in units:
         for param in unit.params:
             of_units |= {id(param.full), id(param.sharded)}
             if unit.unproven:
-                name = param.name if unit.record.name == "root" else f"{unit.record.name}.{param.name}"
-                judged[id(param.sharded)] = _Judged(name, param.sharded, True, param.spec.mesh)
+                judged[id(param.sharded)] = _Judged(names[param], param.sharded, True, param.spec.mesh)
     mesh = next((group.placing.mesh for unit in units for group in unit.groups), None)
     for name, tensor in (*top.named_parameters(), *top.named_buffers()):
         if id(tensor) not in of_units:
