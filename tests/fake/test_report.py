@@ -136,6 +136,22 @@ def test_rows_say_what_the_units_are() -> None:
         assert live == sum(unit.full_nbytes_live for unit in fullshard.inspect_units(model)) > 0
 
 
+def test_a_unit_of_several_modules_and_one_without_parameters() -> None:
+    with fake_world(2):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard([net[0], net[2]])
+        fully_shard(net[1])
+        fully_shard(net)
+        report = fullshard.report(net)
+        assert [(u.name, u.module_class, u.num_params) for u in report.units] == [
+            ("", "Sequential", 0),
+            ("0+2", "Linear+Linear", 4),
+            ("1", "Linear", 2),
+        ]
+        assert report.units[1].param_names == ("0.weight", "0.bias", "2.weight", "2.bias")
+        assert report.expected.optimizer is None and "?" not in str(report)
+
+
 def test_what_is_left_unsharded_is_named() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

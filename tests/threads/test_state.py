@@ -345,8 +345,19 @@ def test_weights_tied_across_units_are_refused_with_both_places() -> None:
     def job(rank: int) -> None:
         model: Any = copy.deepcopy(base)
         fully_shard(model.embedding)
-        with pytest.raises(ValueError, match=r"head\.weight: .*tied to weight of Embedding"):
+        fix = r"fully_shard\(\[embedding, head\]\)"
+        with pytest.raises(ValueError, match=rf"head\.weight: .*tied to embedding\.weight \(.*: Embedding\).*{fix}"):
             fully_shard(model)
+        apart: Any = copy.deepcopy(base)
+        fully_shard(apart.embedding)
+        with pytest.raises(ValueError, match=r"weight: .*tied to weight of Embedding.*\[Embedding, Linear\]"):
+            fully_shard(apart.head)
+        # What the error says to do.
+        mended: Any = copy.deepcopy(base)
+        fully_shard([mended.embedding, mended.head])
+        fully_shard(mended)
+        assert mended.head.weight is mended.embedding.weight
+        _trains_like(rank, mended, copy.deepcopy(base))
 
     run_ranks(WORLD, job)
 

@@ -83,7 +83,7 @@ def fully_shard(
     name = "+".join(type(root).__name__ for root in roots)
     modules = _managed(roots)
     found = managed_parameters(modules, ignored)
-    validate.check_parameters(found, name)
+    validate.check_parameters(found, roots)
     full_mesh, shards = None, True
     if isinstance(mesh, Whole):
         mesh, shards = mesh.mesh, False

@@ -5,7 +5,7 @@ Types are torch's where programs depend on them (torch 2.13, `fully_shard` and F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .._torch_compat import applied_apis
 from ..param import Found, has_extension
 from ..policy import resolve_offload
 from ..runtime import Unit, unit_of
+from ..runtime.names import clean_name
 
 
 def not_built(argument: str, value: object, instead: str) -> NotImplementedError:
@@ -149,8 +150,9 @@ def check_ignored(ignored_params: Iterable[object] | None) -> set[nn.Parameter]:
 _OWNER = "_fullshard_owner"
 
 
-def check_parameters(found: Iterable[Found], module_name: str) -> None:
-    """The parameters of one unit, before any of them is sharded."""
+def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
+    """The parameters of one unit of modules `roots`, before any of them is sharded."""
+    module_name = "+".join(type(root).__name__ for root in roots)
     for item in found:
         parameter, name = item.parameter, item.name
         for slot in item.slots:
@@ -163,10 +165,13 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
                 )
         owner = getattr(parameter, _OWNER, None)
         if owner is not None:
+            here = name.rpartition(".")[0]
+            there = _path_of_owner(owner, roots)
             raise ValueError(
-                f"{name}: expected each parameter in one unit, found it tied to {owner[1]} of {owner[0]}, which "
-                f"was sharded before; put both into one unit, with fully_shard([a, b]) or on "
-                f"a module that contains both, and do not shard {owner[0]} alone"
+                f"{name}: expected each parameter in one unit, found it tied to "
+                f"{f'{there}.{owner[1]} (of the unit {there}: {owner[0]})' if there else f'{owner[1]} of {owner[0]}'}, "
+                f"which was sharded before this {module_name}; make one unit of both places, "
+                f"fully_shard([{there or owner[0]}, {here or module_name}]), or leave both to the module around them"
             )
         has_extension(parameter, name)  # refuses one that has half of it
         if parameter.ndim == 0:
@@ -179,6 +184,16 @@ def check_parameters(found: Iterable[Found], module_name: str) -> None:
                 f"{name}: expected a contiguous parameter, found strides {parameter.stride()} for shape "
                 f"{tuple(parameter.shape)}; make it contiguous before fully_shard"
             )
+
+
+def _path_of_owner(owner: tuple[str, str], roots: Sequence[nn.Module]) -> str:
+    """The dotted name, below `roots`, of the unit that has a tied parameter; "" when it is not there."""
+    for root in roots:
+        for path, module in root.named_modules():
+            unit = unit_of(module)
+            if unit is not None and unit.record.name == owner[0] and any(p.name == owner[1] for p in unit.params):
+                return clean_name(path)
+    return ""
 
 
 _AROUND = "_fullshard_around"

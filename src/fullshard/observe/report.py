@@ -6,7 +6,9 @@ really hold now. Nothing is communicated or changed; it works on the meta device
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -99,14 +101,15 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     The figures are this rank's, of this moment. Raises `ValueError` when nothing in `model` is sharded.
     """
     names = {id(module): clean_name(name) for name, module in model.named_modules()}
-    units: dict[int, tuple[str, Unit]] = {}
+    units: dict[Unit, str] = {}
     for module in model.modules():
         unit = unit_of(module)
         if unit is not None:
-            units.setdefault(id(unit), (names[id(module)], unit))
+            # Of several modules, as `fully_shard([a, b])` makes it, all names.
+            units[unit] = f"{units[unit]}+{names[id(module)]}" if unit in units else names[id(module)]
     if not units:
         raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
-    found = list(units.values())
+    found = [(name, unit) for unit, name in units.items()]
     held = None if optimizer is None else Held(optimizer)
     rows = tuple(_unit_report(name, unit, names, held) for name, unit in found)
     unsharded = _unsharded(model, [unit for _, unit in found])
@@ -135,6 +138,7 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
     shards = [standing(param) for param in unit.params]
     trainable = [shard for shard in shards if shard.requires_grad]
     local_numel = sum(local_of(shard).numel() for shard in shards)
+    nothing = Bytes(0, 0, None if optimizer is None else 0)
     expected = [expected_of(group, optimizer) for group in unit.groups]
     held = [param.held for param in unit.params if param.held is not None]
     gradients = [local_of(s.grad) for s in shards if s.grad is not None and not isinstance(s.grad, PendingGrad)]
@@ -152,7 +156,7 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
         numel=sum(shard.numel() for shard in shards),
         local_numel=local_numel,
         padding_numel=sum(group.pack.padded_local_numel for group in unit.groups) - local_numel,
-        expected=_sum(expected),
+        expected=_sum([nothing, *expected]),
         measured=Bytes(
             _held_nbytes([*(group.flat for group in unit.groups), *(local_of(shard) for shard in shards)]),
             _held_nbytes([*gradients, *held]),
@@ -280,7 +284,4 @@ def _once(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def _sum(parts: Iterable[Bytes]) -> Bytes:
-    total: Bytes | None = None
-    for part in parts:
-        total = part if total is None else total + part
-    return total or Bytes(0, 0, 0)
+    return functools.reduce(operator.add, parts)
