@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import fullshard
 from fullshard.runtime import unit_of
 from tests.harness.behaviours import behaviour
-from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
+from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -260,7 +260,6 @@ def test_training_through_the_methods(dtype: torch.dtype | None, kind: type[Wrap
     torch="better",
     reason="torch raises on the short ranks alone unless the method pads, and the others hang; here shards are padded",
 )
-@pytest.mark.parametrize("impl", [FULLSHARD], ids=repr)
 @pytest.mark.parametrize(("rows", "world"), [(5, 2), (2, 3), (5, 4), (4, 1)])
 def test_short_and_empty_shards(rows: int, world: int, impl: Implementation) -> None:
     """`Master` with methods that know nothing of padding, and nothing of autograd's versions."""

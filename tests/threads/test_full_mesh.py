@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
 from tests.harness.models import assert_close_to_tensor_max, seeded
 from tests.harness.threads import run_ranks
-from tests.threads.test_tensor_parallel import R, batch, both
+from tests.threads.test_tensor_parallel import R, batch, blocks, both, collect, plan_tp, train_plain
 
 
 def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
@@ -37,6 +38,10 @@ def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
         (("a", "b", "tp"), (R, R, Shard(0)), {"shard": ("a", "b")}),
         (("pp", "a", "b"), (R, R, R), {"shard": ["a", "b"]}),
         (("pp", "dp", "tp"), (Shard(0), R, Shard(0)), {"shard": "dp"}),
+        (("re", "dp", "tp"), (R, R, Shard(0)), {"shard": "dp", "replicate": "re"}),
+        (("dp", "re", "tp"), (R, R, Shard(0)), {"shard": "dp", "replicate": "re"}),
+        (("a", "b", "tp"), (R, R, Shard(0)), {"replicate": ("a", "b")}),
+        (("a", "b", "dp"), (R, R, R), {"replicate": ("a", "b"), "shard": "dp"}),
     ],
     ids=str,
 )
@@ -52,41 +57,88 @@ def test_dp_mesh_dims_give_torch_s_placements(names: tuple[str, ...], placements
 
 
 @behaviour("training with parameters on a full (dp, tp) mesh", area="training")
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+# Axes, and which of them are those of data parallelism: every rank of these has a batch of its own.
+FULL = [
+    ({"dp": 2, "tp": 2}, {"shard": "dp"}),
+    ({"re": 2, "tp": 2}, {"replicate": "re"}),
+    pytest.param({"re": 2, "dp": 2, "tp": 2}, {"shard": "dp", "replicate": "re"}, marks=pytest.mark.slow),
+    pytest.param({"a": 2, "b": 2, "tp": 2}, {"shard": ("a", "b")}, marks=pytest.mark.slow),
+]
+
+
+@behaviour("training with dp_mesh_dims on a mesh with all axes", area="placement")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(("axes", "dims"), FULL, ids=lambda value: "-".join(value))
 @for_each_implementation
-def test_training_on_a_full_mesh(impl: Implementation) -> None:
-    """Parameters on (dp, tp): activations are DTensors there too, sharded over dp; the mean is over the whole batch."""
-
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(torch.tanh(self.up(x)))
-
+def test_training_on_a_full_mesh(axes: dict[str, int], dims: dict[str, Any], impl: Implementation) -> None:
+    """Parameters and activations are DTensors on all axes; two micro-batches, of which the second reduces."""
+    world = math.prod(axes.values())
+    data = world // 2
     reference = seeded(Plain)
-    for rank in range(2):
-        (reference(batch(0, rank)).square().sum() / 2).backward()
-    models = [seeded(Plain) for _ in range(4)]
+    for micro in range(2):
+        for rank in range(data):
+            (reference(batch(micro, rank)).square().sum() / data).backward()
+    models = [seeded(Plain) for _ in range(world)]
 
     def rank_main(rank: int, impl: Implementation) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        replicated = [R] * (mesh.ndim - 1)
         model: Any = models[rank]
         for layer, own in ((model.up, Shard(0)), (model.down, Shard(1))):
             for name, p in list(layer.named_parameters()):
                 cut = own if p.ndim > 1 or own == Shard(0) else R
-                setattr(layer, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [R, cut])))
-        dims: Any = DataParallelMeshDims(shard="dp")
-        impl.fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
-        impl.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-        x = DTensor.from_local(batch(0, mesh.get_local_rank("dp")), mesh, [R, R])
-        model(x).redistribute(placements=[R, R]).to_local().square().sum().backward()
+                setattr(layer, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [*replicated, cut])))
+        given: Any = DataParallelMeshDims(**dims)
+        impl.fully_shard(model.up, mesh=mesh, dp_mesh_dims=given)
+        impl.fully_shard(model, mesh=mesh, dp_mesh_dims=given)
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            x = DTensor.from_local(batch(micro, rank // 2), mesh, [R] * mesh.ndim, run_check=False)
+            model(x).redistribute(placements=[R] * mesh.ndim).to_local().square().sum().backward()
         for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert p.grad.placements == p.placements
-            assert_close_to_tensor_max(p.grad.full_tensor(), expected.grad, 16, name)
+            assert_close_to_tensor_max(p.grad.full_tensor(), expected.grad, 32, name)
 
-    run(rank_main, impl, world=4)
+    run(rank_main, impl, world=world)
+
+
+@behaviour("hybrid sharding beside tensor parallelism: (replicate, shard) and tp", area="strategies")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@for_each_implementation
+def test_hybrid_sharding_and_tensor_parallelism(impl: Implementation) -> None:
+    """2 x 2 x 2 ranks: placements on three axes, two steps of AdamW with clipping by our function."""
+    expected = train_plain(blocks(), 4, 2, 0.05 if impl is FULLSHARD else None)
+    models = [blocks() for _ in range(8)]
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("re", "dp", "tp"))
+        model: Any = models[rank]
+        plan_tp(model, mesh["tp"], sequence=True)
+        for block in model:
+            impl.fully_shard(block, mesh=mesh["re", "dp"])
+        impl.fully_shard(model, mesh=mesh["re", "dp"])
+        placements = model[0].up.weight.placements
+        assert placements[0] == R and placements[2] == Shard(0) and len(placements) == 3
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step, rank // 2)).square().mean().backward()
+            if impl is FULLSHARD:
+                impl.clip(model.parameters(), 0.05)
+            optimizer.step()
+            for name, value in collect(model, optimizer).items():
+                assert_close_to_tensor_max(value, expected[step][name], 256, f"step {step} {name}")
+
+    run(rank_main, impl, world=8)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------

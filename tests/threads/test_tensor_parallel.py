@@ -100,6 +100,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 
 @behaviour("training beside tensor and sequence parallelism", area="strategies")
+@behaviour("training beside tensor parallelism, with and without sequence parallel norms", area="placement")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @for_each_implementation
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
@@ -215,18 +216,24 @@ def test_in_compute_the_parameter_is_what_it_was() -> None:
     run_ranks(4, rank_main)
 
 
+@behaviour(
+    "gradients that are partial over tp are added in the reduce dtype",
+    area="mixed precision",
+    torch="better",
+    reason="torch 2.13 adds them in the compute dtype (pytorch#190626)",
+)
 @pytest.mark.parametrize("sync", [True, False], ids=["one backward", "accumulated"])
-def test_partial_gradients_are_added_in_the_reduce_dtype(sync: bool) -> None:
+def test_partial_gradients_are_added_in_the_reduce_dtype(sync: bool, impl: Implementation) -> None:
     """bf16 compute, float32 reduction: summands of the tp ranks that bf16 cannot add exactly (256 + 1) stay exact, and
     are not rounded on their way over the dp ranks either."""
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         tp = mesh["tp"]
         model: Any = nn.Linear(1, 4, bias=False)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), tp, [R]))
-        policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fullshard.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        policy = impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        impl.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
         for last in (True,) if sync else (False, True):
             model.set_requires_gradient_sync(last)
             # Each tp rank has a row of its own of a batch that is sharded: the weight's gradient is partial.
@@ -236,19 +243,25 @@ def test_partial_gradients_are_added_in_the_reduce_dtype(sync: bool) -> None:
         assert grad.placements == model.weight.placements and grad.dtype is torch.float32
         assert torch.equal(grad.full_tensor(), torch.full((4, 1), 257.0 * (1 if sync else 2)))
 
-    run_ranks(4, rank_main)
+    run(rank_main, impl, world=4)
 
 
-def test_norms_and_clipping_over_several_axes() -> None:
+@behaviour(
+    "clipping by the norm of parameters on several meshes",
+    area="clipping",
+    torch="better",
+    reason="torch's clip_grad_norm_ refuses gradients on different meshes",
+)
+def test_norms_and_clipping_over_several_axes(impl: Implementation) -> None:
     """Norms 1, 2, 3 and inf of a mix of 2-D, 1-D and plain parameters, ours and torch's, and the scaled gradients."""
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int, impl: Implementation) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = blocks()
         extra = nn.Parameter(torch.ones(3))
         plan_tp(model, mesh["tp"], sequence=False)
         for block in list(model.children()):
-            fullshard.fully_shard(block, mesh=mesh["dp"])
+            impl.fully_shard(block, mesh=mesh["dp"])
         model(batch(0, mesh.get_local_rank("dp"))).square().sum().backward()
         extra.grad = torch.full((3,), 0.5)
         parameters = [*model.parameters(), extra]
@@ -258,7 +271,7 @@ def test_norms_and_clipping_over_several_axes() -> None:
             for p, grad in zip(parameters, saved, strict=True):
                 p.grad = None if grad is None else grad.clone()
             expected = torch.linalg.vector_norm(elements.double(), norm_type).float()
-            norm = fullshard.clip_grad_norm_(parameters, 0.1, norm_type)
+            norm = impl.clip(parameters, 0.1, norm_type)
             torch.testing.assert_close(norm, expected)
             for p, grad in zip(parameters, saved, strict=True):
                 assert p.grad is not None and grad is not None
@@ -266,12 +279,13 @@ def test_norms_and_clipping_over_several_axes() -> None:
         partial = nn.Parameter(distribute_tensor(torch.ones(3), mesh["tp"], [R]))
         partial.grad = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()])
         with pytest.raises(NotImplementedError, match="redistribute them first"):
-            fullshard.clip_grad_norm_([partial], 1.0)
+            impl.clip([partial], 1.0)
 
-    run_ranks(4, rank_main)
+    run(rank_main, impl, world=4)
 
 
 @behaviour("accumulation, recomputation and failures beside tensor parallelism", area="strategies")
+@behaviour("tensor parallelism with accumulation, recomputation, frozen and unused parameters", area="placement")
 @for_each_implementation
 def test_programs_around_tensor_parallelism(impl: Implementation) -> None:
     """Accumulation without synchronisation, recomputation, frozen and unused parameters, a weight used by to_local(),

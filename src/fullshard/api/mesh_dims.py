@@ -18,7 +18,8 @@ class Whole(NamedTuple):
 
 
 def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, FullMesh]:
-    """The data-parallel mesh within `mesh`, 1-D (shard) or 2-D (replicate, shard), and how it lies there.
+    """The data-parallel mesh within `mesh`, and how it lies there: 1-D (shard, or replicate when nothing shards) or 2-D
+    (replicate, shard).
 
     Without an axis that shards: 1-D (replicate), and `FullMesh.shard_axis` is None.
 
@@ -40,26 +41,20 @@ def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, 
     both = sorted(names[axis] for axis in set(shard) & set(replicate))
     if both:
         raise RuntimeError(f"dp_mesh_dims: expected each axis once, found {both} in shard and replicate; name it once")
-    if not shard:
-        replicating = flattened_axes(mesh[tuple(names[axis] for axis in replicate)])
-        return replicating, FullMesh(mesh, mesh, tuple(range(mesh.ndim)), None, replicate)
-    if shard != tuple(range(shard[0], shard[0] + len(shard))):
+    if shard and shard != tuple(range(shard[0], shard[0] + len(shard))):
         raise RuntimeError(
             f"dp_mesh_dims: expected axes to shard over that are neighbours, found {dims.shard!r} of {names}; order "
             f"the axes of the mesh so that they are"
         )
     # Made by slicing the mesh by names, so that every part knows its root.
-    shard_mesh = flattened_axes(mesh[tuple(names[axis] for axis in shard)])
-    parts = [shard_mesh]
-    if replicate:
-        parts.insert(0, flattened_axes(mesh[tuple(names[axis] for axis in replicate)]))
+    parts = [flattened_axes(mesh[tuple(names[axis] for axis in axes)]) for axes in (replicate, shard) if axes]
     data_parallel = concatenated_mesh(parts)
     others = [axis for axis in range(mesh.ndim) if axis not in shard[1:]]
     whole = mesh
     if len(shard) > 1:
-        whole = concatenated_mesh([shard_mesh if axis == shard[0] else mesh[names[axis]] for axis in others])
-    full = FullMesh(mesh, whole, tuple(others), others.index(shard[0]), (*shard, *replicate))
-    return data_parallel, full
+        whole = concatenated_mesh([parts[-1] if axis == shard[0] else mesh[names[axis]] for axis in others])
+    shard_axis = others.index(shard[0]) if shard else None
+    return data_parallel, FullMesh(mesh, whole, tuple(others), shard_axis, (*shard, *replicate))
 
 
 def _axes(given: str | Iterable[str] | None, field: str, names: tuple[str, ...]) -> tuple[int, ...]:
