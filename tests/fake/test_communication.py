@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -71,3 +72,24 @@ def test_a_world_of_one_communicates_nothing() -> None:
     with fake_world(1), CommDebugMode() as comm:
         _trained_model()
         assert _counts(comm) == {}
+
+
+def test_the_strategy_may_be_set_after_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where large parameters are gathered by themselves, `set_communication("torch")` makes it one gather a unit."""
+    monkeypatch.setattr("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake"}))
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["fullshard.api.fully_shard"], "DIRECT_GATHER_NBYTES", 0)
+    with fake_world(WORLD):
+        model = _trained_model()
+        counted = []
+        for strategy in ("auto", "torch", "auto"):
+            model.set_communication(strategy)
+            with CommDebugMode() as comm:
+                model(batch(1, 0)).pow(2).mean().backward()
+            counts = _counts(comm)
+            scatters = counts.get(C10D._reduce_scatter_base_, 0)
+            counted.append((counts[C10D._allgather_base_], scatters))
+            model.zero_grad()
+        units = len(list(model.layers)) + 1
+        assert counted[1] == (units + units - 1, units)
+        assert counted[0] == counted[2] and counted[0][0] > counted[1][0] and counted[0][1] == 0

@@ -128,7 +128,9 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
                 outer=not name,
                 exchanges=setting.communication == "auto",
                 replicas=setting.replicas,
-                sum_itemsize=2 if (setting.communication, setting.policy) == ("torch", "bf16 reduce") else 4,
+                sum_itemsize=2
+                if setting.policy == "bf16 reduce" and (setting.communication == "torch" or setting.world == 1)
+                else 4,
             )
         )
     return units

@@ -105,7 +105,7 @@ def test_replicas_of_one_shard_send_a_flat_bucket_and_nothing_else() -> None:
     bucket = 5 * 5 + 3 + 5 + 3 + 4  # two parameters aligned to four elements, and presence of both
     for reduce, itemsize, communication in (
         (None, 4, "auto"),
-        (torch.bfloat16, 4, "auto"),
+        (torch.bfloat16, 2, "auto"),
         (torch.bfloat16, 2, "torch"),
     ):
         with fake_world(1000, 7), environment({"FULLSHARD_COMMUNICATION": communication}):

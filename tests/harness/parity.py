@@ -12,11 +12,13 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
@@ -31,16 +33,18 @@ EPS = 2.0
 class Oracle:
     """Plain training of `spec` for `world` ranks."""
 
-    def __init__(self, spec: ModelSpec, world: int) -> None:
+    def __init__(self, spec: ModelSpec, world: int, replicas: int = 1) -> None:
         self.spec, self.world = spec, world
         self.model = build(spec)
         self.optimizer = adamw(self.model.parameters())
+        # Of the last step, by parameter: the largest element of any rank's gradient of one micro-batch.
+        self.largest: dict[str, float] = {}
         self.precision = resolve_precision(POLICIES[spec.policy], spec.storage)
         self.compute = copy.deepcopy(self.model).to(self.precision.compute)
         # In how many eps of the storage dtype gradients may differ because they were accumulated in a narrower dtype:
         # in which order that rounds is not part of the contract.
         reduce, storage = torch.finfo(self.precision.reduce), torch.finfo(self.precision.storage)
-        narrow = reduce.eps > storage.eps and len(spec.sync) > 1
+        narrow = reduce.eps > storage.eps and (len(spec.sync) > 1 or replicas > 1)
         self.rounding = 4 * reduce.eps / storage.eps if narrow else 0.0
         for name, _ in unit_names(spec):
             self.compute.get_submodule(name).register_forward_pre_hook(self._cast)
@@ -57,6 +61,7 @@ class Oracle:
             for ours, stored in zip(self.compute.parameters(), self.model.parameters(), strict=True):
                 ours.copy_(stored)
         total: dict[str, Tensor] = {}
+        self.largest = {}
         for window in _windows(self.spec.sync):
             per_rank = [self._of_rank(step, window, rank) for rank in range(self.world)]
             for name, gradient in self._mean(per_rank, accumulated=len(window) > 1).items():
@@ -71,6 +76,8 @@ class Oracle:
             for name, p in self.compute.named_parameters():
                 if p.grad is not None:
                     fresh = p.grad if len(window) == 1 else p.grad.to(self.precision.reduce)
+                    if fresh.numel():
+                        self.largest[name] = max(self.largest.get(name, 0.0), fresh.abs().amax().item())
                     held[name] = held[name] + fresh if name in held else fresh
         return held
 
@@ -121,11 +128,21 @@ class Ours:
 
     `local`: the optimizer holds this rank's plain tensors instead of DTensors. The arithmetic is the same; it saves
     DTensor's analysis of every operation, which takes far longer than all the rest of so small a model's step.
+    `replicas`: how many times there is each shard. Micro-batches that are not reduced are then, by turns, without any
+    message and without the one between replicas.
     """
 
-    def __init__(self, spec: ModelSpec, *, local: bool) -> None:
+    def __init__(self, spec: ModelSpec, *, local: bool, replicas: int = 1) -> None:
         self.spec = spec
-        self.model: Any = shard(spec, build(spec), fullshard.fully_shard)
+        self.replicas = replicas
+        fully_shard: Callable[..., Any] = fullshard.fully_shard
+        self.group: dist.ProcessGroup | None = None
+        if replicas > 1:
+            shape = (replicas, dist.get_world_size() // replicas)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            self.group = mesh.get_group("shard")
+            fully_shard = partial(fully_shard, mesh=mesh)
+        self.model: Any = shard(spec, build(spec), fully_shard)
         self.held = {name: nn.Parameter(_local(p)) if local else p for name, p in self.model.named_parameters()}
         self.local = local
         self.optimizer = adamw(self.held.values())
@@ -133,7 +150,9 @@ class Ours:
     def micro_batches(self, step: int, rank: int) -> None:
         """All forwards and backwards of one step."""
         for micro, reduces in enumerate(self.spec.sync):
-            self.model.set_requires_gradient_sync(reduces)
+            without_replicas = not reduces and self.replicas > 1 and (micro + step) % 2 == 0
+            self.model.set_requires_gradient_sync(reduces or without_replicas)
+            self.model.set_requires_all_reduce(not without_replicas)
             loss(self.spec, self.model, step, micro, rank).backward()
 
     def update(self) -> None:
@@ -161,7 +180,7 @@ class Ours:
             for key, value in self.optimizer.state.get(p, {}).items()
         }
         dims = {name: _dim(p) for name, p in self.model.named_parameters()}
-        params, state, gradients = _gather((params, state, gradients), dims)
+        params, state, gradients = _gather((params, state, gradients), dims, self.group)
         return Trained(params, state), gradients
 
 
@@ -173,10 +192,15 @@ def _dim(tensor: Tensor) -> int:
     return next((p.dim for p in tensor.placements if isinstance(p, Shard)), 0) if isinstance(tensor, DTensor) else 0
 
 
-def _gather(mine: tuple[dict[str, Tensor], ...], dims: dict[str, int]) -> tuple[dict[str, Tensor], ...]:
-    """Full tensors of all ranks' rows, by name; those without a dim are equal everywhere. `dims` by parameter name."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+def _gather(
+    mine: tuple[dict[str, Tensor], ...], dims: dict[str, int], group: dist.ProcessGroup | None = None
+) -> tuple[dict[str, Tensor], ...]:
+    """Full tensors of all ranks' rows, by name; those without a dim are equal everywhere. `dims` by parameter name.
+
+    `group`: the ranks that have them, if not all.
+    """
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group=group)
     for rank, theirs in enumerate(everyones):
         for here, there in zip(mine, theirs, strict=True):
             assert here.keys() == there.keys(), (
@@ -203,14 +227,15 @@ def train_beside_oracle(
     steps: int,
     *,
     local: bool = True,
+    replicas: int = 1,
     disturb: Callable[[Any, int, int], None] | None = None,
 ) -> Trained:
     """Train on this rank; rank 0 compares with the oracle at every step. What training left, full, on every rank.
 
     `disturb(model, step, rank)` is called before the micro-batches of a step.
     """
-    ours = Ours(spec, local=local)
-    oracle = Oracle(spec, world) if rank == 0 else None
+    ours = Ours(spec, local=local, replicas=replicas)
+    oracle = Oracle(spec, world, replicas) if rank == 0 else None
     trained = Trained()
     eps = 0.0 if world == 1 else EPS
     for step in range(steps):
@@ -225,6 +250,10 @@ def train_beside_oracle(
             assert not missing, f"step {step}: gradients of {sorted(missing)} on one side only"
             for name, gradient in expected.items():
                 allowed = max(eps, oracle.rounding)
+                if replicas > 1 and gradient.numel():
+                    # Added in another order than the oracle's: what counts is the size of what is added, which may
+                    # be much larger than the sum.
+                    allowed *= max(1.0, 2 * oracle.largest[name] / max(gradient.abs().max().item(), 1e-30))
                 assert_close_to_tensor_max(gradients[name], gradient, allowed, f"step {step}, gradient of {name}")
             # From our gradients: one that is nothing but rounding has any sign, and AdamW makes a whole step of it.
             assert_same_training(trained, oracle.step(gradients), eps)

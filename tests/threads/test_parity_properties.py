@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -35,6 +36,20 @@ TIMEOUT = 60.0
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) -> None:
     with environment(spec.environment()):
         run_ranks(world, train_beside_oracle, spec, world, 3, timeout=TIMEOUT)
+
+
+@examples(8, 600)
+@given(spec=model_specs(), shape=st.sampled_from([(2, 2), (2, 1), (3, 1), (4, 1)]))
+def test_any_model_trains_as_plain_training_does_on_a_mesh_that_replicates(
+    spec: ModelSpec, shape: tuple[int, int]
+) -> None:
+    """Windows with micro-batches that are not all-reduced among them; and replicas have the same bits."""
+    world = shape[0] * shape[1]
+    train = partial(train_beside_oracle, replicas=shape[0])
+    with environment(spec.environment()):
+        replicas = run_ranks(world, train, spec, world, 3, timeout=TIMEOUT)
+    for trained in replicas[1:]:
+        assert_same_bits(trained, replicas[0])
 
 
 FREED_EARLY = BlockSpec(

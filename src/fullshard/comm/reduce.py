@@ -156,15 +156,9 @@ class MessageReduce:
 class FlatReduce(MessageReduce):
     """The gradients in one buffer, which is all there is to sum on this axis; scaled as DDP does it, before."""
 
-    def __init__(
-        self, group: ShardGroup, pack: Pack, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
-    ) -> None:
-        super().__init__(group, pack, dtypes, pool, scale, after)
-        # What the other axis sums: the backend, in the reduce dtype, or in the sum dtype.
-        self._dtype = dtypes.reduce if after.native else dtypes.sum
-
     def send_dtype(self, accumulated: bool) -> torch.dtype:
-        return self._dtype
+        # The other axis sums in this buffer, which is as large as the parameters: in the dtype that was asked for.
+        return self.dtypes.reduce
 
     def send(self, send: Slot, dtype: torch.dtype) -> FirstStage:
         if not self.after.averages and self.scale.before != 1:

@@ -9,9 +9,9 @@ Both messages are asynchronous: a reduction goes from the first to the second wh
 second travels while the gradients of the next unit are computed and sent. Presence is summed with the gradients, so a
 gradient that one replica alone has still counts.
 
-The all-reduce sums in the sum dtype (`communication="torch"`: in the reduce dtype, as FSDP2): its message is a shard,
-and rounding the partial sum to a narrow dtype would cost more than the bytes save. A backend may add in any order, but
-it gives every rank the same bits.
+The all-reduce of a shard sums in the sum dtype: it is small, and rounding the partial sum to a narrow dtype would cost
+more than the bytes save. Where nothing is cut it is as large as the parameters, and sums in the reduce dtype; so does
+`communication="torch"`, as FSDP2. A backend may add in any order, but it gives every rank the same bits.
 """
 
 from __future__ import annotations

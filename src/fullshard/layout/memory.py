@@ -48,7 +48,7 @@ class UnitMemory:
     # Whether gradients are exchanged (all-to-all) and added here, or reduced by the backend.
     exchanges: bool = True
     # How many ranks hold the same shards, this one included, and bytes per element of what they sum: those of the sum
-    # dtype, or of the reduce dtype where the backend reduces.
+    # dtype, or of the reduce dtype where nothing is cut or the backend reduces.
     replicas: int = 1
     sum_itemsize: int = 4
 
