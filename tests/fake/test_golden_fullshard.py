@@ -4,10 +4,10 @@ Gathering ahead along the recorded order is switched off (FULLSHARD_PREFETCH=0):
 where on a device it relies on the CPU running ahead. Every command is checked for legality on the way
 (FULLSHARD_CHECK=1).
 
-Compared are gather, wait, free, reduce and drop, one flat list for a whole program. The other commands of ours have no
-counterpart in torch and are left out here: `shelve` and `expose` (torch leaves full parameters on the modules where no
-backward follows, ours puts the sharded ones there and keeps the memory), `hold` (torch keeps gradients without a
-word), `finish`. `discard` occurs in none of these programs.
+Compared are gather, wait, free, reduce, drop, narrow and widen, one flat list for a whole program. The other commands
+of ours have no counterpart in torch and are left out here: `shelve` and `expose` (torch leaves full parameters on the
+modules where no backward follows, ours puts the sharded ones there and keeps the memory), `hold` (torch keeps gradients
+without a word), `finish`. `discard` occurs in none of these programs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fullshard import fully_shard
 from fullshard.observe import record
 from fullshard.runtime import unit_of
 from tests.golden.parse import commands_of
-from tests.golden.scenarios import RESHARD, SCENARIOS, WORLD
+from tests.golden.scenarios import RESHARD, SCENARIOS, world_of
 from tests.golden.test_traces import CASES, read
 from tests.harness.fake import fake_world
 
-COMPARED = ("gather", "wait", "free", "reduce", "drop")
+COMPARED = ("gather", "wait", "free", "reduce", "drop", "narrow", "widen")
 OURS_ALONE = ("shelve", "expose", "hold", "finish")
 
 # The inputs of this root need no gradient. torch then waits for the end of the backward before it frees and reduces
@@ -34,8 +34,8 @@ EARLIER = "inputs_need_no_grad"
 
 
 def ours(name: str, reshard: str) -> list[str]:
-    """The commands of a scenario on the engine of fullshard: rank 0 of a fake world of two."""
-    with fake_world(WORLD):
+    """The commands of a scenario on the engine of fullshard: rank 0 of a fake world."""
+    with fake_world(world_of(reshard)):
         model = SCENARIOS[name].build(fully_shard, RESHARD[reshard])
         with record(model) as trace:
             SCENARIOS[name].run(model)
@@ -61,7 +61,7 @@ def checked_and_without_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "reshard"), [case for case in CASES if case[0] != EARLIER])
 def test_the_commands_are_those_of_torch(name: str, reshard: str) -> None:
-    """Gather, wait, free, reduce and drop, in one list, in the same order."""
+    """All that is compared, in one list, in the same order."""
     assert ours(name, reshard) == torchs(name, reshard)
 
 

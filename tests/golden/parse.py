@@ -23,7 +23,7 @@ EVENTS = (
     "wait_unshard",
     "reshard",
 )
-COMMANDS = ("gather", "wait", "free", "reduce", "drop")
+COMMANDS = ("gather", "wait", "free", "reduce", "drop", "narrow", "widen")
 FLAGS = ("grad", "in_backward", "outputs", "none", "nosync", "final")
 
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import _UnshardHandleImpl
 from torch.utils._pytree import tree_leaves
 
 from tests.golden.parse import FLAGS, Command, Event, render
-from tests.golden.scenarios import RESHARD, WORLD, Scenario, cases
+from tests.golden.scenarios import RESHARD, Scenario, cases, world_of
 from tests.harness.fake import fake_world
 
 TRACES = Path(__file__).parent / "traces"
@@ -116,9 +116,10 @@ class Recorder:
 
     def unshard(self, original: Any, group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
         was_pending = group._all_gather_result is not None
+        was_narrowed = group.is_sharded_post_forward
         result = original(group, *args, **kwargs)
         if group._all_gather_result is not None and not was_pending:
-            self.command("gather", group)
+            self.command("widen" if was_narrowed else "gather", group)
         return result
 
     def wait_for_unshard(self, original: Any, group: FSDPParamGroup) -> Any:
@@ -127,8 +128,14 @@ class Recorder:
         return original(group)
 
     def to_sharded(self, original: Any, group: FSDPParamGroup) -> Any:
-        if not group.is_sharded:
+        # While a gather of kept parts is in flight their state is that of before: what ends it is the drop.
+        if not group.is_sharded and group._all_gather_result is None:
             self.command("free", group)
+        return original(group)
+
+    def to_sharded_post_forward(self, original: Any, group: FSDPParamGroup) -> Any:
+        if not group.is_sharded_post_forward:
+            self.command("narrow", group)
         return original(group)
 
     def finalize_backward(self, original: Any, group: FSDPParamGroup) -> Any:
@@ -167,6 +174,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         (FSDPParamGroup, "unshard", recorder.unshard),
         (FSDPParamGroup, "wait_for_unshard", recorder.wait_for_unshard),
         (FSDPParamGroup, "_to_sharded", recorder.to_sharded),
+        (FSDPParamGroup, "_to_sharded_post_forward", recorder.to_sharded_post_forward),
         (FSDPParamGroup, "finalize_backward", recorder.finalize_backward),
         (group_module, "foreach_reduce", recorder.foreach_reduce),
     ]
@@ -189,9 +197,9 @@ def _reporting(report: Callable[..., Any], original: Callable[..., Any]) -> Call
 
 
 def record(scenario: Scenario, reshard: str) -> str:
-    """The text of the trace of one scenario on torch's FSDP2: rank 0 of a fake world of two, on the CPU."""
+    """The text of the trace of one scenario on torch's FSDP2: rank 0 of a fake world, on the CPU."""
     recorder = Recorder()
-    with fake_world(WORLD), patched(recorder):
+    with fake_world(world_of(reshard)), patched(recorder):
         model = scenario.build(fully_shard, RESHARD[reshard])
         recorder.name_units(model)
         scenario.run(model)

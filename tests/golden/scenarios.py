@@ -22,8 +22,13 @@ from torch import Tensor, nn
 from tests.golden import models
 from tests.golden.models import FEATURES, Build
 
-WORLD = 2
-RESHARD: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+RESHARD: dict[str, bool | int | None] = {"true": True, "false": False, "none": None, "two": 2}
+
+
+def world_of(reshard: str) -> int:
+    """How many ranks a case has: two, and four where two of them keep parameters together."""
+    return 4 if reshard == "two" else 2
+
 
 Run = Callable[[Any], None]
 

@@ -38,7 +38,7 @@ from tests.pure.test_lifecycle_worlds import (
     step,
 )
 
-RESHARD = (True, False, None)
+RESHARD = (True, False, None, 2)
 DEPTHS = (0, 1, 2)
 NESTED = Use("a", (Use("b"),))
 # Every order of up to three uses of two units, every order of three units, units inside units, and nothing at all.
@@ -79,8 +79,8 @@ def run_to_the_end(world: World, program: Program) -> None:
 
 
 # None differs from True in the root alone.
-@pytest.mark.parametrize(("reshard", "depth"), [*product((True, False), DEPTHS), (None, 1)])
-def test_every_order_after_every_other(reshard: bool | None, depth: int) -> None:
+@pytest.mark.parametrize(("reshard", "depth"), [*product((True, False), DEPTHS), (None, 1), (2, 1)])
+def test_every_order_after_every_other(reshard: bool | int | None, depth: int) -> None:
     """Two steps, then an evaluation: the second step has the plan of the first, which may be wrong."""
     for first, second in product(ORDERS, repeat=2):
         bound = None
@@ -107,8 +107,8 @@ PAIRS = [*product(TRAITS, repeat=2), *product(INPUTS_FIRST, (PLAIN, Trait("some"
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a", "b"), (NESTED,)], ids=["ab", "bab", "b in a"])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_every_kind_of_unit_beside_every_other(reshard: bool, order: tuple[Use | str, ...]) -> None:
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_every_kind_of_unit_beside_every_other(reshard: bool | int, order: tuple[Use | str, ...]) -> None:
     """Frozen, partly reached, without gradients of inputs, recomputed in three ways: each with each, two steps."""
     for a, b in PAIRS:
         traits: Traits = {"a": a, "b": b}
@@ -118,7 +118,7 @@ def test_every_kind_of_unit_beside_every_other(reshard: bool, order: tuple[Use |
 
 
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_every_set_of_units_that_the_loss_reaches(reshard: bool | None) -> None:
+def test_every_set_of_units_that_the_loss_reaches(reshard: bool | int | None) -> None:
     """Units whose forward ran and whose backward did not are freed all the same."""
     for order in ORDERS:
         for reached in product((True, False), repeat=len(NAMES)):
@@ -129,7 +129,7 @@ def test_every_set_of_units_that_the_loss_reaches(reshard: bool | None) -> None:
 
 
 @pytest.mark.parametrize("reshard", RESHARD)
-def test_every_split_of_forwards_into_backwards(reshard: bool | None) -> None:
+def test_every_split_of_forwards_into_backwards(reshard: bool | int | None) -> None:
     """Three forwards; their backwards together, one by one, in both orders, or in groups."""
     groupings = [[[0, 1, 2]], [[0], [1], [2]], [[2], [1], [0]], [[0, 1], [2]], [[0], [1, 2]], [[1], [0, 2]]]
     for order, groups in product(ORDERS, groupings):
@@ -186,7 +186,7 @@ FAILING: list[tuple[tuple[Use | str, ...], Traits]] = [
 @pytest.mark.parametrize(("order", "traits"), FAILING)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_nothing_is_left_of_a_step_that_failed_at_any_point(
-    reshard: bool | None, order: tuple[Use | str, ...], traits: Traits
+    reshard: bool | int | None, order: tuple[Use | str, ...], traits: Traits
 ) -> None:
     """In the first step, in one with a plan, and with a graph being recorded: abandoned, it was never tried."""
 
@@ -223,7 +223,7 @@ class AnyProgram(RuleBasedStateMachine):
         depth=st.sampled_from(DEPTHS),
         empty=st.sets(st.sampled_from("abc"), max_size=1),
     )
-    def begin(self, reshard: bool | None, depth: int, empty: set[str]) -> None:
+    def begin(self, reshard: bool | int | None, depth: int, empty: set[str]) -> None:
         # Two worlds that hear the same: two ranks.
         self.worlds = [World(*NAMES, reshard=reshard, depth=depth, empty=empty) for _ in range(2)]
         # Units whose forward runs, innermost last, with whether it is a repetition in backward.
@@ -303,6 +303,7 @@ class AnyProgram(RuleBasedStateMachine):
                 "sync",
                 "reshard_after_forward",
                 "reshard_after_backward",
+                "narrows",
                 "frees_late",
                 "is_last_backward",
                 "keeps_in_evaluation",

@@ -96,9 +96,9 @@ SAME: dict[str, tuple[tuple[str, ...], Traits, Program]] = {
 }
 
 
-@pytest.mark.parametrize(("reshard", "value"), [("true", True), ("false", False), ("none", None)])
+@pytest.mark.parametrize(("reshard", "value"), [("true", True), ("false", False), ("none", None), ("two", 2)])
 @pytest.mark.parametrize("name", list(SAME))
-def test_the_programs_are_those_of_the_golden_traces(name: str, reshard: str, value: bool | None) -> None:
+def test_the_programs_are_those_of_the_golden_traces(name: str, reshard: str, value: bool | int | None) -> None:
     """Commands of a generated program are those that torch's FSDP2 executed in the scenario of that name."""
     names, traits, program = SAME[name]
     world = World(*names, reshard=value, traits=traits)

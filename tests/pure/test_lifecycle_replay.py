@@ -43,12 +43,14 @@ def fresh(name: str, reshard: str, events: Sequence[Event]) -> RunRecord:
     """The records of a scenario before its first event. Prefetch along the recorded order is off, as torch on a CPU."""
     inner = sorted({event.unit for event in events} - {"root"})
     units = {
-        unit: UnitRecord(unit, index, reshard_after_forward=RESHARD[reshard] is True)
+        unit: UnitRecord(unit, index, reshard_after_forward=RESHARD[reshard] in (True, 2))
         for index, unit in enumerate(("root", *inner))
     }
     if RESHARD[reshard] is None:
         for unit in inner:
             units[unit].reshard_after_forward = True
+    for record in units.values():
+        record.narrows = reshard == "two"
     attribute, lists = LISTS.get(name, ("", {}))
     for unit, blocks in lists.items():
         setattr(units[unit], attribute, tuple(units[f"layers.{i}"] for i in blocks))

@@ -1,4 +1,4 @@
-"""One small test, or a few, for each rule [R1] to [R20] of lifecycle/rules.py, in the order of a step. No torch."""
+"""One small test, or a few, for each rule [R1] to [R27] of lifecycle/rules.py, in the order of a step. No torch."""
 
 from __future__ import annotations
 
@@ -407,3 +407,51 @@ def test_r19_gradients_that_came_unannounced_are_handed_over() -> None:
     says(world, "pre_backward root", "gradient a")
     assert say(world, "inputs_reached a") == ["reduce a"]
     assert world["a"].phase is Phase.DONE
+
+
+# ---- an integer reshard_after_forward -----------------------------------------------------------------------
+
+
+def test_r25_a_part_is_kept_after_forward_while_an_integer_is_set() -> None:
+    """[R25] `set_reshard_after_forward` takes its place, from the next forward on."""
+    world = before_backward("a", reshard=2)
+    assert [unit.full for unit in world.run.units] == [Full.NARROWED] * 2
+    world["a"].narrows = False
+    assert says(world, "pre_forward a", "post_forward a outputs") == ["widen a", "wait a", "free a"]
+    world["a"].narrows, world["a"].reshard_after_forward = True, False
+    assert says(world, "pre_forward a", "post_forward a outputs") == ["gather a", "wait a"]
+
+
+def test_r26_after_an_evaluation_shards_stand_on_the_modules_and_parts_are_kept() -> None:
+    """[R26] The next forward gathers them; a forward that a backward may follow shows the parts."""
+    world = World("a", reshard=2)
+    says(world, "pre_forward root", "pre_forward a")
+    assert say(world, "post_forward a") == ["narrow a", "shelve a"]
+    assert world["a"].full is Full.NARROWED
+    assert says(world, "pre_forward a", "post_forward a outputs") == ["widen a", "wait a", "narrow a"]
+
+
+def test_r27_what_was_kept_is_gathered_from_those_who_kept_it() -> None:
+    """[R27] Until it is stale, freed by its backward, resharded, or abandoned: then from all."""
+    world = before_backward("a", reshard=2)
+    assert says(world, "pre_backward root", "pre_backward a") == ["widen root", "wait root", "widen a", "wait a"]
+    assert say(world, "pre_forward a in_backward") == []
+    for end in ("reshard a", "abandon root"):
+        world = before_backward("a", reshard=2)
+        assert "free a" in say(world, end)
+        assert says(world, "unshard a", "wait_unshard a") == ["gather a", "wait a"]
+    world = before_backward("a", reshard=2)
+    assert say(world, "wait_unshard a") == [], "nobody asked for it"
+    assert says(world, "pre_forward root stale", "pre_forward a stale") == [
+        *("free root", "gather root", "wait root"),
+        *("free a", "gather a", "wait a"),
+    ]
+    world = before_backward("a", reshard=2)
+    assert says(world, "unshard a", "reshard a") == ["widen a", "drop a"]
+
+
+def test_parts_of_units_that_the_loss_did_not_reach_are_freed() -> None:
+    """With the end of the backward; a prefetch of them is dropped."""
+    world = before_backward("a", "b", reshard=2)
+    says(world, "pre_backward root", "inputs_reached root")
+    assert say(world, "backward_end root") == ["free a", "drop b", "finish root"]

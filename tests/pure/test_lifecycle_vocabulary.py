@@ -92,8 +92,9 @@ REACH: dict[Full, list[str]] = {
     Full.PENDING: ["gather"],
     Full.FULL: ["gather", "wait"],
     Full.SHELVED: ["gather", "wait", "shelve"],
+    Full.NARROWED: ["gather", "wait", "narrow"],
 }
-MOVES = ("gather", "wait", "free", "drop", "shelve", "expose")
+MOVES = ("gather", "wait", "free", "drop", "shelve", "expose", "narrow", "widen")
 
 
 def documented() -> dict[tuple[Full, str], Full]:
@@ -105,7 +106,7 @@ def documented() -> dict[tuple[Full, str], Full]:
 
 def test_the_documented_table_is_complete() -> None:
     """Every command that moves full parameters is in it."""
-    assert len(documented()) == 7 and {command for _, command in documented()} == set(MOVES)
+    assert len(documented()) == 11 and {command for _, command in documented()} == set(MOVES)
 
 
 @pytest.mark.parametrize(("before", "command"), list(product(Full, MOVES)))

@@ -32,6 +32,7 @@ UNIT_SETTINGS = frozenset(
         "index",
         "keeps_in_evaluation",
         "name",
+        "narrows",
         "reshard_after_backward",
         "reshard_after_forward",
         "sync",
@@ -194,7 +195,7 @@ class World:
     def __init__(
         self,
         *names: str,
-        reshard: bool | None = True,
+        reshard: bool | int | None = True,
         depth: int = 0,
         traits: Traits | None = None,
         empty: Iterable[str] = (),
@@ -210,6 +211,7 @@ class World:
         }
         for name, unit in self.units.items():
             unit.empty = name in set(empty)
+            unit.narrows = reshard is not None and not isinstance(reshard, bool)
             unit.frees_late = trait_of(traits or {}, name).gradients in ("none", "mixed")
         self["root"].keeps_in_evaluation = reshard is not None or root_kept
         self.run = RunRecord(list(self.units.values()), prefetch_depth=depth)
@@ -309,7 +311,7 @@ def test_a_world_notices_an_illegal_command() -> None:
     world = World("a")
     world.feed([Report("unshard", "a")])
     world["a"].full = Full.FULL
-    with pytest.raises(LifecycleError, match="a: free needs FULL or SHELVED, found PENDING"):
+    with pytest.raises(LifecycleError, match="a: free needs FULL or SHELVED or NARROWED, found PENDING"):
         world.feed([Report("reshard", "a")])
 
 

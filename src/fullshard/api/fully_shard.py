@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import mesh_links
+from ..comm import block_of, mesh_links
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
@@ -59,7 +59,8 @@ def fully_shard(
         and equal over the first (HSDP, MiCS; (N, 1) shards nothing), placements `(Replicate(), Shard(0))`, and
         gradients are averaged over both. None: all ranks of the default process group, which is set up when needed.
     reshard_after_forward: True frees the full parameters after forward and gathers them again in backward; False keeps
-        them; None: True, except for the root, whose backward follows at once.
+        them; None: True, except for the root, whose backward follows at once. An int k, a factor of the ranks: keep the
+        part of one rank of k (in the compute dtype) and gather backward among k neighbours, as the ranks of a node.
     mp_policy: dtypes of compute, reduction, inputs and outputs (ours or torch's `MixedPrecisionPolicy`).
     ignored_params: parameters to leave as they are on every rank.
     shard_placement_fn: called with each parameter; returns None or `Shard(dim)` (any dim, uneven ones too), or a
@@ -68,8 +69,6 @@ def fully_shard(
     dp_mesh_dims: parameters are DTensors on `mesh`, which has axes of other parallelism too: the names of the
         data-parallel ones, over which they are replicated and which are now sharded.
     offload_policy: `CPUOffloadPolicy()`, ours or torch's: shards, gradients and optimizer state on the host.
-    An integer reshard_after_forward is refused with
-        `NotImplementedError` in this version.
 
     Every rank must make the same calls. Returns `module` itself, the list too. Raises `ValueError` (a module without
     forward, a scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice)
@@ -78,7 +77,7 @@ def fully_shard(
     """
     roots = validate.check_modules(module)
     validate.check_policies(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
-    reshard = validate.check_reshard(reshard_after_forward)
+    reshard_after_forward = validate.check_reshard(reshard_after_forward)
     ignored = validate.check_ignored(ignored_params)
     name = "+".join(type(root).__name__ for root in roots)
     modules = _managed(roots)
@@ -96,13 +95,18 @@ def fully_shard(
 
     device = validate.device_of(mesh)
     offload = resolve_offload(offload_policy, device.type)
-    move_unsharded(modules, ignored, device)
     one_message = Options.from_environment().communication == "torch"
     direct_nbytes = sys.maxsize if one_message else DIRECT_GATHER_NBYTES
+    parts = [_part(share, mesh, device, direct_nbytes, offload, shards=shards) for share in shares]
+    reshard, degree = validate.degree_of(reshard_after_forward, [part.placing.world for part in parts])
+    if degree is not None:
+        validate.check_kept(found, degree, dp_mesh_dims)
+        parts = [_kept_in_blocks(part, degree) for part in parts]
+    move_unsharded(modules, ignored, device)
     validate.mark_owner(found, name)
     unit = Unit(
         roots,
-        [_part(share, mesh, device, direct_nbytes, offload, shards=shards) for share in shares],
+        parts,
         device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
@@ -136,6 +140,13 @@ def _part(
         shards=shards,
     )
     return Part(share.found, placing, links)
+
+
+def _kept_in_blocks(part: Part, degree: int) -> Part:
+    placing, links = part.placing, part.links
+    if placing.world == degree:
+        return part  # all ranks together keep their shards, as they do anyway
+    return part._replace(links=links._replace(block=block_of(placing.mesh, degree, placing.device)))
 
 
 def _managed(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

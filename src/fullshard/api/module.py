@@ -110,7 +110,7 @@ class FSDPModule(TorchFSDPModule):
             unit.root.run.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free full parameters after forward, from the next forward on."""
+        """Whether to free full parameters after forward, from the next forward on; in the place of an integer too."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}; "
@@ -119,6 +119,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.record.reshard_after_forward = reshard_after_forward
+            unit.record.narrows = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to free full parameters after backward. When kept, they are gathered again once shards change."""

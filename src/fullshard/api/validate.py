@@ -5,6 +5,7 @@ Types are torch's where programs depend on them (torch 2.13, `fully_shard` and F
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from .._torch_compat import applied_apis
 from ..param import Found, has_extension
 from ..policy import resolve_offload
 from ..runtime import Unit, unit_of
 from ..runtime.names import clean_name
+
+_log = logging.getLogger(__name__)
 
 
 def not_built(argument: str, value: object, instead: str) -> NotImplementedError:
@@ -67,15 +71,57 @@ def _check_module(module: object) -> nn.Module:
     return module
 
 
-def check_reshard(value: object) -> bool | None:
+def check_reshard(value: object) -> bool | int | None:
     """`reshard_after_forward`."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, int):
         return value
-    if isinstance(value, int):
-        raise not_built("reshard_after_forward", value, "use True, False or None")
     raise ValueError(
         f"reshard_after_forward: expected None, a bool or an int, found {value!r}; use None for torch's default"
     )
+
+
+def degree_of(reshard: bool | int | None, worlds: Sequence[int]) -> tuple[bool | None, int | None]:
+    """`reshard_after_forward` without integers, and over how many ranks parameters are kept in parts (None: not so).
+
+    worlds: the ranks that share parameters, for each mesh of the unit. One rank keeps them whole, which is False; where
+    all ranks keep them, they keep their shards, which is True.
+    """
+    if reshard is None or isinstance(reshard, bool):
+        return reshard, None
+    for world in worlds:
+        if reshard < 1 or world % reshard:
+            raise ValueError(
+                f"reshard_after_forward: If passing an int, it should be a factor of {world}, the ranks that share "
+                f"parameters, not {reshard}; use the ranks of a node, or True"
+            )
+    if all(world == reshard for world in worlds):
+        return True, None
+    if reshard == 1:
+        _log.warning(
+            "reshard_after_forward=1 keeps the full parameters of each rank between forward and backward, as False; "
+            "pass True to free them"
+        )
+        return False, None
+    return True, reshard
+
+
+def check_kept(found: Iterable[Found], degree: int, dp_mesh_dims: Any) -> None:
+    """What cannot be kept in parts between forward and backward; torch's exception type."""
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"reshard_after_forward={degree}: expected a data-parallel mesh, found dp_mesh_dims; use True or False"
+        )
+    for item in found:
+        if isinstance(item.parameter, DTensor):
+            raise NotImplementedError(
+                f"reshard_after_forward={degree}: expected plain parameters, found that {item.name} is a DTensor with "
+                f"placements {item.parameter.placements}; use True or False"
+            )
+        if has_extension(item.parameter, item.name):
+            raise NotImplementedError(
+                f"reshard_after_forward={degree}: expected plain parameters, found that {item.name} is a "
+                f"{type(item.parameter.detach()).__name__} with fsdp_pre_all_gather; use True or False"
+            )
 
 
 def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any, dp_mesh_dims: Any) -> None:

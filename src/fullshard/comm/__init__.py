@@ -1,12 +1,13 @@
 """The only room that calls a collective. Buffers in, buffers out: no parameters, no phases.
 
-`group` (the messages), `gather` and `reduce` (strategies over them), `reduction` (what these make), `replicate` (what
-follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small messages by which ranks
-come to one answer).
+`group` (the messages), `blocks` (of few ranks), `gather` and `reduce` (strategies over them), `reduction` (what these
+make), `replicate` (what follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small
+messages by which ranks come to one answer).
 """
 
 from .agree import agreed as agreed
 from .agree import sum_over as sum_over
+from .blocks import block_of as block_of
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
 from .extension import ExtensionGather as ExtensionGather
@@ -15,6 +16,7 @@ from .gather import GatherChannel as GatherChannel
 from .gather import PlannedGather as PlannedGather
 from .gather import SharedGather as SharedGather
 from .group import Alone as Alone
+from .group import Block as Block
 from .group import Links as Links
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over

@@ -99,6 +99,15 @@ class Alone(ShardGroup):
         self.backend = backend
 
 
+class Block(NamedTuple):
+    """Neighbours among the ranks that share parameters (comm/blocks.py)."""
+
+    # (number of blocks, ranks of a block): every rank of the group, or of the replicated groups, once.
+    mesh: DeviceMesh
+    # This rank's block: the last axis of the mesh.
+    group: ShardGroup
+
+
 class Links(NamedTuple):
     """The ranks with which the parameters of one group are exchanged."""
 
@@ -106,6 +115,8 @@ class Links(NamedTuple):
     shard: ShardGroup
     # Those that hold the same shards as this rank, where a mesh has an axis that replicates.
     replicate: ShardGroup | None = None
+    # The few among them from which backward gathers, where reshard_after_forward is an integer.
+    block: Block | None = None
     # The ranks of `shard` again, where reductions have a communicator of their own.
     reduce: ShardGroup | None = None
 

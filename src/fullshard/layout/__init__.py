@@ -1,7 +1,8 @@
 """Pure arithmetic of sharding: one parameter, one unit, two layouts of a tensor, and bytes.
 
 Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
-(one parameter), `pack` (one unit and its messages), `gather` (direct or packed), `region` (two layouts of
+(one parameter), `pack` (one unit and its messages), `gather` (direct or packed), `narrow` (what is kept
+between forward and backward), `region` (two layouts of
 one tensor), `memory` (expected bytes).
 """
 
@@ -20,6 +21,7 @@ from .memory import peak as peak
 from .memory import sending_terms as sending_terms
 from .memory import shard_terms as shard_terms
 from .memory import total as total
+from .narrow import narrow_pack as narrow_pack
 from .pack import Pack as Pack
 from .pack import ReduceLayout as ReduceLayout
 from .pack import Segment as Segment

@@ -25,6 +25,8 @@ tables in the documents. The root is written `root`.
     drop      waits for a gather that nobody needs and throws its result away
     shelve    puts the sharded parameters on the modules but keeps the memory of the full ones
     expose    puts kept full parameters on the modules
+    narrow    keeps this rank's part of the full parameters among the k ranks of its block, and frees the rest
+    widen     issues the all-gather of the kept parts, over the block
     reduce    issues the reduction of the unit's gradients
     hold      keeps the unit's gradients, unreduced, for a later backward
     finish    waits for all reductions and hands the gradients to the sharded parameters
@@ -50,7 +52,20 @@ EVENTS = (
     "reshard",
     "abandon",
 )
-COMMANDS = ("gather", "wait", "free", "drop", "shelve", "expose", "reduce", "hold", "finish", "discard")
+COMMANDS = (
+    "gather",
+    "wait",
+    "free",
+    "drop",
+    "shelve",
+    "expose",
+    "narrow",
+    "widen",
+    "reduce",
+    "hold",
+    "finish",
+    "discard",
+)
 # Flags an event may carry; each changes what some rule does (lifecycle/rules.py).
 FLAGS = (
     "grad",

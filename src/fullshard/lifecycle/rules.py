@@ -16,6 +16,9 @@ from .state import Full, Phase, RunRecord, UnitRecord
 
 Commands = list[Command]
 _NOTHING: Commands = []
+# Where a gather can start, and what the end of a backward frees.
+_GATHERED_FROM = (Full.SHARDED, Full.NARROWED)
+_FREED = (Full.FULL, Full.SHELVED, Full.NARROWED)
 
 
 # ---- forward ------------------------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> C
     commands: Commands = []
     _close_passes(run)
     for unit in run.units:
-        if unit.phase is not Phase.DONE or present[unit.index] or unit.full in (Full.FULL, Full.SHELVED):
+        if unit.phase is not Phase.DONE or present[unit.index] or unit.full in _FREED:
             # [R11] Units whose inputs needed no gradient, with parameters that got none, or gathered once more by
             # recomputation behind their gradients.
             commands += _hand_over(run, unit, present=present[unit.index])
@@ -195,7 +198,7 @@ def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Command
 def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
     """The user needs the full parameters now; nothing to do when a forward used and freed them in between."""
     commands: Commands = []
-    if unit.full is not Full.SHARDED:
+    if unit.full not in _GATHERED_FROM:
         _make_full(unit, commands)
     return commands
 
@@ -241,7 +244,14 @@ def _end_use(
 ) -> None:
     """A use of `unit` is over. `keep`: it is to stay full. `placed`: the use has its place in the order already."""
     if unit.full is Full.FULL and not keep:
-        if unit.reshard_after_forward:
+        if unit.reshard_after_forward and unit.narrows:
+            # [R25] A part is kept, so that backward gathers from the few ranks of a block instead of all.
+            unit.full = Full.NARROWED
+            commands.append(Command("narrow", unit))
+            if not outputs:
+                # [R26] Until a next forward or a recomputation; users must find sharded parameters, as in R6.
+                commands.append(Command("shelve", unit))
+        elif unit.reshard_after_forward:
             # [R5] Memory is held for one unit at a time.
             _free(unit, commands)
         elif not outputs and unit.keeps_in_evaluation:
@@ -287,13 +297,15 @@ def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
 
 
 def _gather(unit: UnitRecord, commands: Commands) -> None:
+    """From SHARDED or NARROWED to PENDING."""
+    # [R27] What was kept is gathered from those who kept it: fewer ranks, near ones.
+    commands.append(Command("widen" if unit.full is Full.NARROWED else "gather", unit))
     unit.full = Full.PENDING
-    commands.append(Command("gather", unit))
 
 
 def _make_full(unit: UnitRecord, commands: Commands) -> None:
     """[R16] From any state to FULL, with what is missing and nothing more."""
-    if unit.full is Full.SHARDED and not unit.empty:
+    if unit.full in _GATHERED_FROM and not unit.empty:
         _gather(unit, commands)
     if unit.full is Full.PENDING:
         unit.full = Full.FULL
@@ -305,7 +317,7 @@ def _make_full(unit: UnitRecord, commands: Commands) -> None:
 
 def _gather_ahead(units: Sequence[UnitRecord], commands: Commands) -> None:
     for unit in units:
-        if unit.full is Full.SHARDED and not unit.empty:
+        if unit.full in _GATHERED_FROM and not unit.empty:
             _gather(unit, commands)
 
 
@@ -328,7 +340,7 @@ def _hand_over(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
     commands: Commands = []
     unit.phase = Phase.DONE
     # [R17] Weights go before the messages come, so that both need not exist together.
-    if unit.full in (Full.FULL, Full.SHELVED) and unit.reshard_after_backward and not run.keep_full:
+    if unit.full in _FREED and unit.reshard_after_backward and not run.keep_full:
         _free(unit, commands)
     if present:
         # [R18] Gradients are sent, or kept whole for a backward that sends.

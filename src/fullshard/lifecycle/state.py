@@ -10,6 +10,10 @@
     FULL       SHELVED    shelve    the sharded parameters stand on the modules, the memory is kept for a next use
     SHELVED    FULL       expose    the kept full parameters stand on the modules again
     SHELVED    SHARDED    free
+    FULL       NARROWED   narrow    this rank's part among k ranks is kept, the rest of the memory is given back
+    NARROWED   PENDING    widen     an all-gather of these parts over the k ranks was issued
+    NARROWED   NARROWED   shelve    the sharded parameters stand on the modules in the place of the kept parts
+    NARROWED   SHARDED    free      the kept parts are given up
 
 `phase` says which part of a step the unit is in:
 
@@ -33,6 +37,7 @@ class Full(IntEnum):
     PENDING = 1
     FULL = 2
     SHELVED = 3
+    NARROWED = 4
 
 
 class Phase(IntEnum):
@@ -59,6 +64,7 @@ class UnitRecord:
         "inputs_hooked",
         "keeps_in_evaluation",
         "name",
+        "narrows",
         "pass_open",
         "pass_outputs",
         "phase",
@@ -88,6 +94,8 @@ class UnitRecord:
         self.uses: list[int] = []
         # ---- settings
         self.reshard_after_forward = reshard_after_forward
+        # An integer reshard_after_forward: what is freed after forward keeps a part, to be gathered from fewer ranks.
+        self.narrows = False
         self.reshard_after_backward = True
         # Whether a unit that is not freed after forward stays full also when no backward can follow.
         self.keeps_in_evaluation = True

@@ -10,6 +10,7 @@ from .extension import has_extension as has_extension
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
 from .memory import OwnedMemory as OwnedMemory
+from .narrowed import NarrowedGroup as NarrowedGroup
 from .pending import PendingGrad as PendingGrad
 from .placement import FullMesh as FullMesh
 from .placement import NormMesh as NormMesh

@@ -175,12 +175,14 @@ class ParamGroup:
 
     # ---- alias repair --------------------------------------------------------------------------------------
 
-    def is_aliased(self, *, showing_full: bool = False) -> bool:
+    def is_aliased(self, *, showing_full: bool = False, standing: Sequence[nn.Parameter] | None = None) -> bool:
         """Whether users still hold the memory of `flat`, and what we put on the modules still stands there.
 
-        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this.
+        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this. `standing`: what we put there, one
+        per slot, when it is neither the shards nor the full parameters.
         """
-        standing = self._slot_fulls if showing_full else self._slot_shards
+        if standing is None:
+            standing = self._slot_fulls if showing_full else self._slot_shards
         return all_hold(self._shards, self._locals) and self.swap.stand(standing)
 
     def rebase(self) -> None:

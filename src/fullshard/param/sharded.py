@@ -37,6 +37,7 @@ class ShardedParam:
         "fresh_partial",
         "full",
         "held",
+        "kept",
         "layout",
         "local",
         "marker",
@@ -67,6 +68,8 @@ class ShardedParam:
         self.sharded: nn.Parameter
         self.local: Tensor
         self.full: nn.Parameter
+        # What stands on the module while a part is kept after forward (NarrowedGroup).
+        self.kept: nn.Parameter | None = None
         self.fresh: Tensor | None = None
         self.held: Tensor | None = None
         self.reduced: Tensor | None = None

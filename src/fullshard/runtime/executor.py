@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from ..comm import GatherChannel
 from ..lifecycle import Command, CommandChecker
 from .shared import InFlight, Shared
 from .unit import Unit
@@ -37,6 +38,8 @@ class Executor:
             "drop": self._drop,
             "shelve": self._shelve,
             "expose": self._expose,
+            "narrow": self._narrow,
+            "widen": self._widen,
             "reduce": self._reduce,
             "hold": self._hold,
             "finish": self._finish,
@@ -99,28 +102,45 @@ class Executor:
     def _gather(self, unit: Unit) -> None:
         unit.repair()
         unit.note_versions()
-        for channel in unit.gathers:
+        self._issue(unit, unit.gathers)
+
+    def _widen(self, unit: Unit) -> None:
+        # Made of the shards of the last gather, so its versions stay noted.
+        self._issue(unit, unit.narrowing.widens)
+
+    def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
+        unit.arriving = channels
+        for channel in channels:
             channel.issue()
 
     def _wait(self, unit: Unit) -> None:
-        for channel in unit.gathers:
+        for channel in unit.arriving:
             channel.complete()
         unit.show_full()
+        unit.narrowing.release()
 
     def _free(self, unit: Unit) -> None:
         unit.show_shards()
         for group in unit.groups:
             group.memory.release()
+        unit.narrowing.release()
 
     def _drop(self, unit: Unit) -> None:
-        for channel in unit.gathers:
+        for channel in unit.arriving:
             channel.cancel()
+        if unit.arriving is unit.narrowing.widens:
+            # The kept parts still stand on the modules.
+            unit.show_shards()
+            unit.narrowing.release()
 
     def _shelve(self, unit: Unit) -> None:
         unit.show_shards()
 
     def _expose(self, unit: Unit) -> None:
         unit.show_full()
+
+    def _narrow(self, unit: Unit) -> None:
+        unit.narrowing.keep()
 
     # ---- gradients -----------------------------------------------------------------------------------------
 

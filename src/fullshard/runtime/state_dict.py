@@ -1,8 +1,8 @@
 """What happens to sharded parameters when a state dict is taken or loaded.
 
 Taking one needs no message and changes nothing: its values are the sharded parameters, which take the place of full
-ones for just that long. (FSDP2 frees the full ones. A rank that takes a state dict alone is then one gather behind the
-others, and the run hangs or crashes.)
+ones, or of parts kept after forward, for just that long. (FSDP2 frees what stood there. A rank that takes a state dict
+alone is then one gather behind the others, and the run hangs or crashes.)
 
 Loading keeps the parameter *objects* of the model, also with `assign=True`, so that an optimizer built before goes on
 and ties hold; and a plain full tensor is accepted for a sharded parameter: each rank takes its own part of it. What is
@@ -54,19 +54,23 @@ class _ModuleHooks:
     def __init__(self, unit: Unit, places: list[_Place]) -> None:
         self._unit = unit
         self._places = places
-        # While a state dict is taken: where full parameters stood. While one is loaded: what stood there before.
-        self._hidden: list[_Place] = []
+        # While a state dict is taken: what stood where. While one is loaded: what stood there before.
+        self._hidden: list[tuple[Slot, nn.Parameter]] = []
         self._before: list[tuple[Slot, nn.Parameter | None]] = []
 
     def before_saving(self, *_: object) -> None:
-        self._hidden = [place for place in self._places if place.slot.get() is place.param.full]
-        for place in self._hidden:
-            place.slot.put(place.param.sharded)
+        self._hidden = []
+        for place in self._places:
+            slot, param = place.slot, place.param
+            standing = slot.get()
+            if standing is not None and (standing is param.full or standing is param.kept):
+                self._hidden.append((slot, standing))
+                slot.put(param.sharded)
 
     def after_saving(self, *_: object) -> None:
         hidden, self._hidden = self._hidden, []
-        for place in hidden:
-            place.slot.put(place.param.full)
+        for slot, standing in hidden:
+            slot.put(standing)
 
     def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         if self._unit.opened is not None:

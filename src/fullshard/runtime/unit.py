@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import (
+    Block,
     BufferPool,
     CastGather,
     CustomBuffers,
@@ -23,14 +24,26 @@ from ..comm import (
     OffloadedReduce,
     PlannedGather,
     ReduceChannel,
+    ShardGroup,
     SharedGather,
     reduce_channel,
 )
 from ..layout import GatherPlan, Pack
 from ..lifecycle import Full, UnitRecord
-from ..param import DtypeChanged, ExtensionGroup, Found, OwnedMemory, ParamGroup, Placing, ShardedParam, has_extension
+from ..param import (
+    DtypeChanged,
+    ExtensionGroup,
+    Found,
+    NarrowedGroup,
+    OwnedMemory,
+    ParamGroup,
+    Placing,
+    ShardedParam,
+    has_extension,
+)
 from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.precision import MixedPrecisionLike
+from .narrowing import Narrowing
 from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
@@ -96,10 +109,15 @@ class Unit:
         # Between shards on the host and compute on the device; None where both are in one place.
         offload = next((part.placing.offload for part in parts), Offload())
         self.host_link = HostLink(device, pin=offload.pin) if offload.to_host else None
+        self.record.narrows = any(links.block is not None for links in self.links)
         self.root: Root | None = None
         # Full parameters that `full_params` put on the modules: nothing else may be done with the unit meanwhile.
         self.opened: OpenUnit | None = None
         self.gathers: list[GatherChannel] = []
+        # What is kept between forward and backward, and how it is gathered from that.
+        self.narrowing = Narrowing((), (), (), self._widen_channel)
+        # Those of the gather that is under way, or was the last.
+        self.arriving: list[GatherChannel] = []
         self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
         self._pool: BufferPool | None = None
         self._communication = "auto"
@@ -175,6 +193,8 @@ class Unit:
             self.gathers = [
                 self._gather_channel(group, links, pool) for group, links in zip(self.groups, self.links, strict=True)
             ]
+            self.narrowing = Narrowing(self.groups, self.links, self.gathers, self._widen_channel)
+        self.arriving = self.gathers
         self._reduces = [{} for _ in self.groups]
         self._knows_trainable = False
 
@@ -195,7 +215,15 @@ class Unit:
             # What the old channels have under way arrives through them.
             assert self.root is not None
             self.root.wait_unshard(self)
+        elif self.record.full is Full.NARROWED:
+            # What was kept goes with the old channels.
+            assert self.root is not None
+            self.root.reshard(self)
         self._make_channels()
+
+    def _widen_channel(self, group: ParamGroup, part: NarrowedGroup, block: Block) -> GatherChannel:
+        assert self._pool is not None
+        return self._gather_from(part.memory.flat, group, part.pack, block.group, self._pool)
 
     def _gather_channel(self, group: ParamGroup, links: Links, pool: BufferPool) -> GatherChannel:
         if isinstance(group, ExtensionGroup):
@@ -204,25 +232,25 @@ class Unit:
             return SharedGather()
         link = self.host_link
         if link is None:
-            return self._gather_from(group.flat, group, links, pool)
+            return self._gather_from(group.flat, group, group.pack, links.shard, pool)
         shard = OwnedMemory(group.flat.numel(), group.flat.dtype, self.device)
-        inner = self._gather_from(shard.flat, group, links, pool)
+        inner = self._gather_from(shard.flat, group, group.pack, links.shard, pool)
         shard.release()
         return OffloadedGather(inner, group.flat, shard, link)
 
     def _gather_from(
-        self, flat: Tensor, group: ParamGroup, links: Links, pool: BufferPool
+        self, flat: Tensor, group: ParamGroup, pack: Pack, shard: ShardGroup, pool: BufferPool
     ) -> PlannedGather | CastGather:
-        if links.shard.world == 1:
+        if shard.world == 1:
             return CastGather(flat, group.memory)
-        plan, shard = group.plan, links.shard
+        plan = group.plan
         custom = self.controls.gather
         one_message = custom is not None or self.controls.strategy(self._communication) == "torch"
         if custom is not None:
             shard, pool = CustomGroup(shard, custom), CustomBuffers(custom, zeroed=False)
         if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
-            plan = GatherPlan(direct=(), packed=group.pack.order)
-        return PlannedGather(shard, group.pack, plan, flat, group.memory, pool)
+            plan = GatherPlan(direct=(), packed=pack.order)
+        return PlannedGather(shard, pack, plan, flat, group.memory, pool)
 
     def reduce_channel(self, position: int) -> ReduceChannel:
         """The channel for the trainable parameters of group `position`, as they are now."""
@@ -282,10 +310,13 @@ class Unit:
 
     def is_stale(self) -> bool:
         """Whether shards were written, or replaced, since the full parameters were gathered."""
-        showing_full = self.record.full is Full.FULL
-        return self.gathered_versions != self.versions() or not all(
-            group.is_aliased(showing_full=showing_full) for group in self.groups
-        )
+        if self.gathered_versions != self.versions():
+            return True
+        full = self.record.full
+        if full is Full.NARROWED or (full is Full.PENDING and self.arriving is self.narrowing.widens):
+            return not self.narrowing.is_aliased()
+        showing_full = full is Full.FULL
+        return not all(group.is_aliased(showing_full=showing_full) for group in self.groups)
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
         assert self.root is not None
@@ -306,6 +337,7 @@ class Unit:
     def show_shards(self) -> None:
         for group in self.groups:
             group.show_shards()
+        self.narrowing.show_shards()
 
     def _learn_trainable(self) -> None:
         self._drop_gradient_hooks()
