@@ -168,18 +168,6 @@ def test_marks_for_others(impl: Implementation, world: None) -> None:
         replicate(model)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("reshard_after_forward", 2),
-    ],
-)
-def test_arguments_that_are_not_built_refuse(argument: str, value: Any, world: None) -> None:
-    """Never ignored: torch would act on each of these."""
-    with pytest.raises(NotImplementedError, match=argument):
-        fullshard.fully_shard(nn.Linear(2, 2), **{argument: value})
-
-
 @for_each_implementation
 def test_the_axes_of_a_mesh_that_replicates_want_names(impl: Implementation) -> None:
     with fake_world(4), pytest.raises(AssertionError, match="mesh"):

@@ -27,9 +27,9 @@ from tests.harness.fake import fake_world
 COMPARED = ("gather", "wait", "free", "reduce", "drop", "narrow", "widen")
 OURS_ALONE = ("shelve", "expose", "hold", "finish")
 
-# The inputs of this root need no gradient. torch then waits for the end of the backward before it frees and reduces
-# the root; ours does both as soon as the gradients of the root's parameters are there (design decision 9: gradients
-# are counted). Nothing else differs.
+# The inputs of this root need no gradient, and its gradients are ready first. torch waits for the end of the backward
+# before it frees and reduces the root, then layers.0. Ours frees the root as soon as its gradients are there (design
+# decision 9: gradients are counted), and reduces in one order whatever is ready when: the root last.
 EARLIER = "inputs_need_no_grad"
 
 
@@ -66,30 +66,26 @@ def test_the_commands_are_those_of_torch(name: str, reshard: str) -> None:
 
 
 @pytest.mark.parametrize("reshard", list(RESHARD))
-def test_gradients_that_are_ready_are_not_kept_waiting(reshard: str) -> None:
-    """The one intended difference: in each backward ours frees and reduces the root earlier, and that is all."""
+def test_memory_goes_early_and_messages_go_in_order(reshard: str) -> None:
+    """The one intended difference: in each backward ours frees the root earlier and reduces it last."""
     found, expected = ours(EARLIER, reshard), torchs(EARLIER, reshard)
     assert Counter(found) == Counter(expected)
-    early, late = _root_handed_over(found), _root_handed_over(expected)
-    assert len(early) == len(late) == found.count("reduce root") == 2, "one for each of the two steps"
-    assert all(a < b for a, b in zip(early, late, strict=True))
-    assert _without(found, early) == _without(expected, late)
-    # The head of the root is what backward computes first, and its input is where layers.2 begins.
-    assert _reduced(found) == ["root", "layers.2", "layers.1", "layers.0"] * 2
+    early, late = (_places(commands, "free root") for commands in (found, expected))
+    assert all(a <= b for a, b in zip(early, late, strict=True)) and early != late
+    assert _without_root(found) == _without_root(expected)
+    assert _reduced(found) == ["layers.2", "layers.1", "layers.0", "root"] * 2
     assert _reduced(expected) == ["layers.2", "layers.1", "root", "layers.0"] * 2
+
+
+def _places(commands: list[str], wanted: str) -> list[int]:
+    """Where `wanted` stands among the commands that move the weights of other units."""
+    moves = [c for c in commands if not c.startswith("reduce") and (c == wanted or not c.endswith("root"))]
+    return [position for position, command in enumerate(moves) if command == wanted]
 
 
 def _reduced(commands: list[str]) -> list[str]:
     return [command.removeprefix("reduce ") for command in commands if command.startswith("reduce ")]
 
 
-def _root_handed_over(commands: list[str]) -> list[int]:
-    """Where "free root" and directly behind it "reduce root" stand."""
-    pairs = list(zip(commands, commands[1:], strict=False))
-    return [position for position, pair in enumerate(pairs) if pair == ("free root", "reduce root")]
-
-
-def _without(commands: list[str], positions: list[int]) -> list[str]:
-    """`commands` without two at each of `positions`."""
-    gone = {position + i for position in positions for i in (0, 1)}
-    return [command for position, command in enumerate(commands) if position not in gone]
+def _without_root(commands: list[str]) -> list[str]:
+    return [command for command in commands if command not in ("free root", "reduce root")]

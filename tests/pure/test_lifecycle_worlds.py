@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from fullshard.lifecycle import Command, CommandChecker, Full, LifecycleError, RunRecord, UnitRecord, rules
+from fullshard.lifecycle import Command, CommandChecker, Full, LifecycleError, Phase, RunRecord, UnitRecord, rules
+from fullshard.lifecycle import Use as RecordedUse
 
 # Commands of ours that torch does not have: kept memory is put aside, gradients are kept, a step ends.
 OURS_ALONE = ("shelve", "expose", "hold", "finish", "discard")
@@ -36,6 +37,7 @@ UNIT_SETTINGS = frozenset(
         "reshard_after_backward",
         "reshard_after_forward",
         "sync",
+        "trainable",
     }
 )
 
@@ -164,7 +166,11 @@ def _backward(use: Use, traits: Traits, final: set[int], reached: frozenset[str]
 def model(*uses: Use | str) -> Use:
     """The root that calls `uses` one after another."""
     # Every use is an object of its own: `backward` tells them apart by identity.
-    return Use("root", tuple(Use(use) if isinstance(use, str) else Use(use.unit, tuple(use.inner)) for use in uses))
+    return Use("root", tuple(Use(use) if isinstance(use, str) else _copy(use) for use in uses))
+
+
+def _copy(use: Use) -> Use:
+    return Use(use.unit, tuple(map(_copy, use.inner)))
 
 
 def step(*uses: Use | str, traits: Traits | None = None, reached: frozenset[str] | None = None) -> Program:
@@ -186,6 +192,37 @@ def setting(name: str, value: bool, *units: str) -> Program:
 # ---- the world ---------------------------------------------------------------------------------------------
 
 
+class Uses:
+    """Which use an output's hook belongs to: the engine puts it on the hook, here the order of the backwards says so.
+
+    `fifo`: the forward that ran first has its backward first, as in a pipeline; otherwise the one that ran last.
+    """
+
+    def __init__(self, *, fifo: bool) -> None:
+        self._first = 0 if fifo else -1
+        self._waiting: dict[str, list[RecordedUse]] = {}
+        self._last: dict[str, RecordedUse | None] = {}
+
+    def forget(self) -> None:
+        """The graphs of a failed step are gone."""
+        self._waiting.clear()
+        self._last.clear()
+
+    def note(self, unit: UnitRecord) -> None:
+        """A forward of `unit` ended."""
+        waiting = self._waiting.setdefault(unit.name, [])
+        # Recomputation is no use of its own, but for one that first ran without gradients (reentrant).
+        if unit.open and not unit.begins and unit.open[-1] not in waiting:
+            waiting.append(unit.open[-1])
+
+    def take(self, unit: UnitRecord) -> RecordedUse | None:
+        """The use whose backward begins; the last one again when there is no other (a graph that was kept)."""
+        waiting = self._waiting.get(unit.name)
+        if waiting and unit.phase is not Phase.BACKWARD or waiting and unit.name == "root":
+            self._last[unit.name] = waiting.pop(self._first)
+        return self._last.get(unit.name)
+
+
 class World:
     """Fresh records of the root and `names`, and what happened to them so far.
 
@@ -201,10 +238,12 @@ class World:
         empty: Iterable[str] = (),
         max_full: int | None = None,
         root_kept: bool = True,
+        fifo: bool = False,
     ) -> None:
         """`reshard`, `depth`: as `reshard_after_forward` and FULLSHARD_PREFETCH. `root_kept`: with `reshard` None the
         root stays full after an evaluation too, as in torch."""
         kept = reshard is False
+        self.uses = Uses(fifo=fifo)
         self.units = {
             name: UnitRecord(name, index, reshard_after_forward=not (kept or (reshard is None and name == "root")))
             for index, name in enumerate(("root", *names))
@@ -213,6 +252,7 @@ class World:
             unit.empty = name in set(empty)
             unit.narrows = reshard is not None and not isinstance(reshard, bool)
             unit.frees_late = trait_of(traits or {}, name).gradients in ("none", "mixed")
+            unit.trainable = trait_of(traits or {}, name).gradients != "none"
         self["root"].keeps_in_evaluation = reshard is not None or root_kept
         self.run = RunRecord(list(self.units.values()), prefetch_depth=depth)
         self.checker = CommandChecker(max_full=max_full, stays_full={"root"})
@@ -262,13 +302,21 @@ class World:
         run = self.run
         if kind == "post_forward":
             facts = {name: name in flags for name in ("in_backward", "inputs", "outputs", "nested", "more")}
-            return rules.post_forward(run, unit, **facts)
+            commands = rules.post_forward(run, unit, **facts)
+            if "outputs" in flags:
+                self.uses.note(unit)
+            return commands
+        if kind == "pre_backward":
+            use, facts = self.uses.take(unit), {name: name in flags for name in ("create_graph", "needed")}
+            return rules.pre_backward(run, unit, use=use, **facts)
         if kind == "inputs_reached":
             return rules.inputs_reached(run, unit, present=unit.name in self.arrived)
         if kind == "backward_end":
             present = [u.name in self.arrived or (u.name in self.held and u.sync) for u in run.units]
             return rules.backward_end(run, unit, present)
-        commands: list[Command] = getattr(rules, kind)(run, unit, **dict.fromkeys(flags, True))
+        if kind == "abandon":
+            self.uses.forget()
+        commands = getattr(rules, kind)(run, unit, **dict.fromkeys(flags, True))
         return commands
 
     def _execute(self, kind: str, name: str) -> None:

@@ -1,7 +1,7 @@
 """When to gather, wait, free and reduce: pure decisions. Standard library only.
 
 Read `state` (what is known of a unit), `events` (the vocabulary), `rules` (one function per event), `prefetch` (which
-unit is next), `check` (invariants of a command sequence).
+unit is next), `sending` (in which order gradients are sent), `check` (invariants of a command sequence).
 """
 
 from .check import CommandChecker as CommandChecker
@@ -13,7 +13,9 @@ from .events import Command as Command
 from .events import Event as Event
 from .events import parse_command as parse_command
 from .events import parse_event as parse_event
+from .state import NOWHERE as NOWHERE
 from .state import Full as Full
 from .state import Phase as Phase
 from .state import RunRecord as RunRecord
 from .state import UnitRecord as UnitRecord
+from .state import Use as Use

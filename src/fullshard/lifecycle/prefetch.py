@@ -51,6 +51,8 @@ def end_forward(run: RunRecord, unit: UnitRecord, *, backward_follows: bool) -> 
         for unit in run.order[run.order_mark :]:
             if unit.uses:  # a backward inside the evaluation may have counted them off
                 unit.uses.pop()
+            if unit.open:
+                unit.open.pop()
         del run.order[run.order_mark :]
 
 

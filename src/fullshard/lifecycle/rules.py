@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from .events import Command
 from .prefetch import begin_forward, end_forward, next_in_backward, next_in_forward
-from .state import Full, Phase, RunRecord, UnitRecord
+from .sending import begin_use, end_sending, end_use, settle, visit
+from .state import NOWHERE, Full, Phase, RunRecord, UnitRecord, Use
 
 Commands = list[Command]
 _NOTHING: Commands = []
@@ -44,6 +45,8 @@ def pre_forward(
         _close_passes(run, but=unit)
         begin_forward(run, unit)
     unit.phase = Phase.FORWARD
+    if not in_backward and not unit.pass_open:
+        begin_use(run, unit)
     if stale:
         # [R2] Full parameters, there or on their way, are not used once their shards changed.
         _throw_away(unit, commands)
@@ -111,19 +114,26 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
     """
     if not in_backward and not nested:
         unit.phase = Phase.IDLE
+        if unit.begins and not unit.pass_open:
+            unit.begins.pop()
     return _NOTHING
 
 
 # ---- backward -----------------------------------------------------------------------------------------------
 
 
-def pre_backward(run: RunRecord, unit: UnitRecord, *, create_graph: bool = False, needed: bool = False) -> Commands:
-    """`create_graph`: the backward records a graph, whose own backward will need the weights again. `needed`: a saved
-    weight is about to be read."""
+def pre_backward(
+    run: RunRecord, unit: UnitRecord, *, use: Use | None = None, create_graph: bool = False, needed: bool = False
+) -> Commands:
+    """`use`: the forward whose backward begins, where it is known. `create_graph`: the backward records a graph, whose
+    own backward will need the weights again. `needed`: a saved weight is about to be read."""
     run.in_backward = True
     run.keep_full = run.keep_full or create_graph
     unit.in_backward = True
     commands: Commands = []
+    if not unit.empty:
+        # [R29] What is due goes before anything is gathered, on every rank, with or without all its gradients.
+        _send(visit(run, unit, use), commands)
     # [R25] The user may know that a backward does not read the weights (an embedding). What reads them all the same
     # finds them, where it is noticed.
     gathers = unit.gathers_in_backward or needed
@@ -145,7 +155,7 @@ def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
     if unit.frees_late and unit.phase is Phase.BACKWARD:
         # [R10] A frozen weight may still be needed, for the gradient of the inputs or on the way to an inner unit.
         return _NOTHING
-    return _hand_over(run, unit, present=True)
+    return _hand_over(run, unit)
 
 
 def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
@@ -153,18 +163,24 @@ def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Comman
     if unit.phase is not Phase.BACKWARD and not present:
         # [R19] They came by another way: this use is not part of the backward, or was handed over already.
         return _NOTHING
-    return _hand_over(run, unit, present=present)
+    return _hand_over(run, unit)
 
 
 def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> Commands:
     """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over."""
     commands: Commands = []
     _close_passes(run)
+    owing = end_sending(run)
+    for unit in owing:
+        # [R30] In the order in which they would have gone.
+        _free_after_backward(run, unit, commands)
+        _send((unit,), commands)
     for unit in run.units:
-        if unit.phase is not Phase.DONE or present[unit.index] or unit.full in _FREED:
-            # [R11] Units whose inputs needed no gradient, with parameters that got none, or gathered once more by
-            # recomputation behind their gradients.
-            commands += _hand_over(run, unit, present=present[unit.index])
+        # [R11] Units that the backward did not reach, or that were gathered once more by recomputation behind their
+        # gradients; and gradients that came behind the message, or were kept by an earlier backward.
+        _free_after_backward(run, unit, commands)
+        if present[unit.index] and unit not in owing:
+            _send((unit,), commands)
         unit.phase = Phase.IDLE
         unit.in_backward = False
         unit.inputs_hooked = False
@@ -174,6 +190,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> C
                 unit.full = Full.SHARDED
                 commands.append(Command("drop", unit))
             unit.uses.clear()
+            unit.open.clear()
     if run.is_last_backward:
         # [R13] The next forward starts a new order.
         run.order.clear()
@@ -222,8 +239,15 @@ def abandon(run: RunRecord, root: UnitRecord) -> Commands:
         unit.in_backward = False
         unit.inputs_hooked = False
         unit.uses.clear()
+        unit.begins.clear()
+        unit.open.clear()
+        unit.first = unit.visited = Use(0, 0)
+        unit.settled = False
     run.order.clear()
     run.order_mark = 0
+    run.clock = 0
+    run.frontier = NOWHERE
+    run.owing.clear()
     run.forward_root = None
     run.forward_log = []
     # [R15] A half-recorded order is no plan.
@@ -245,11 +269,11 @@ def _end_use(
     """A use of `unit` is over. `keep`: it is to stay full. `placed`: the use has its place in the order already."""
     if unit.full is Full.FULL and not keep:
         if unit.reshard_after_forward and unit.narrows:
-            # [R25] A part is kept, so that backward gathers from the few ranks of a block instead of all.
+            # [R26] A part is kept, so that backward gathers from the few ranks of a block instead of all.
             unit.full = Full.NARROWED
             commands.append(Command("narrow", unit))
             if not outputs:
-                # [R26] Until a next forward or a recomputation; users must find sharded parameters, as in R6.
+                # [R27] Until a next forward or a recomputation; users must find sharded parameters, as in R6.
                 commands.append(Command("shelve", unit))
         elif unit.reshard_after_forward:
             # [R5] Memory is held for one unit at a time.
@@ -266,6 +290,7 @@ def _end_use(
         # [R7] Backward visits uses in reverse, so each use has its own place in the order.
         unit.uses.append(len(run.order))
         run.order.append(unit)
+        end_use(run, unit)
 
 
 def _open_pass(run: RunRecord, unit: UnitRecord, *, outputs: bool) -> None:
@@ -298,7 +323,7 @@ def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
 
 def _gather(unit: UnitRecord, commands: Commands) -> None:
     """From SHARDED or NARROWED to PENDING."""
-    # [R27] What was kept is gathered from those who kept it: fewer ranks, near ones.
+    # [R28] What was kept is gathered from those who kept it: fewer ranks, near ones.
     commands.append(Command("widen" if unit.full is Full.NARROWED else "gather", unit))
     unit.full = Full.PENDING
 
@@ -335,18 +360,22 @@ def _throw_away(unit: UnitRecord, commands: Commands) -> None:
         _free(unit, commands)
 
 
-def _hand_over(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
-    """The gradients of a use are complete: free the weights, then send the gradients."""
+def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
+    """The gradients of a use are complete: free the weights, then send what can go."""
     commands: Commands = []
     unit.phase = Phase.DONE
     # [R17] Weights go before the messages come, so that both need not exist together.
-    if unit.full in _FREED and unit.reshard_after_backward and not run.keep_full:
-        _free(unit, commands)
-    if present:
-        # [R18] Gradients are sent, or kept whole for a backward that sends.
-        _send(unit, commands)
+    _free_after_backward(run, unit, commands)
+    _send(settle(run, unit), commands)
     return commands
 
 
-def _send(unit: UnitRecord, commands: Commands) -> None:
-    commands.append(Command("reduce" if unit.sync else "hold", unit))
+def _free_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
+    if unit.full in _FREED and unit.reshard_after_backward and not run.keep_full:
+        _free(unit, commands)
+
+
+def _send(units: Sequence[UnitRecord], commands: Commands) -> None:
+    for unit in units:
+        # [R18] Gradients are sent, or kept whole for a backward that sends.
+        commands.append(Command("reduce" if unit.sync else "hold", unit))

@@ -28,6 +28,7 @@ The records are mutable and slotted: a rule costs under a microsecond (ADR 0001)
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Full(IntEnum):
@@ -49,12 +50,25 @@ class Phase(IntEnum):
     DONE = 3
 
 
+class Use(NamedTuple):
+    """One forward of a unit, by the clock of the run: how many forwards had ended when it began and when it ended."""
+
+    begin: int
+    end: int
+
+
+# Behind every use: no backward began.
+NOWHERE = 1 << 62
+
+
 class UnitRecord:
     """What the rules know of one unit. Written by the rules alone; the settings at the bottom by the user's calls."""
 
     __slots__ = (
         "backward_prefetch",
+        "begins",
         "empty",
+        "first",
         "forward_prefetch",
         "frees_late",
         "full",
@@ -65,13 +79,17 @@ class UnitRecord:
         "keeps_in_evaluation",
         "name",
         "narrows",
+        "open",
         "pass_open",
         "pass_outputs",
         "phase",
         "reshard_after_backward",
         "reshard_after_forward",
+        "settled",
         "sync",
+        "trainable",
         "uses",
+        "visited",
     )
 
     def __init__(self, name: str, index: int, *, reshard_after_forward: bool = True) -> None:
@@ -92,6 +110,14 @@ class UnitRecord:
         self.pass_outputs = False
         # Positions in `RunRecord.order` of the forwards that wait for their backward, oldest first.
         self.uses: list[int] = []
+        # ---- when to send (sending.py): the clock at the beginnings of forwards that are running,
+        self.begins: list[int] = []
+        # forwards whose backward may come, oldest first,
+        self.open: list[Use] = []
+        # the oldest one that this backward may visit, the one it visited last,
+        self.first = self.visited = Use(0, 0)
+        # and whether all gradients that it brings on this rank are there.
+        self.settled = False
         # ---- settings
         self.reshard_after_forward = reshard_after_forward
         # An integer reshard_after_forward: what is freed after forward keeps a part, to be gathered from fewer ranks.
@@ -103,6 +129,8 @@ class UnitRecord:
         self.sync = True
         # Whether a backward reads the unit's weights; False is the user's word.
         self.gathers_in_backward = True
+        # Some parameter gets gradients.
+        self.trainable = True
         # Some parameters get no gradient, so "all gradients are ready" does not say that all weights were used.
         self.frees_late = False
         # Units to gather when this one's forward begins, instead of the recorded order; likewise in backward.
@@ -117,10 +145,12 @@ class RunRecord:
     """What the rules know of all units below one root."""
 
     __slots__ = (
+        "clock",
         "forward_log",
         "forward_plan",
         "forward_plans",
         "forward_root",
+        "frontier",
         "generation",
         "in_backward",
         "is_last_backward",
@@ -128,6 +158,7 @@ class RunRecord:
         "open_passes",
         "order",
         "order_mark",
+        "owing",
         "prefetch_depth",
         "units",
     )
@@ -150,6 +181,10 @@ class RunRecord:
         self.forward_log: list[UnitRecord] = []
         self.forward_plan: list[UnitRecord] = []
         self.forward_plans: dict[int, list[UnitRecord]] = {}
+        # How many forwards ended; the end of the last use that the backward visited; units that have to send, in order.
+        self.clock = 0
+        self.frontier = NOWHERE
+        self.owing: list[UnitRecord] = []
         self.in_backward = False
         # False: a later backward of the same step will still use what this one leaves behind.
         self.is_last_backward = True

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..lifecycle import Use
 from .root import Root, root_of
 from .tree import cast_floating, tensors_requiring_grad, to_device
 from .unit import Unit
@@ -120,8 +121,8 @@ class UnitHooks:
         outputs: list[Tensor] = []
         if running.own_use and torch.is_grad_enabled():
             outputs = tensors_requiring_grad(output)
-        root.post_forward(unit, module, nested=running.nested, inputs=running.inputs, outputs=bool(outputs))
-        self._hook_outputs(root, outputs)
+        use = root.post_forward(unit, module, nested=running.nested, inputs=running.inputs, outputs=bool(outputs))
+        self._hook_outputs(root, outputs, use)
         if unit.policy.output_dtype is not None:
             output = cast_floating(output, unit.policy.output_dtype)
         return output
@@ -140,25 +141,26 @@ class UnitHooks:
             tensor.register_hook(reached)
         return bool(inputs)
 
-    def _hook_outputs(self, root: Root, outputs: Sequence[Tensor]) -> None:
+    def _hook_outputs(self, root: Root, outputs: Sequence[Tensor], use: Use | None) -> None:
         nodes = {id(node): node for t in outputs if (node := t.grad_fn) is not None}
         if nodes:
-            needed = _OutputNeeded(root, self._unit)
+            needed = _OutputNeeded(root, self._unit, use)
             for node in nodes.values():
                 node.register_prehook(needed)
 
 
 class _OutputNeeded:
-    """Called before the node of an output runs in backward."""
+    """Called before the node of an output of one use runs in backward."""
 
-    __slots__ = ("_root", "_unit")
+    __slots__ = ("_root", "_unit", "_use")
 
-    def __init__(self, root: Root, unit: Unit) -> None:
+    def __init__(self, root: Root, unit: Unit, use: Use | None) -> None:
         self._root = root
         self._unit = unit
+        self._use = use
 
     def __call__(self, _gradients: object) -> None:
-        self._root.pre_backward(self._unit)
+        self._root.pre_backward(self._unit, self._use)
 
 
 class _InputsReached:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .._torch_compat import current_backward, queue_backward_callback
-from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, rules
+from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..param import ShardedParam
 from ..policy import Options
 from .executor import Executor
@@ -91,14 +91,18 @@ class Root:
         self._do("pre_forward", record, commands, in_backward=in_backward, nested=nested, stale=stale)
         return not repeated, nested
 
-    def post_forward(self, unit: Unit, module: nn.Module, *, nested: bool, inputs: bool, outputs: bool) -> None:
+    def post_forward(self, unit: Unit, module: nn.Module, *, nested: bool, inputs: bool, outputs: bool) -> Use | None:
         """Report that a forward of `module`, of `unit`, is over. `outputs`: some output requires a gradient; `inputs`:
-        the end of its backward will be reported by its inputs; `nested`: another forward of the unit is running."""
+        the end of its backward will be reported by its inputs; `nested`: another forward of the unit is running.
+
+        Returns the use of the unit that ended with it, if one did."""
         in_backward = current_backward() != -1
         repeated = in_backward and unit.record.in_backward
         more = not nested and not repeated and unit.ran(module)
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
         self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
+        record = unit.record
+        return record.open[-1] if record.open and not record.begins else None
 
     def forward_failed(self, unit: Unit, *, nested: bool) -> None:
         """Report that a forward of `unit` raised."""
@@ -107,11 +111,11 @@ class Root:
 
     # ---- backward ------------------------------------------------------------------------------------------
 
-    def pre_backward(self, unit: Unit, *, needed: bool = False) -> None:
-        """Report that a gradient reached an output of `unit`, or that one of its saved weights is `needed`."""
+    def pre_backward(self, unit: Unit, use: Use | None = None, *, needed: bool = False) -> None:
+        """Report that a gradient reached an output of `use` of `unit`, or that one of its saved weights is `needed`."""
         self._notice_backward()
         flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
-        self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, **flags), **flags)
+        self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, use=use, **flags), **flags)
 
     def inputs_reached(self, unit: Unit) -> None:
         """Report that the gradients of the inputs of one use of `unit` are complete."""

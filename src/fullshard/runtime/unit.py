@@ -350,6 +350,7 @@ class Unit:
                 bit += 1
         self.expected = (1 << bit) - 1
         self.record.frees_late = frozen
+        self.record.trainable = bit > 0
         self._knows_trainable = True
 
     def _hook_gradient(self, param: ShardedParam, bit: int) -> RemovableHandle:

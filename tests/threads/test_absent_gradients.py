@@ -1,0 +1,116 @@
+"""Gradients that are absent on some ranks only: which ones, and whether messages mix.
+
+Two equal units, on the same input, part of the second one used by one rank only: reductions of equal shape, issued when
+gradients are ready, would be issued in another order there, and mix without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard import fully_shard
+from fullshard.observe import record
+from tests.harness.models import assert_same_training, collect, seeded
+from tests.harness.threads import run_ranks
+
+
+class Tower(nn.Module):
+    """`used`: whether the second weight takes part in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor, used: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return x + self.second(x) if used else x
+
+
+class Towers(nn.Module):
+    """`shared`: the input of both needs a gradient, which is complete when both are over."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.below = nn.Linear(6, 6)
+        self.left, self.right = Tower(), Tower()
+        self.shared = shared
+
+    def forward(self, x: Tensor, used: tuple[bool, bool]) -> Tensor:
+        if self.shared:
+            x = self.below(x)
+        x = self.left(x, used[0]) + 2 * self.right(x, used[1])
+        return x if self.shared else self.below(x)
+
+
+def loss(model: Any, rank: int, step: int, absent: str) -> Tensor:
+    """On rank 0 everything is used; on the others not: `absent` is "left", "right" or "both", every other step."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    used = [rank == 0 or step % 2 == 0 or absent not in (side, "both") for side in ("left", "right")]
+    result: Tensor = model(x, tuple(used)).square().sum()
+    return result
+
+
+def plain(world: int, shared: bool, absent: str) -> Any:
+    model = seeded(lambda: Towers(shared))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(4):
+        total: Tensor = sum(loss(model, rank, step, absent) for rank in range(world)) / world  # type: ignore[assignment]
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return collect(model, optimizer)
+
+
+@pytest.mark.parametrize("absent", ["left", "right", "both"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_gradients_absent_on_some_ranks_do_not_mix_messages(shared: bool, absent: str) -> None:
+    """The result is that of plain training on all data, and every rank issued the same messages in the same order."""
+
+    def rank_main(rank: int) -> tuple[Any, list[tuple[str, str]]]:
+        model: Any = seeded(lambda: Towers(shared))
+        for tower in (model.left, model.right):
+            fully_shard(tower)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        with record(model) as trace:
+            for step in range(4):
+                loss(model, rank, step, absent).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return collect(model, optimizer), [c for c in trace.commands if c[0] in ("gather", "reduce")]
+
+    for world in (2, 3):
+        results = run_ranks(world, rank_main)
+        expected = plain(world, shared, absent)
+        for trained, messages in results:
+            assert_same_training(trained, expected, 64)
+            assert messages == results[0][1]
+
+
+def test_a_unit_none_of_whose_gradients_came_on_a_rank_takes_part() -> None:
+    """Its output reaches the loss, its weights do not: the rank sends zeros, and the others' gradients count."""
+
+    class Skippable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, skip: bool) -> Tensor:
+            return x * 2 if skip else self.linear(x)
+
+    def rank_main(rank: int) -> Tensor:
+        model: Any = seeded(lambda: nn.ModuleList([nn.Linear(6, 6), Skippable()]))
+        for unit in model:
+            fully_shard(unit)
+        x = torch.ones(2, 6)
+        model[1](model[0](x), skip=rank == 1).sum().backward()
+        gradient: Tensor = model[1].linear.weight.grad.full_tensor()
+        return gradient
+
+    first, second = run_ranks(2, rank_main)
+    assert torch.equal(first, second) and bool(first.abs().sum() > 0)
