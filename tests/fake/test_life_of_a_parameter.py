@@ -207,7 +207,8 @@ def test_the_trace_is_what_is_printed(lives: list[tuple[list[Row], str]]) -> Non
 def test_the_functions_and_rules_that_are_named_exist() -> None:
     """A function of the rules (with what it calls there) or of the prefetch order, and the numbers in it."""
     helpers = "".join(
-        inspect.getsource(getattr(rules, name)) for name in ("_make_full", "_end_use", "_gather_ahead", "_hand_over")
+        inspect.getsource(getattr(rules, name))
+        for name in ("_make_full", "_end_use", "_gather_ahead", "_hand_over", "_send")
     )
     for _, _, _, _, _, decided, done in documented("moment")[1:-2]:
         name = re.findall(r"`(\w+)`", decided)[0]
