@@ -201,14 +201,19 @@ def test_replicas_by_a_hook(impl: Implementation) -> None:
 def test_a_hook_cannot_take_a_gradient_away() -> None:
     """Whether there is a gradient travels behind what the hook gets; it runs in a world of one, too."""
 
-    def rank_main(rank: int) -> None:
-        model: Any = fully_shard(nn.Sequential(_linear()))
-        model.set_all_reduce_hook(lambda gradients: gradients.zero_())
-        _use(model, rank)
-        assert torch.all(_full(model[0].weight.grad) == 0)
+    models = [seeded(_Half) for _ in range(2)]
 
-    for world in (1, 2):
+    def rank_main(rank: int) -> None:
+        model: Any = fully_shard(models[rank])
+        model.set_all_reduce_hook(lambda gradients: gradients.zero_())
+        model(torch.ones(2, 3), rank).sum().backward()
+        assert torch.all(_full(model.parts[0].weight.grad) == 0)
+        # Of a parameter that one rank did not use.
+        assert (model.parts[1].weight.grad is None) == (torch.distributed.get_world_size() == 1)
+
+    for world in (2, 1):
         run_ranks(world, rank_main)
+        models = [seeded(_Half)]
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 1)], ids=str)
