@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import fullshard
@@ -363,6 +363,31 @@ def test_beside_tensor_parallelism() -> None:
         assert model.weight.placements == (Shard(0),) and model.weight.device_mesh == mesh["tp"]
         torch.testing.assert_close(model.weight.full_tensor().detach(), value, rtol=0, atol=0.06)
         model.reshard()
+
+    run_ranks(4, rank_main)
+
+
+def test_on_a_mesh_that_replicates_too() -> None:
+    """(2, 2): the methods see the axis that shards; the gradient is the mean over all four. An axis that only
+    replicates is refused: the methods would divide by its size."""
+    reference = expected_training(Master, 4, 2, torch.float32, 0)[0]
+    data, scales = zip(*(quantise(part) for part in reference.chunk(2)), strict=True)
+    used = dequantise(torch.cat(data), torch.cat(scales), torch.float32).requires_grad_()
+    for rank in range(4):
+        (torch.tanh(inputs(0, rank) @ (used * 1.0).t()).sum() / 4).backward()
+    models = [seeded(lambda: Model(Master, 4)) for _ in range(5)]
+
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("re", "dp"))
+        first: Any = fullshard.fully_shard(models[rank].first, mesh=mesh)
+        first(inputs(0, rank)).sum().backward()
+        torch.testing.assert_close(first.weight.grad.full_tensor(), used.grad)
+        whole: Any = First(Master, 4)
+        own = DTensor.from_local(Master(reference), mesh, [Replicate(), Replicate()], run_check=False)
+        whole.weight = nn.Parameter(own)
+        dims = fullshard.DataParallelMeshDims(replicate="re")
+        with pytest.raises(NotImplementedError, match="weight: expected a mesh with an axis that shards"):
+            fullshard.fully_shard(whole, mesh=mesh, dp_mesh_dims=dims)
 
     run_ranks(4, rank_main)
 

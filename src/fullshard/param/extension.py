@@ -62,6 +62,11 @@ class ExtensionGroup(ParamGroup):
                 f"{only.name}: expected Shard(0) for a parameter with fsdp_pre_all_gather, found dim {only.dim}; "
                 f"its methods know rows only: leave it out of shard_placement_fn"
             )
+        if not placing.shards and placing.mesh.size() > 1:
+            raise NotImplementedError(
+                f"{only.name}: expected a mesh with an axis that shards, because fsdp_pre_all_gather gets that one, "
+                f"found {placing.mesh}, which only replicates; use a 2-D mesh whose last axis has size 1"
+            )
         self._mp_policy = mp_policy
         self._module = only.slots[0].module
         self._metadata: Any = None
