@@ -220,7 +220,7 @@ def values(model: nn.Module) -> list[Tensor]:
     return found
 
 
-@behaviour("fsdp_pre_all_gather and fsdp_post_all_gather on a shard: {kind}", area="extensions")
+@behaviour("fsdp_pre_all_gather and fsdp_post_all_gather on a shard, both arities", area="extensions")
 @pytest.mark.parametrize("kind", [Master, OldMaster, Kept], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @for_each_implementation

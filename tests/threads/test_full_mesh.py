@@ -56,7 +56,6 @@ def test_dp_mesh_dims_give_torch_s_placements(names: tuple[str, ...], placements
     both(2 ** len(names), build)
 
 
-@behaviour("training with parameters on a full (dp, tp) mesh", area="training")
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -100,7 +100,6 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 
 @behaviour("training beside tensor and sequence parallelism", area="strategies")
-@behaviour("training beside tensor parallelism, with and without sequence parallel norms", area="placement")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @for_each_implementation
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
@@ -285,7 +284,6 @@ def test_norms_and_clipping_over_several_axes(impl: Implementation) -> None:
 
 
 @behaviour("accumulation, recomputation and failures beside tensor parallelism", area="strategies")
-@behaviour("tensor parallelism with accumulation, recomputation, frozen and unused parameters", area="placement")
 @for_each_implementation
 def test_programs_around_tensor_parallelism(impl: Implementation) -> None:
     """Accumulation without synchronisation, recomputation, frozen and unused parameters, a weight used by to_local(),
