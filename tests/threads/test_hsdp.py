@@ -226,10 +226,9 @@ def test_accumulation_without_all_reduce(impl: Implementation, window: str) -> N
     for rank in range(4):
         for micro in range(3):
             (case.loss(reference, case.batch(micro, rank)) / 4).backward()
-    models = [case.build() for _ in range(4)]
 
-    def rank_main(rank: int) -> None:
-        model: Any = case.shard(models[rank], impl.fully_shard, mesh=_mesh((2, 2)))
+    def rank_main(rank: int, shape: tuple[int, int]) -> None:
+        model: Any = case.shard(case.build(), impl.fully_shard, mesh=_mesh(shape))
         for again in range(2):  # nothing of the first window is left in the second
             for micro, (sync, all_reduce) in enumerate(WINDOWS[window]):
                 model.set_requires_gradient_sync(sync)
@@ -239,7 +238,8 @@ def test_accumulation_without_all_reduce(impl: Implementation, window: str) -> N
                 assert_close_to_tensor_max(_flat(ours.grad), plain.grad, 8, f"{name}, window {again}")
             model.zero_grad()
 
-    run_ranks(4, rank_main)
+    for shape in ((2, 2), (4, 1)):
+        run_ranks(4, rank_main, shape)
 
 
 class _Stop(Exception):
