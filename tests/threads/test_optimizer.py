@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.api.optimizer import ELEMENTWISE
 from tests.harness.behaviours import behaviour
+from tests.harness.implementations import Implementation
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -270,3 +271,66 @@ def test_others_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="Mine"):
         fullshard.step_on_shards(Mine([weight], lr=0.1))
     assert isinstance(fullshard.step_on_shards(Mine([weight], lr=0.1), elementwise=True), Mine)
+
+
+@behaviour(
+    "An optimizer built before `fully_shard` is refused at its first step, with the names of its parameters",
+    area="training",
+    torch="better",
+    reason="torch's steps train nothing, and say nothing",
+)
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_an_optimizer_from_before_is_refused(trained_before: bool, impl: Implementation) -> None:
+    def job(rank: int) -> None:
+        model = _model()
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        frozen = torch.optim.SGD([model[0].bias], lr=0.1)
+        x = torch.randn(4, 5)
+        if trained_before:  # and what it left is no gradient of the sharded model
+            model(x).sum().backward()
+            early.step()
+        for child in (model[0], model[2]):
+            impl.fully_shard(child)
+        impl.fully_shard(model)
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        model(x).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"SGD\.step: .*: 0\.weight, 2\.weight, 2\.bias, 3\.weight and 1 more; .*"
+        ):
+            early.step()
+        assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+        frozen.step()  # trains nothing, as it says
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert not torch.equal(model[3].weight.full_tensor(), before[-2])
+
+    run_ranks(2, job)
+
+
+def test_a_parameter_from_before_that_another_model_trains_is_left_alone() -> None:
+    def job(rank: int) -> None:
+        model, other = _model(), nn.Linear(5, 7)
+        other.weight = model[0].weight
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        _shard(model)
+        before = other.weight.detach().clone()
+        other(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(other.weight, before)
+
+    run_ranks(2, job)
+
+
+def test_nothing_is_remembered_of_parameters_that_nobody_holds() -> None:
+    from fullshard.runtime import replaced
+
+    def job(rank: int) -> None:
+        known = set(replaced._replaced)
+        model = _model()
+        ours = {id(p) for p in model.parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _shard(model)
+        assert ours - known <= set(replaced._replaced)
+        del optimizer
+        assert not ours & set(replaced._replaced)
+
+    run_ranks(1, job)

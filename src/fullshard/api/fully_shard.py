@@ -15,6 +15,7 @@ from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
 from ..runtime.hooks import UnitHooks
+from ..runtime.replaced import note_replaced
 from ..runtime.state_dict import hook_state_dict
 from . import validate
 from .mesh_dims import Whole, data_parallel_axes
@@ -44,7 +45,8 @@ def fully_shard(
     Apply it bottom-up: to each block, then to the whole model. Afterwards every parameter is a DTensor parameter with
     placements `(Shard(0),)` (rows as `torch.chunk` cuts them, so uneven sizes are fine), full only while the module
     computes. The module's class becomes a subclass of `FSDPModule` and of its own class. Build the optimizer
-    afterwards. Gradients are averaged over the ranks and arrive as DTensors on `.grad` when backward ends.
+    afterwards: a step of one that holds the parameters from before is a `RuntimeError` that names them. Gradients are
+    averaged over the ranks and arrive as DTensors on `.grad` when backward ends.
 
         for block in model.blocks:
             fully_shard(block)
@@ -112,6 +114,7 @@ def fully_shard(
         reshard_after_forward=reshard,
     )
     UnitHooks(unit)
+    note_replaced(unit, found)
     hook_state_dict(unit)
     validate.mark_managed(unit, [managed for _, managed in modules])
     publish(unit, [managed for _, managed in modules])
