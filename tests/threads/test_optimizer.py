@@ -334,3 +334,24 @@ def test_nothing_is_remembered_of_parameters_that_nobody_holds() -> None:
         assert not ours & set(replaced._replaced)
 
     run_ranks(1, job)
+
+
+def test_a_norm_is_the_same_however_many_ranks_share_the_gradients() -> None:
+    """To the last bit, so that one run is the same at any number of processes."""
+    from fullshard.api.clip import _norm
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7, 300), (64, 64), (129, 70), (5, 9000), (1, 5000), (300,), (4, 3, 40), (65, 3)]
+    for _ in range(20):
+        gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+        found = set()
+        for world in (1, 2, 3, 4, 8):
+            powers = torch.zeros((), dtype=torch.float64)
+            for rank in range(world):
+                chunks = [g.chunk(world) for g in gradients]
+                mine = [c[rank].clone() for c in chunks if rank < len(c)]
+                powers += _norm(mine, 2.0, torch.device("cpu")).square()
+            found.add(powers.sqrt().float().item())
+        assert len(found) == 1
+        exact = torch.cat([g.double().view(-1) for g in gradients]).norm()
+        assert abs(found.pop() - exact.item()) <= 1e-7 * exact.item()

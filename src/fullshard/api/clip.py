@@ -119,37 +119,29 @@ def _split(parameters: list[Tensor]) -> tuple[list[Tensor], _Parts]:
     return plain, by_groups
 
 
-# Rows of so many elements are summed in at least float32, the rows in float64. A float32 sum over a whole large matrix
-# is off by 1e-5 on a CPU, by another amount on every number of ranks; float64 throughout takes five times as long.
-_ROW_NUMEL = 4096
+# A row of the parameter is added in at least float32, the rows in float64. A float32 sum over a large matrix is off by
+# 1e-5 on a CPU, by another amount on every number of ranks; float64 throughout takes five to ten times as long.
+# A row is whole on the rank that owns it, so its sum is the same however many ranks there are.
+_LEAST_ROW_NUMEL, _MOST_ROW_NUMEL = 64, 4096
 
 
 def _norm(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of all elements of `tensors` on this rank; float64, 0-dim."""
-    whole: list[Tensor] = []
     norms: list[Tensor] = []
+    precise: list[Tensor] = []
     for tensor in tensors:
-        if tensor.numel() < 2 * _ROW_NUMEL or not tensor.is_contiguous():
-            if tensor.numel():
-                whole.append(tensor)
+        if tensor.numel() == 0:
             continue
-        flat = tensor.view(-1)
-        border = flat.numel() // _ROW_NUMEL * _ROW_NUMEL
-        rows = flat[:border].view(-1, _ROW_NUMEL)
-        norms.append(torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=_at_least_float32(tensor)))
-        if border < flat.numel():
-            whole.append(flat[border:])
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in whole:
-        by_dtype.setdefault(_at_least_float32(tensor), []).append(tensor)
-    for dtype, same in by_dtype.items():
-        norms.append(torch.stack([n.to(device) for n in torch._foreach_norm(same, norm_type, dtype=dtype)]))
+        row_numel = tensor.numel() // tensor.shape[0] if tensor.ndim > 1 else 1
+        if row_numel < _LEAST_ROW_NUMEL or tensor.dtype.itemsize > 4 or not tensor.is_contiguous():
+            precise.append(tensor)
+            continue
+        rows = tensor.view(-1, row_numel)
+        for part in rows.split(_MOST_ROW_NUMEL, dim=1):
+            norms.append(torch.linalg.vector_norm(part, norm_type, dim=1, dtype=torch.float32))
+    if precise:
+        norms.append(torch.stack([n.to(device) for n in torch._foreach_norm(precise, norm_type, dtype=torch.float64)]))
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    parts = torch.cat([n.to(device, torch.float64) for n in norms])
-    norm: Tensor = torch.linalg.vector_norm(parts, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([n.to(device, torch.float64) for n in norms]), norm_type)
     return norm
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
