@@ -46,6 +46,7 @@ AREAS = (
     "gradients",
     "autograd",
     "recomputation",
+    "compile",
     "communication",
     "clipping",
     "training",

@@ -33,7 +33,7 @@ class UnshardHandle(TorchUnshardHandle):
         """Put the full parameters on the module. Later calls do nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            early_root_of(unit).wait_unshard(unit)
+            unit.outside(_wait_unshard, unit)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -62,20 +62,13 @@ class FSDPModule(TorchFSDPModule):
         They stay full until `reshard()` or the end of the next forward or backward that frees them.
         """
         unit = self._unit()
-        refuse_opened(unit, "unshard")
-        early_root_of(unit).unshard(unit)
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        unit.outside(_unshard, unit, not async_op)
+        return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
         """Free this module's full parameters and put the sharded ones on the module."""
         unit = self._unit()
-        refuse_opened(unit, "reshard")
-        if unit.root is not None:
-            unit.root.reshard(unit)
+        unit.outside(_reshard, unit)
 
     # ---- when to communicate -------------------------------------------------------------------------------
 
@@ -259,6 +252,23 @@ class FSDPModule(TorchFSDPModule):
             f"pickle: expected a module that is not sharded, found {type(self).__name__}, which holds process groups "
             f"and one flat buffer; save its state_dict()"
         )
+
+
+def _unshard(unit: Unit, wait: bool) -> None:
+    refuse_opened(unit, "unshard")
+    early_root_of(unit).unshard(unit)
+    if wait:
+        _wait_unshard(unit)
+
+
+def _wait_unshard(unit: Unit) -> None:
+    early_root_of(unit).wait_unshard(unit)
+
+
+def _reshard(unit: Unit) -> None:
+    refuse_opened(unit, "reshard")
+    if unit.root is not None:
+        unit.root.reshard(unit)
 
 
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:

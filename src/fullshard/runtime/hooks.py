@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..lifecycle import Use
+from .outside import outside_graphs
 from .root import Root, root_of
 from .tree import cast_floating, tensors_requiring_grad, to_device
 from .unit import Unit
@@ -50,15 +52,21 @@ class UnitHooks:
         self._generation = 0
         # Of the open pass over several modules.
         self._inputs: _InputsReached | None = None
+        # Everything that torch calls, made once.
+        self._before = before = outside_graphs(self._forward_begins)
+        self._after = after = outside_graphs(self._forward_ends)
+        self._on_output = outside_graphs(self._output_needed)
+        self._on_input = outside_graphs(_InputsReached.one)
         for module in unit.modules:
-            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             # always_call: a forward that raises must give back the saved-tensor hooks it pushed.
-            module.register_forward_hook(self._after, prepend=False, with_kwargs=True, always_call=True)
+            module.register_forward_hook(after, prepend=False, with_kwargs=True, always_call=True)
         unit.hooks = self
 
     def call(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`method(*args, **kwargs)` of `module` as if it were its forward."""
-        args, kwargs = self._begin(args, kwargs, method=True)
+        # The method itself may be compiled.
+        args, kwargs = self._before(module, args, kwargs, method=True)
         try:
             output = method(*args, **kwargs)
         except BaseException:
@@ -80,10 +88,9 @@ class UnitHooks:
             self._running.clear()
         return bool(self._running)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._begin(args, kwargs)
-
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: bool = False) -> Any:
+    def _forward_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: bool = False
+    ) -> Any:
         unit = self._unit
         root = unit.root
         if unit.opened is not None:
@@ -91,7 +98,7 @@ class UnitHooks:
         if root is None or root.provisional:
             root = root_of(unit)
         if unit.opened is not None:
-            return None  # a plain module, until full_params ends
+            return args, kwargs  # a plain module, until full_params ends
         if unit.record.index == 0 and unit.device.type != "cpu":
             args, kwargs = to_device(args, unit.device), to_device(kwargs, unit.device)
         policy = unit.policy
@@ -107,7 +114,7 @@ class UnitHooks:
         self._running.append(_Running(sys.exception(), own_use, nested, method, watched, inputs))
         return args, kwargs
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _forward_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         unit = self._unit
         root = unit.root
         if root is None or not self._running or unit.opened is not None:
@@ -122,7 +129,7 @@ class UnitHooks:
         if running.own_use and torch.is_grad_enabled():
             outputs = tensors_requiring_grad(output)
         use = root.post_forward(unit, module, nested=running.nested, inputs=running.inputs, outputs=bool(outputs))
-        self._hook_outputs(root, outputs, use)
+        self._hook_outputs(outputs, use)
         if unit.policy.output_dtype is not None:
             output = cast_floating(output, unit.policy.output_dtype)
         return output
@@ -138,33 +145,23 @@ class UnitHooks:
             reached = self._inputs = _InputsReached(root, self._unit)
         reached.expect(len(inputs))
         for tensor in inputs:
-            tensor.register_hook(reached)
+            tensor.register_hook(partial(self._on_input, reached))
         return bool(inputs)
 
-    def _hook_outputs(self, root: Root, outputs: Sequence[Tensor], use: Use | None) -> None:
-        nodes = {id(node): node for t in outputs if (node := t.grad_fn) is not None}
-        if nodes:
-            needed = _OutputNeeded(root, self._unit, use)
-            for node in nodes.values():
-                node.register_prehook(needed)
+    def _hook_outputs(self, outputs: Sequence[Tensor], use: Use | None) -> None:
+        needed = partial(self._on_output, use)
+        for node in {id(node): node for t in outputs if (node := t.grad_fn) is not None}.values():
+            node.register_prehook(needed)
 
-
-class _OutputNeeded:
-    """Called before the node of an output of one use runs in backward."""
-
-    __slots__ = ("_root", "_unit", "_use")
-
-    def __init__(self, root: Root, unit: Unit, use: Use | None) -> None:
-        self._root = root
-        self._unit = unit
-        self._use = use
-
-    def __call__(self, _gradients: object) -> None:
-        self._root.pre_backward(self._unit, self._use)
+    def _output_needed(self, use: Use | None, _gradients: object) -> None:
+        """The node of an output of one use is about to run in backward."""
+        root = self._unit.root
+        assert root is not None
+        root.pre_backward(self._unit, use)
 
 
 class _InputsReached:
-    """Called when the gradient of an input of one use is complete; reports when that holds for all of them.
+    """Told when the gradient of an input of one use is complete; reports when that holds for all of them.
 
     The use of a unit of several modules has the inputs of all these. One that ran without inputs that require a
     gradient has an end of its backward that no input tells, and so has the use: it never reports.
@@ -184,7 +181,8 @@ class _InputsReached:
         self._left += count
         self._silent = self._silent or not count
 
-    def __call__(self, _gradient: Tensor) -> None:
+    def one(self, _gradient: Tensor) -> None:
+        """The gradient of one of them is complete."""
         self._left -= 1
         if self._left == 0:
             self._left = self._count  # a retained graph may be run through again

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from .executor import Executor
 from .names import clean_name as clean_name
 from .names import parameter_names
 from .optimizer_steps import count_optimizer_steps
+from .outside import outside_graphs
 from .shared import Shared
 from .uninitialized import has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Unit, unit_of
@@ -52,6 +54,7 @@ class Root:
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = count_optimizer_steps()
+        self._when_backward_ends = outside_graphs(_BackwardEnd.report)
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
@@ -154,7 +157,7 @@ class Root:
             self.abandon()
         end = _BackwardEnd(self)
         self._backward = weakref.ref(end)
-        queue_backward_callback(end)
+        queue_backward_callback(partial(self._when_backward_ends, end))
 
     def backward_end(self) -> None:
         """Report that the whole backward is over."""
@@ -240,14 +243,14 @@ class Root:
 
 
 class _BackwardEnd:
-    """What the engine calls when a backward is over. It lives exactly as long as the engine keeps that backward."""
+    """In what the engine calls when a backward is over. It lives exactly as long as the engine keeps that backward."""
 
     __slots__ = ("__weakref__", "_root")
 
     def __init__(self, root: Root) -> None:
         self._root = root
 
-    def __call__(self) -> None:
+    def report(self) -> None:
         self._root.backward_end()
 
 

@@ -45,6 +45,7 @@ from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.precision import MixedPrecisionLike
 from .narrowing import Narrowing
 from .optimizer_steps import optimizer_steps
+from .outside import call, outside_graphs
 
 if TYPE_CHECKING:
     from .hooks import UnitHooks
@@ -88,6 +89,8 @@ class Unit:
         # Those that did not run in the open pass.
         self._modules_left: set[nn.Module] = set()
         self.hooks: UnitHooks | None = None
+        # Runs what users call on the module, which they may do in compiled code.
+        self.outside = outside_graphs(call)
         # Where it computes.
         self.device = device
         self.policy = policy
@@ -358,7 +361,7 @@ class Unit:
             assert self.on_gradient is not None
             self.on_gradient(self, param, bit)
 
-        handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(arrived)
+        handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(outside_graphs(arrived))
         return handle
 
     def _drop_gradient_hooks(self) -> None:

@@ -26,6 +26,7 @@ from .._torch_compat import (
     top_saved_tensor_hooks,
     version_of,
 )
+from .outside import outside_graphs
 from .unit import Unit
 
 
@@ -50,7 +51,7 @@ class Watch:
         self._needed = needed
         self._always = always
         # One pair of objects, so that it can be recognised on torch's stack of hooks.
-        self._hooks = (self._pack, self._unpack)
+        self._hooks = (outside_graphs(self._pack), outside_graphs(self._unpack))
         self._owner: dict[int, Unit] = {}
         self._active = 0
 
