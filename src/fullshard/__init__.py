@@ -3,6 +3,7 @@
 from ._version import __version__ as __version__
 from .api import FSDPModule as FSDPModule
 from .api import GradScaler as GradScaler
+from .api import Installation as Installation
 from .api import ShardPlacementResult as ShardPlacementResult
 from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
@@ -10,12 +11,14 @@ from .api import clip_grad_norm_ as clip_grad_norm_
 from .api import full_params as full_params
 from .api import fully_shard as fully_shard
 from .api import inspect_units as inspect_units
+from .api import install as install
 from .api import mark_initialized as mark_initialized
 from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
 from .api import replicate as replicate
 from .api import share_comm_ctx as share_comm_ctx
 from .api import step_on_shards as step_on_shards
+from .api import uninstall as uninstall
 from .observe import Report as Report
 from .observe import report as report
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
@@ -28,6 +31,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "GradScaler",
+    "Installation",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Report",
@@ -39,6 +43,7 @@ __all__ = [
     "full_params",
     "fully_shard",
     "inspect_units",
+    "install",
     "mark_initialized",
     "materialize",
     "register_fsdp_forward_method",
@@ -46,4 +51,5 @@ __all__ = [
     "report",
     "share_comm_ctx",
     "step_on_shards",
+    "uninstall",
 ]

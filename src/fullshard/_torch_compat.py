@@ -26,6 +26,9 @@
     MixedPrecisionPolicy and the like
     _composable.contract.STATE_KEY,             where pipeline schedules look for the state of a        2.13
     REGISTRY_KEY, fully_shard.__wrapped__       sharded module, and DDP for what was applied to it
+    torch.distributed._composable.fsdp          the old path of fully_shard, which install() swaps too  2.13
+    torch.autograd.profiler._is_profiler_enabled  ranges of a trace cost five microseconds each, so     2.13
+                                                they are made only while somebody profiles
     module._is_fsdp_managed_module,             what dynamo and transformers ask a module               2.13
     ._fsdp_use_orig_params
 
@@ -34,10 +37,12 @@ torch's own FSDP2 is never called from here.
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -54,6 +59,9 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+# The key of torch's states. Taken here, because `install` puts ours in the place of torch's function.
+_STATE_OF: Any = cast(Any, torch_fsdp.fully_shard).__wrapped__
 
 __all__ = [
     "TorchCPUOffloadPolicy",
@@ -76,7 +84,9 @@ __all__ = [
     "non_persistent_buffers",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",
+    "profiling",
     "publish_state",
+    "published_state",
     "push_saved_tensor_hooks",
     "queue_backward_callback",
     "root_mesh",
@@ -85,6 +95,7 @@ __all__ = [
     "settled",
     "sharded_parameter",
     "strided_shard",
+    "swappable",
     "dtensor_without_data",
     "top_saved_tensor_hooks",
     "version_of",
@@ -97,14 +108,37 @@ def publish_state(module: nn.Module, state: object) -> None:
     torch's function is the key under which its own code looks, and is not called.
     """
     states = module.__dict__.setdefault(STATE_KEY, OrderedDict())
-    states[cast(Any, torch_fsdp.fully_shard).__wrapped__] = state
+    states[_STATE_OF] = state
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+
+
+def published_state(module: nn.Module) -> Any:
+    """What torch's `fully_shard.state(module)` returns: the state that we, or torch's fully_shard, put there; or None.
+
+    Asked for by code that imported our `fully_shard` under torch's name and meets a module that torch sharded.
+    """
+    return module.__dict__.get(STATE_KEY, {}).get(_STATE_OF)
+
+
+def swappable(name: str) -> list[tuple[ModuleType, Any]]:
+    """The modules of torch that show users its FSDP2 function `name`, each with what is there now."""
+    # Imported now, so that its own import of the name does not happen while ours stands in the other module.
+    old_path = importlib.import_module("torch.distributed._composable.fsdp")
+    # The attribute of that name is the function; the module behind it is found by its full name alone.
+    old_file = importlib.import_module("torch.distributed._composable.fsdp.fully_shard")
+    modules: list[ModuleType] = [torch_fsdp, old_path, old_file]
+    return [(module, vars(module)[name]) for module in modules if name in vars(module)]
 
 
 def mark_managed(module: nn.Module) -> None:
     """Let dynamo and others know that the parameters of `module` come and go."""
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def profiling() -> bool:
+    """Whether a torch profiler, or emit_nvtx, records now."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def applied_apis(module: nn.Module) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ OTHER_SIGNATURES = {
 }
 # What stands in torch's class without being a function.
 NOT_FUNCTIONS = {
-    "_orig_cls_mro_index": "ours is one more: torch's class is between ours and that of the module",
+    "_orig_cls_mro_index": "not a function; the same number",
     "__module__": "where it is defined",
     "__doc__": "each has its own",
     "__dict__": "made by Python",
@@ -142,10 +142,11 @@ def test_methods(name: str) -> None:
 
 
 def test_a_sharded_module_reaches_ours(world: None) -> None:
-    """By the order of its base classes: ours before torch's, the class of the module behind both."""
+    """By the order of its base classes: ours, that of the module where torch has it, and torch's behind all others."""
     linear = fullshard.fully_shard(nn.Linear(2, 2))
     order = type(linear).__mro__
-    assert order[1:4] == (fullshard.FSDPModule, torch_fsdp.FSDPModule, nn.Linear)
+    assert order[1:] == (fullshard.FSDPModule, nn.Linear, nn.Module, torch_fsdp.FSDPModule, object)
+    assert fullshard.FSDPModule._orig_cls_mro_index == torch_fsdp.FSDPModule._orig_cls_mro_index
     assert order[fullshard.FSDPModule._orig_cls_mro_index] is nn.Linear
     for name in _functions():
         owner = next(cls for cls in order if name in vars(cls))

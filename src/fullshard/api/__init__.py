@@ -7,6 +7,9 @@ from .fully_shard import fully_shard as fully_shard
 from .grad_scaler import GradScaler as GradScaler
 from .info import UnitInfo as UnitInfo
 from .info import inspect_units as inspect_units
+from .install import Installation as Installation
+from .install import install as install
+from .install import uninstall as uninstall
 from .materialize import mark_initialized as mark_initialized
 from .materialize import materialize as materialize
 from .module import FSDPModule as FSDPModule

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch_compat import published_state
 from ..comm import block_of, mesh_links
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
@@ -21,7 +22,7 @@ from . import validate
 from .mesh_dims import Whole, data_parallel_axes
 from .module import sharded_class
 from .placement import Share, place
-from .torch_state import publish, torch_state_of
+from .torch_state import publish
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
@@ -164,4 +165,4 @@ def _managed(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 # Where callers of torch's function look for the state of a module.
-fully_shard.state = torch_state_of  # type: ignore[attr-defined]
+fully_shard.state = published_state  # type: ignore[attr-defined]

@@ -43,8 +43,9 @@ class FSDPModule(TorchFSDPModule):
     not have yet raises `NotImplementedError`.
     """
 
-    # Position of the module's own class in the method resolution order of FSDP<Class>.
-    _orig_cls_mro_index = 3
+    # Position of the module's own class in the method resolution order of FSDP<Class>: where torch has it, because
+    # dynamo and others read that position without asking.
+    _orig_cls_mro_index = 2
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `type(module)(...)`, as slicing a container does, makes an unsharded module of the original class.
@@ -214,8 +215,7 @@ class FSDPModule(TorchFSDPModule):
         self.reshard()
         conversion = Conversion.of(fn)
         emptied = conversion.emptied
-        # Past torch's class, to that of the module.
-        result = super(TorchFSDPModule, self)._apply(conversion, recurse)  # type: ignore[misc]
+        result = super()._apply(conversion, recurse)  # that of the module's class: torch's is behind nn.Module
         unit = self._unit()
         unit.repair()
         if conversion.emptied != emptied:
@@ -275,7 +275,11 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """FSDP<Original>: a subclass of `FSDPModule` and `original`, made once per class."""
     made = _SHARDED_CLASSES.get(original)
     if made is None:
-        made = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
+        # nn.Module is named so that torch's class, there for `isinstance` alone, comes behind it: neither it nor its
+        # methods then stand between the module's class and what that class inherits.
+        bases: tuple[type, ...] = (FSDPModule, original, nn.Module, TorchFSDPModule)
+        bases = tuple(dict.fromkeys(bases))
+        made = type(f"FSDP{original.__name__}", bases, {"__module__": original.__module__})
         _SHARDED_CLASSES[original] = made
     return made
 

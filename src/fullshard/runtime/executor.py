@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from torch.profiler import record_function
+
+from .._torch_compat import profiling
 from ..comm import GatherChannel
 from ..lifecycle import Command, CommandChecker
 from .shared import InFlight, Shared
@@ -47,14 +50,18 @@ class Executor:
         }
 
     def run(self, commands: Sequence[Command]) -> None:
-        """Do the commands, in order."""
+        """Do the commands, in order. Each is a range in the trace of a profiler that runs."""
         for position, command in enumerate(commands):
             if self._checker is not None and not (command.kind == "finish" and self.may_stay_pending()):
                 self._checker.command(command.kind, command.unit.name)
             for listener in self.listeners:
                 listener(command)
             try:
-                self._actions[command.kind](self.units[command.unit.index])
+                if profiling():
+                    with record_function(f"fullshard::{command.kind} ({command.unit.name})"):
+                        self._actions[command.kind](self.units[command.unit.index])
+                else:
+                    self._actions[command.kind](self.units[command.unit.index])
             except BaseException:
                 self._unwind(commands[position:])
                 raise

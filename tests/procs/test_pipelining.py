@@ -1,0 +1,133 @@
+"""torch.distributed.pipelining over stages that are sharded: 2 stages or chunks on each of 2 pipeline ranks, 2 shards.
+
+Schedules switch synchronisation, resharding and reduction by hand for each micro-batch (torch's pipelining/stage.py);
+what comes out is compared with plain training of the whole model, and the reductions of a step are counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
+from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.pool import pool
+
+IMPLEMENTATIONS = {"torch": TORCH, "fullshard": FULLSHARD}
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+TIMEOUT = 120.0
+WIDTH, MICRO_BATCHES, STEPS = 5, 4, 3
+# What a reduction of a unit is, in the names of torch's dispatcher.
+REDUCTIONS = ("c10d._reduce_scatter_base_", "c10d.alltoall_base_", "c10d.reduce_scatter_single_")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stage(nn.Module):
+    """Some blocks, and a parameter of its own, which is the root's."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def _model(stages: int) -> Any:
+    return seeded(lambda: nn.Sequential(*(Stage(4 // stages) for _ in range(stages))))
+
+
+def _batch(step: int, shard: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + shard)
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+
+
+def _plain(stages: int) -> list[Trained]:
+    """The model in one piece, trained on the batches of both shards; what training left of each stage."""
+    model = _model(stages)
+    optimizers = [adamw(stage.parameters()) for stage in model]
+    for step in range(STEPS):
+        for shard in range(2):
+            x, target = _batch(step, shard)
+            (F.mse_loss(model(x), target) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [collect(stage, optimizer) for stage, optimizer in zip(model, optimizers, strict=True)]
+
+
+def _pipelined(
+    rank: int, impl: str, schedule: str, chunks: int, options: dict[str, Any]
+) -> tuple[dict[int, Trained], list[int]]:
+    """Train by a schedule. What training left of this rank's stages, and how many reductions each step sent."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    pipeline, shard = mesh["pipeline"], mesh["shard"].get_local_rank()
+    number = 2 * chunks
+    mine = {i: _model(number)[i] for i in range(pipeline.get_local_rank(), number, 2)}
+    fully_shard = IMPLEMENTATIONS[impl].fully_shard
+    for stage in mine.values():
+        for block in stage.blocks:
+            fully_shard(block, mesh=mesh["shard"], **options)
+        fully_shard(stage, mesh=mesh["shard"], **options)
+    stages = [
+        PipelineStage(stage, i, number, torch.device("cpu"), group=pipeline.get_group()) for i, stage in mine.items()
+    ]
+    runner = SCHEDULES[schedule](stages if chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=F.mse_loss)
+    optimizers = {i: adamw(stage.parameters()) for i, stage in mine.items()}
+    reductions = []
+    for step in range(STEPS):
+        x, target = _batch(step, shard)
+        losses: list[Tensor] = []
+        last = {"target": target, "losses": losses} if number - 1 in mine else {}
+        with CommDebugMode() as messages:
+            runner.step(*((x,) if 0 in mine else ()), **last)
+        reductions.append(sum(n for op, n in messages.get_comm_counts().items() if str(op) in REDUCTIONS))
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    return {i: collect(mine[i], optimizers[i]) for i in mine}, reductions
+
+
+@behaviour("pipeline schedules over sharded stages (GPipe, 1F1B, interleaved): one reduction per unit and step",
+           area="communication")  # fmt: skip
+@for_each_implementation
+def test_schedules_train_as_the_whole_model(impl: Implementation) -> None:
+    for schedule, chunks, options in (
+        ("gpipe", 1, {}),
+        ("1f1b", 1, {"reshard_after_forward": False}),
+        ("interleaved", 2, {}),
+    ):
+        expected = _plain(2 * chunks)
+        units = 2 + chunks  # the blocks of a rank, and a root for each chunk
+        results = pool(4).run(_pipelined, impl.name, schedule, chunks, options, timeout=TIMEOUT)
+        for trained, reductions in results:
+            for i, found in trained.items():
+                assert_same_training(found, expected[i], 60)
+            # In the first step schedules run one micro-batch more, to learn shapes.
+            assert reductions[1:] == [units] * (STEPS - 1), schedule

@@ -1,0 +1,220 @@
+"""At home in torch: unmodified programs by `install`, what other parts of torch ask of a module, and its utilities.
+
+Where both implementations must do the same, the test runs for both.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._composable.fsdp as old_path
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.harness.behaviours import behaviour
+from tests.harness.models import adamw, assert_same_training, collect, seeded
+from tests.harness.threads import run_ranks
+
+NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+
+
+@pytest.fixture
+def put_back() -> Iterator[dict[tuple[str, str], Any]]:
+    """What stood in torch's modules before the test, which must stand there after it."""
+    places = [torch_fsdp, old_path, sys.modules["torch.distributed._composable.fsdp.fully_shard"]]
+    before = {(place.__name__, name): value for place in places for name, value in vars(place).items()}
+    yield before
+    fullshard.uninstall()
+    after = {(place.__name__, name): value for place in places for name, value in vars(place).items()}
+    assert after.keys() == before.keys() and all(after[key] is before[key] for key in before)
+
+
+# ---- install -------------------------------------------------------------------------------------------------
+
+# As a user of torch 2.13 writes it; nothing in it knows of fullshard.
+PROGRAM = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from {path} import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+    def encode(self, x):
+        return self.linear(x)
+
+
+def build():
+    return nn.Sequential(Block(), Block(), nn.Linear(5, 3))
+
+
+def train(model, rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model[:2]:
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    assert isinstance(model, FSDPModule) and fully_shard.state(model) is not None
+    register_fsdp_forward_method(model[0], "encode")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+            (model(x).square().mean() / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+"""
+
+
+def _program(path: str) -> Any:
+    module = types.ModuleType("a_users_program")
+    exec(PROGRAM.format(path=path), vars(module))
+    return module
+
+
+@behaviour(
+    "`install()`: a program written for torch's FSDP2 runs unmodified, with the same result",
+    area="surface",
+    torch="none",
+    reason="nothing is swapped unless it is called",
+)
+def test_an_unmodified_program_runs_on_fullshard(put_back: dict[tuple[str, str], Any]) -> None:
+    """From the public path and the old one; the result is that of torch's FSDP2, which the same text runs on before."""
+
+    def job(rank: int, program: Any, world: int, ours: bool) -> Any:
+        model = seeded(program.build)
+        optimizer = program.train(model, rank, world)
+        assert isinstance(model, fullshard.FSDPModule) is ours
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        return collect(model, optimizer)
+
+    for path in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):
+        expected = run_ranks(2, job, _program(path), 2, False)
+        with fullshard.install():
+            found = run_ranks(2, job, _program(path), 2, True)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same_training(ours, theirs, 40)
+
+
+def test_install_and_uninstall_put_back_the_very_objects(put_back: dict[tuple[str, str], Any]) -> None:
+    def installed() -> bool:
+        now = {torch_fsdp.fully_shard is fullshard.fully_shard, old_path.fully_shard is fullshard.fully_shard}
+        assert len(now) == 1
+        return now.pop()
+
+    fullshard.uninstall()  # nothing to do
+    with fullshard.install() as outer:
+        assert installed() and isinstance(outer, fullshard.Installation)
+        for name in NAMES:
+            assert getattr(torch_fsdp, name) is getattr(fullshard, name)
+        with fullshard.install():  # changes nothing, and does not end what another one began
+            assert installed()
+        assert installed()
+        fullshard.uninstall()
+        assert not installed()
+    with pytest.raises(KeyError), fullshard.install():
+        raise KeyError
+    assert not installed()
+    fullshard.install()
+    assert installed()
+    # Classes stay torch's: ours are instances of them already.
+    for name in ("FSDPModule", "UnshardHandle", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        assert getattr(torch_fsdp, name) is put_back["torch.distributed.fsdp", name]
+
+
+def test_who_imported_before_is_named(put_back: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    early = types.ModuleType("an_early_library")
+    early.shard_it = torch_fsdp.fully_shard  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "an_early_library", early)
+    with pytest.warns(UserWarning, match=r"expected no module .* found an_early_library\.shard_it, which go on"):
+        fullshard.install()
+    with fullshard.install():  # it was said
+        pass
+    assert early.shard_it is put_back["torch.distributed.fsdp", "fully_shard"]
+
+
+def test_what_somebody_else_replaced_stays_theirs(
+    put_back: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fullshard.install()
+    with monkeypatch.context() as patch:
+        other = object()
+        patch.setattr(torch_fsdp, "share_comm_ctx", other)
+        with pytest.warns(UserWarning, match=r"found others at torch\.distributed\.fsdp\.share_comm_ctx, which stay"):
+            fullshard.uninstall()
+        assert torch_fsdp.share_comm_ctx is other
+        assert torch_fsdp.fully_shard is put_back["torch.distributed.fsdp", "fully_shard"]
+    torch_fsdp.share_comm_ctx = put_back["torch.distributed.fsdp", "share_comm_ctx"]
+
+
+def test_code_that_imported_while_installed_still_knows_torch_s_modules(put_back: dict[tuple[str, str], Any]) -> None:
+    """As pipelining does, which asks `fully_shard.state` of whatever the user sharded."""
+
+    def job(rank: int) -> None:
+        theirs, ours = put_back["torch.distributed.fsdp", "fully_shard"](nn.Linear(2, 2)), nn.Linear(2, 2)
+        with fullshard.install():
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(ours)
+        assert isinstance(ours, fullshard.FSDPModule) and not isinstance(theirs, fullshard.FSDPModule)
+        state: Any = fully_shard.state  # type: ignore[attr-defined]
+        assert state(theirs) is theirs._get_fsdp_state() and state(ours) is ours._get_fsdp_state()  # type: ignore[attr-defined]
+        assert state(nn.Linear(2, 2)) is None
+        assert torch_fsdp.fully_shard.state(ours) is state(ours)  # type: ignore[attr-defined]
+
+    run_ranks(1, job)
+
+
+# ---- the class -----------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """A module with an `_apply` of its own, which must be called between ours and that of nn.Module."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.applied = 0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.applied += 1
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_the_class_of_the_module_stands_where_torch_has_it() -> None:
+    """dynamo reads `__mro__[2]`; and what the class overrides and calls by super() never meets torch's methods."""
+
+    def job(rank: int) -> None:
+        for make in (lambda: Scaled(3), nn.Module):
+            ours, theirs = make(), make()
+            fullshard.fully_shard(ours)
+            torch_fsdp.fully_shard(theirs)
+            assert type(ours).__mro__[2] is type(theirs).__mro__[2]
+        model = fullshard.fully_shard(Scaled(3))
+        optimizer = adamw(model.parameters())
+        model.double()
+        assert model.applied == 1 and model.weight.dtype is torch.float64
+        model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        part = type(model)(3)
+        assert type(part) is Scaled and part.applied == 0
+
+    run_ranks(2, job)
