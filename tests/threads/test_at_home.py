@@ -15,11 +15,23 @@ import torch
 import torch.distributed._composable.fsdp as old_path
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
+from fullshard.runtime import executor
 from tests.harness.behaviours import behaviour
-from tests.harness.models import adamw, assert_same_training, collect, seeded
+from tests.harness.implementations import (
+    FULLSHARD,
+    Implementation,
+    for_each_implementation,
+    kinds,
+    run,
+    sharded,
+)
+from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
@@ -218,3 +230,208 @@ def test_the_class_of_the_module_stands_where_torch_has_it() -> None:
         assert type(part) is Scaled and part.applied == 0
 
     run_ranks(2, job)
+
+
+# ---- other data parallelism ----------------------------------------------------------------------------------
+
+
+@behaviour("torch's `replicate` refuses a module that is sharded", area="errors")
+@for_each_implementation
+def test_replicate_after_fully_shard(impl: Implementation) -> None:
+    def job(rank: int, impl: Implementation) -> None:
+        with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+            replicate(impl.fully_shard(nn.Linear(4, 4)))
+
+    run(job, impl)
+
+
+@behaviour(
+    "`fully_shard` refuses what DistributedDataParallel or `replicate` averages",
+    area="errors",
+    torch="better",
+    reason="torch shards it, and the other one waits for gradients of parameters that are gone",
+)
+def test_fully_shard_after_replicate(impl: Implementation) -> None:
+    def job(rank: int, impl: Implementation) -> None:
+        with pytest.raises(
+            RuntimeError, match="expected parameters whose gradients nobody else averages, found 0 under"
+        ):
+            impl.fully_shard(nn.Sequential(replicate(nn.Linear(4, 4))))
+        wrapped = replicate(nn.Linear(4, 4))
+        with pytest.raises(RuntimeError, match="found DDPLinear under torch's replicate"):
+            impl.fully_shard(wrapped)
+        # One that averages a part is fine beside a unit that leaves this part alone.
+        both = nn.Sequential(wrapped, nn.Linear(4, 4))
+        impl.fully_shard(both, ignored_params=set(wrapped.parameters()))
+        assert kinds(both[1]) == {DTensor} and kinds(both[0]) == {nn.Parameter}
+
+    run(job, impl)
+
+
+# ---- torch.optim, torch.nn.utils, EMA ------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"foreach": False},
+    "Adamax": {},
+    "ASGD": {"lambd": 0.1},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+}
+
+
+def _small() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+
+
+def _inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ranks: range) -> None:
+    for rank in ranks:
+        (model(_inputs(step, rank)).square().mean() / len(ranks)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@behaviour("the optimizers of torch.optim that work on DTensors, with a scheduler: values and state", area="training")
+@for_each_implementation
+def test_families_of_optimizers(impl: Implementation) -> None:
+    """Compared with plain training. Adafactor, LBFGS and Rprop fail on any uneven DTensor, torch's or ours."""
+
+    def train(name: str, model: nn.Module, ranks: range) -> Trained:
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, weight_decay=0.1, **OPTIMIZERS[name])
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=4, cycle_momentum=False)
+        for step in range(3):
+            _step(model, optimizer, step, ranks)
+            schedule.step()
+        return collect(model, optimizer)
+
+    expected = {name: train(name, _small(), range(2)) for name in OPTIMIZERS}
+
+    def job(rank: int, impl: Implementation) -> None:
+        for name in OPTIMIZERS:
+            assert_same_training(train(name, sharded(impl, _small()), range(rank, rank + 1)), expected[name], 200)
+
+    run(job, impl)
+
+
+@behaviour("`clip_grad_value_`, `get_total_norm`, `clip_grads_with_norm_` of torch.nn.utils", area="clipping")
+@for_each_implementation
+def test_clipping_functions_of_torch(impl: Implementation) -> None:
+    def job(rank: int, impl: Implementation) -> None:
+        model, plain = sharded(impl, _small()), _small()
+        model(_inputs(0, 0)).square().sum().backward()  # the same batch on both, so the mean is its gradient
+        plain(_inputs(0, 0)).square().sum().backward()
+        norms = [nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in (model, plain)]
+        total = norms[0].full_tensor()  # type: ignore[attr-defined]
+        torch.testing.assert_close(total, norms[1])
+        for m in (model, plain):
+            nn.utils.clip_grads_with_norm_(m.parameters(), 1.0, norms[1])
+            nn.utils.clip_grad_value_(m.parameters(), 0.1)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert theirs.grad is not None and theirs.grad.abs().max() <= 0.1
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        assert max(p.grad.abs().max() for p in plain.parameters()) == torch.tensor(0.1)  # some were cut
+
+    run(job, impl)
+
+
+@behaviour("an average of weights (AveragedModel) that is made before sharding and sharded beside the model",
+           area="training")  # fmt: skip
+@for_each_implementation
+def test_an_average_of_weights(impl: Implementation) -> None:
+    """It copies the model, which a sharded one refuses: so make it first, and shard both alike."""
+
+    def averaged(model: nn.Module) -> AveragedModel:
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def train(model: nn.Module, average: AveragedModel, ranks: range) -> dict[str, Tensor]:
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            _step(model, optimizer, step, ranks)
+            average.update_parameters(model)
+        average.eval()
+        with torch.no_grad():
+            out = average(_inputs(9, 0))
+        return {"out": out, **collect(average.module, adamw(average.module.parameters())).params}
+
+    plain = _small()
+    expected = train(plain, averaged(plain), range(2))
+
+    def job(rank: int, impl: Implementation) -> None:
+        model = _small()
+        average = averaged(model)
+        sharded(impl, model), sharded(impl, average.module)
+        found = train(model, average, range(rank, rank + 1))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        assert kinds(average.module) == {DTensor}
+        with pytest.raises(AssertionError, match="deepcopy"):
+            averaged(model)
+
+    run(job, impl)
+
+
+@behaviour("activation checkpointing by `checkpoint_wrapper`, inside and around units", area="recomputation")
+@for_each_implementation
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpoint_wrapper(inside: bool, impl: Implementation) -> None:
+    plain = _small()
+    optimizer = adamw(plain.parameters())
+    for step in range(2):
+        _step(plain, optimizer, step, range(2))
+    expected = collect(plain, optimizer)
+
+    def job(rank: int, impl: Implementation) -> None:
+        model: Any = _small()
+        for i in (0, 2):
+            if inside:
+                model[i] = checkpoint_wrapper(model[i], CheckpointImpl.NO_REENTRANT)
+                impl.fully_shard(model[i])
+            else:
+                model[i] = checkpoint_wrapper(impl.fully_shard(model[i]), CheckpointImpl.NO_REENTRANT)
+        impl.fully_shard(model)
+        optimizer = adamw(model.parameters())
+        for step in range(2):
+            _step(model, optimizer, step, range(rank, rank + 1))
+        found = collect(model, optimizer)
+        for values in (found.params, found.state):
+            for name in list(values):
+                values[name.replace("_checkpoint_wrapped_module.", "")] = values.pop(name)
+        assert_same_training(found, expected, 40)
+        assert set(model.state_dict()) == set(plain.state_dict())  # the wrapper is not in names of a checkpoint
+
+    run(job, impl)
+
+
+# ---- profiling -----------------------------------------------------------------------------------------------
+
+
+def test_commands_are_ranges_of_a_profile_only_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def noted(name: str) -> Any:
+        made.append(name)
+        return torch.profiler.record_function(name)
+
+    monkeypatch.setattr(executor, "record_function", noted)
+
+    def job(rank: int, impl: Implementation) -> None:
+        model = sharded(impl, _small())
+        model(_inputs(0, 0)).sum().backward()
+        assert not made
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(_inputs(0, 0)).sum().backward()
+        seen = {event.key for event in profile.key_averages() if event.key.startswith("fullshard::")}
+        assert seen == set(made) and {"fullshard::gather (0)", "fullshard::reduce (2)"} <= seen
+        number = len(made)
+        model(_inputs(0, 0)).sum().backward()
+        assert len(made) == number
+
+    run(job, FULLSHARD, world=1)

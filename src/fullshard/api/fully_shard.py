@@ -86,6 +86,7 @@ def fully_shard(
     modules = _managed(roots)
     found = managed_parameters(modules, ignored)
     validate.check_parameters(found, roots)
+    validate.check_averaged(found, roots)
     full_mesh, shards = None, True
     if isinstance(mesh, Whole):
         mesh, shards = mesh.mesh, False

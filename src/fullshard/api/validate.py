@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .._torch_compat import applied_apis
 from ..param import Found, has_extension
@@ -191,6 +192,24 @@ def check_ignored(ignored_params: Iterable[object] | None) -> set[nn.Parameter]:
             )
         ignored.add(parameter)
     return ignored
+
+
+def check_averaged(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
+    """Refuse parameters whose gradients DistributedDataParallel, or torch's `replicate`, averages already.
+
+    torch's FSDP2 accepts them, and the other one then waits for gradients of parameters that are no longer there.
+    """
+    parameters = {item.parameter for item in found}
+    for root in roots:
+        for name, module in root.named_modules():
+            by = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else None
+            by = "torch's replicate" if "replicate" in applied_apis(module) else by
+            if by is not None and any(parameter in parameters for parameter in module.parameters()):
+                raise RuntimeError(
+                    f"module: expected parameters whose gradients nobody else averages, found "
+                    f"{name or type(root).__name__} under {by}; use one of the two (for copies of shards: a mesh of "
+                    f"two axes), or name its parameters in ignored_params"
+                )
 
 
 _OWNER = "_fullshard_owner"
