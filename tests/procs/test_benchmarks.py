@@ -53,6 +53,20 @@ def test_optimizer() -> None:
 
 
 @pytest.mark.slow
+def test_recompute() -> None:
+    rows = _last_line("benchmarks.recompute")["results"]["trainer"]["rows"]  # type: ignore[index]
+    by_way = {(row["dtype"], row["recompute"]): row for row in rows}
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        none, usual, to_the_end = (by_way[dtype, way] for way in ("none", "each block", "to the end"))
+        assert usual["block_nbytes"] == 2 * 128 * 128 * itemsize, "a block keeps its input"
+        assert usual["kept_nbytes"] == to_the_end["kept_nbytes"] < none["kept_nbytes"] / 4
+        assert none["step_flop"] < usual["step_flop"] < to_the_end["step_flop"]
+        # All but the last product, the logits, are computed once more.
+        once_more = none["forward_flop"] - 2 * (2 * 128) * 128 * 256
+        assert to_the_end["step_flop"] - none["step_flop"] == once_more
+
+
+@pytest.mark.slow
 def test_loss_curve() -> None:
     ways = _last_line("benchmarks.loss_curve")["results"]["ways"]  # type: ignore[index]
     assert all(way["difference"] < 1e-5 for way in ways.values())

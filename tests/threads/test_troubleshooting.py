@@ -1,0 +1,443 @@
+"""docs/troubleshooting.md, row by row: the symptom is provoked, the page's own code shows the cause and mends it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+import fullshard.observe
+from fullshard import MixedPrecisionPolicy, fully_shard
+from tests.harness.forked import run_forks
+from tests.harness.models import seeded
+from tests.harness.threads import run_ranks
+from tests.threads.programs import Model, batch, part, shard
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+WORLD = 2
+CPU = torch.device("cpu")
+
+# What a reader has imported.
+NAMES: dict[str, Any] = {
+    "Counter": Counter, "DTensor": DTensor, "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "StateDictOptions": StateDictOptions, "checkpoint": checkpoint, "device": CPU, "dist": dist,
+    "fullshard": fullshard, "fully_shard": fully_shard, "get_model_state_dict": get_model_state_dict,
+    "get_optimizer_state_dict": get_optimizer_state_dict, "init_device_mesh": init_device_mesh, "os": os,
+    "partial": functools.partial, "set_model_state_dict": set_model_state_dict,
+    "set_optimizer_state_dict": set_optimizer_state_dict, "torch": torch,
+}  # fmt: skip
+
+
+def blocks(page: str) -> dict[str, list[str]]:
+    """The code of each row, by its title."""
+    rows = re.split(r"^## (.*)$", page, flags=re.M)
+    return {
+        title: re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
+        for title, text in zip(rows[1::2], rows[2::2], strict=True)
+    }
+
+
+BLOCKS = blocks(PAGE.read_text())
+
+
+class Row:
+    """The code of one row and the names it sees, for one rank."""
+
+    def __init__(self, title: str, **names: Any) -> None:
+        self.printed: list[Any] = []
+        self.names = {**NAMES, "print": self._print, **names}
+        self._blocks = BLOCKS[title]
+
+    def _print(self, *values: Any) -> None:
+        self.printed.extend(values)
+
+    def see(self) -> list[Any]:
+        """Run the first block; what it prints."""
+        return self._run(0)
+
+    def mend(self, which: int = 1) -> list[Any]:
+        return self._run(which)
+
+    def _run(self, which: int) -> list[Any]:
+        self.printed.clear()
+        exec(compile(self._blocks[which], f"{PAGE.name}, block {which + 1}", "exec"), self.names)
+        return list(self.printed)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.names[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.names[name] = value
+
+
+SYMPTOMS: dict[str, Callable[[int, str], None]] = {}
+
+
+def symptom(title: str) -> Callable[[Callable[[int, str], None]], Callable[[int, str], None]]:
+    """The function `(rank, title)` provokes the symptom of this row."""
+
+    def add(function: Callable[[int, str], None]) -> Callable[[int, str], None]:
+        SYMPTOMS[title] = function
+        return function
+
+    return add
+
+
+@pytest.mark.parametrize("title", BLOCKS)
+def test_row(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if title == "Gathers are not ahead":
+        monkeypatch.setenv("FULLSHARD_PREFETCH", "0")
+    if title == "One rank alone has the checkpoint":
+        # torch broadcasts over a real process group only.
+        run_forks(WORLD, SYMPTOMS[title], (title,), 60.0)
+    else:
+        run_ranks(WORLD, SYMPTOMS[title], title)
+
+
+def test_page_and_tests_have_the_same_rows() -> None:
+    assert list(SYMPTOMS) == list(BLOCKS)
+    assert all(len(code) >= 2 for code in BLOCKS.values()), "what shows the cause, and what mends it"
+    linked = re.findall(r"^\| .* \| \[(.*)\]\(#(.*)\) \|$", PAGE.read_text(), flags=re.M)
+    assert [title for title, _ in linked] == list(BLOCKS)
+    assert all(anchor == title.lower().replace(" ", "-") for title, anchor in linked)
+
+
+def build() -> Any:
+    return seeded(Model)
+
+
+def tokens_of(rank: int, step: int = 0) -> Tensor:
+    return part(batch(WORLD, step), rank)
+
+
+def square(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens).square().mean()
+
+
+def whole_gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+
+@symptom("One unit for the whole model")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=fully_shard(build()))
+    row.see()
+    before = row["report"]
+    whole = sum(p.numel() * 4 for p in build().parameters())
+    assert len(before.units) == 1 and before.peak_nbytes > whole
+    row["model"] = build()
+    row.mend()
+    row.see()
+    assert [unit.name for unit in row["report"].units] == ["", "layers.0", "layers.1", "layers.2"]
+    assert row["report"].peak_nbytes < before.peak_nbytes
+
+
+@symptom("Something is in no unit")
+def _(rank: int, title: str) -> None:
+    model = build()
+    for layer in model.layers:
+        fully_shard(layer)
+    row = Row(title, model=model)
+    names, notes = row.see()
+    assert names == ["embedding.weight", "head.weight", "head.bias"]
+    assert any(note.startswith("trainable and in no unit: embedding.weight, head.weight") for note in notes)
+    with pytest.raises(AssertionError):
+        exec(BLOCKS[title][1].splitlines()[1], row.names)
+    row.mend()
+    assert row.see() == [[], ()]
+
+
+@symptom("The root was sharded first")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=build())
+    with pytest.raises(RuntimeError, match="expected inner modules to be sharded before those around them"):
+        row.see()
+    row["model"] = build()
+    row.mend()
+    assert len(fullshard.inspect_units(row["model"])) == 4
+
+
+@symptom("Units are too small")
+def _(rank: int, title: str) -> None:
+    model = build()
+    for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        fully_shard(module)
+    row = Row(title, model=shard(model), tokens=tokens_of(rank))
+    (many,) = row.see()
+    row["model"] = build()
+    row.mend()
+    (few,) = row.see()
+    # 7 linears, 3 blocks with a norm each and the root; then 3 blocks and the root, which is gathered once.
+    assert (many["gather"], many["reduce"]) == (2 * 10 + 1, 11)
+    assert (few["gather"], few["reduce"]) == (2 * 3 + 1, 4)
+
+
+@symptom("Parameters stay full after forward")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=shard(build(), reshard_after_forward=False), tokens=tokens_of(rank))
+    (live,) = row.see()
+    assert all(live.values()) and len(live) == 4
+    row["loss"].backward()
+    row.mend()
+    (live,) = row.see()
+    assert [name for name, nbytes in live.items() if nbytes] == [""]
+
+
+@symptom("Activations take the memory")
+def _(rank: int, title: str) -> None:
+    tokens = tokens_of(rank)
+    row = Row(title, model=shard(build()), tokens=tokens)
+    (before,) = row.see()
+    row["loss"].backward()
+    row["model"].zero_grad()
+    square(row["model"], tokens).backward()
+    expected = whole_gradients(row["model"])
+    # Half of the batch, twice.
+    row["model"].zero_grad()
+    row.mend(2)
+    for mine, theirs in zip(whole_gradients(row["model"]), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    row["tokens"] = tokens[:1]
+    assert row.see()[0] < before
+    # Recomputation.
+    row["model"], row["tokens"] = build(), tokens
+    row.mend(1)
+    shard(row["model"])
+    assert row.see()[0] < before
+    row["loss"].backward()
+    row["model"].zero_grad()
+    square(row["model"], tokens).backward()
+    for mine, theirs in zip(whole_gradients(row["model"]), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@symptom("Accumulated gradients are whole")
+def _(rank: int, title: str) -> None:
+    model = shard(build())
+    model.set_requires_gradient_sync(False)
+    square(model, tokens_of(rank)).backward()
+    row = Row(title, model=model)
+    assert row.see()[0][0].startswith("gradients accumulated and not reduced yet: embedding.weight")
+    held = fullshard.report(model).measured.gradients
+    row.mend()
+    square(model, tokens_of(rank, 1)).backward()
+    assert row.see() == [()]
+    assert fullshard.report(model).measured.gradients < held
+
+
+@symptom("More memory than expected")
+def _(rank: int, title: str) -> None:
+    model = shard(build())
+    optimizer = torch.optim.AdamW(model.parameters())
+    row = Row(title, model=model, optimizer=optimizer)
+    square(model, tokens_of(rank)).backward()
+    optimizer.step()
+    measured, expected, peak = row.see()
+    assert measured == expected and measured.gradients > 0 and peak > measured.parameters
+    row.mend()
+    measured, expected, _ = row.see()
+    assert measured.gradients == 0 < expected.gradients
+
+
+@symptom("Everything is computed in float32")
+def _(rank: int, title: str) -> None:
+    def full_nbytes() -> int:
+        for module in (*row["model"].layers, row["model"]):
+            module.unshard()
+        return sum(unit.full_nbytes_live for unit in fullshard.inspect_units(row["model"]))
+
+    row = Row(title, model=shard(build()))
+    assert {dtypes for _, *dtypes_ in row.see()[0] for dtypes in dtypes_} == {("float32",)}
+    before = full_nbytes()
+    row["model"] = build()
+    row.mend()
+    assert {tuple(dtypes) for _, *dtypes in row.see()[0]} == {(("float32",), ("bfloat16",), ("float32",))}
+    assert full_nbytes() < 0.75 * before  # half, but for the alignment of small parameters
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------
+
+
+@symptom("Gathers are not ahead")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=shard(build()), tokens=tokens_of(rank))
+    for _ in range(2):
+        (late,) = row.see()
+        assert late == ["root", "layers.0", "layers.1", "layers.2"]
+        row["loss"].backward()
+    row.mend()
+    assert row.see() == [["root", "layers.0"]]
+
+
+@symptom("A message for every small batch")
+def _(rank: int, title: str) -> None:
+    row = Row(title, model=shard(build()), tokens=tokens_of(rank))
+    assert row.see() == [4 * 2]
+    expected = whole_gradients(row["model"])
+    row["model"].zero_grad()
+    row.mend()
+    assert Counter(kind for kind, _ in row["trace"].commands)["reduce"] == 4
+    for mine, theirs in zip(whole_gradients(row["model"]), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@symptom("The wrong device or backend")
+def _(rank: int, title: str) -> None:
+    """What mends it needs a device: tests/gpu/test_troubleshooting.py."""
+    row = Row(title, model=shard(build()))
+    device_type, backends = row.see()
+    assert device_type == "cpu" and "cpu:threaded" in backends and "nccl" not in backends
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------
+
+
+@symptom("Gradients are kept in bfloat16")
+def _(rank: int, title: str) -> None:
+    micro_batches = 24
+
+    def error(model: Any) -> float:
+        """Of accumulated gradients, beside their sum in float64."""
+        sums: list[Tensor] = []
+        for accumulate in (False, True):
+            for step in range(micro_batches):
+                model.set_requires_gradient_sync(not accumulate or step == micro_batches - 1)
+                square(model, tokens_of(rank, step)).backward()
+                if not accumulate:
+                    new = [gradient.double() for gradient in whole_gradients(model)]
+                    sums = [a + b for a, b in zip(sums, new, strict=True)] if sums else new
+                    model.zero_grad()
+        found = whole_gradients(model)
+        return sum(float((a - b).norm()) for a, b in zip(found, sums, strict=True))
+
+    row = Row(title, model=shard(build(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    assert row.see() == [[("bfloat16",)] * 4]
+    before = error(row["model"])
+    row["model"] = build()
+    row.mend()
+    assert row.see() == [[("float32",)] * 4]
+    assert error(row["model"]) < before / 4
+
+
+@symptom("Gradients explode")
+def _(rank: int, title: str) -> None:
+    model = shard(build())
+    (1e4 * square(model, tokens_of(rank))).backward()
+    row = Row(title, model=model)
+    expected = torch.stack([gradient.norm() for gradient in whole_gradients(model)]).norm()
+    (norm,) = row.see()
+    assert norm > 100
+    torch.testing.assert_close(norm, expected)
+    row.mend()
+    (norm,) = row.see()
+    assert abs(float(norm) - 1.0) < 1e-4
+
+
+@symptom("Gradients vanish in float16")
+def _(rank: int, title: str) -> None:
+    def small(model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(tokens).float().square().mean() * 1e-8
+
+    model = shard(build(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-30, weight_decay=0.0)
+    row = Row(title, model=model, tokens=tokens_of(rank), loss=small, optimizer=optimizer)
+    assert set(row.see()[0].values()) == {0}
+    optimizer.zero_grad()
+    before = model.head.weight.full_tensor().clone()
+    row.mend()
+    assert not torch.equal(model.head.weight.full_tensor(), before)
+    assert row["scaler"].get_scale() == 65536.0, "no gradient overflowed"
+
+
+# ---- order of calls, and state ---------------------------------------------------------------------------------
+
+
+@symptom("The optimizer was built before")
+def _(rank: int, title: str) -> None:
+    model = build()
+    row = Row(title, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    shard(model)
+    square(model, tokens_of(rank)).backward()
+    with pytest.raises(RuntimeError, match="AdamW.step: expected parameters that are on the model, found some that"):
+        row["optimizer"].step()
+    assert row.see()[0][0].startswith("the optimizer holds 21 tensors that are no parameters of this model")
+    row.mend()
+    before = model.head.weight.full_tensor().clone()
+    row["optimizer"].step()
+    assert row.see() == [()] and not torch.equal(model.head.weight.full_tensor(), before)
+
+
+@symptom("Nothing was initialised")
+def _(rank: int, title: str) -> None:
+    with torch.device("meta"):
+        model = Model()
+    row = Row(title, model=shard(model), tokens=tokens_of(rank))
+    with pytest.raises(RuntimeError, match="expected every parameter and buffer to have a value .*embedding.weight"):
+        row.see()
+    row.mend()
+    assert model(row["tokens"]).isfinite().all()
+
+
+@symptom("One rank alone has the checkpoint")
+def _(rank: int, title: str) -> None:
+    saved = {name: value + 1.0 for name, value in build().state_dict().items()}
+    row = Row(title, model=shard(build()), full=dict(saved) if rank == 0 else {})
+    if rank == 0:
+        row.see()
+    else:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            row.see()
+    row["model"] = shard(build())
+    row.mend()
+    for name, value in row["model"].state_dict().items():
+        assert torch.equal(value.full_tensor(), saved[name]), name
+
+
+@symptom("The loss jumps after a resume")
+def _(rank: int, title: str) -> None:
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        square(model, tokens_of(rank, number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trained = shard(build())
+    trained_optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
+    step(trained, trained_optimizer, 0)
+    model = shard(build())
+    model.load_state_dict(copy.deepcopy(trained.state_dict()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        names = {"trained": trained, "trained_optimizer": trained_optimizer, "path": f"{folder}/{rank}.pt"}
+        row = Row(title, model=model, optimizer=optimizer, **names)
+        assert row.see() == [0]
+        row.mend()
+    assert row.see() == [21]
+    step(trained, trained_optimizer, 1)
+    step(model, optimizer, 1)
+    for (name, mine), theirs in zip(model.named_parameters(), trained.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
