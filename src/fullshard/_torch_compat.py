@@ -3,11 +3,16 @@
     name                                        why                                                     tried on
     torch._C._current_graph_task_id             "is a backward running in this thread" cannot be asked  2.13
                                                 otherwise, and a flag of our own outlives an exception
+    torch._C._autograd._get_current_graph_task_ whether a running backward is the last through its graph    2.13
+    keep_graph
     Variable._execution_engine.queue_callback   the only notice that a whole backward is over (DDP too) 2.13
     DTensor(local, spec), ._local_tensor,       the public from_local takes nine times as long, and     2.13
     ._spec, DTensorSpec, TensorMeta             shards must stay views of one flat buffer, on the host too
     torch._C._autograd.*_saved_tensors_*        whether somebody else's hooks are active, which ours    2.13
                                                 must not hide; push and pop from two callbacks
+    torch._C._functorch.peek_interpreter_stack, gathers inside torch.func transforms write to tensors   2.13
+    _functorch.pyfunctorch.temporarily_clear_   that no transform knows, and must not be transformed
+    interpreter_stack
     ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
     ._reduce_scatter_base                       microseconds a call and rename these in 2.13
     tensor._post_accumulate_grad_hooks          hooks of the sharded parameter are ours to run          2.13
@@ -47,6 +52,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -77,7 +83,9 @@ __all__ = [
     "cut_dim",
     "dtensor_like",
     "flattened_axes",
+    "in_transform",
     "keeping_versions",
+    "keeps_graph",
     "local_of",
     "mark_managed",
     "no_torch_function",
@@ -99,6 +107,7 @@ __all__ = [
     "dtensor_without_data",
     "top_saved_tensor_hooks",
     "version_of",
+    "without_transforms",
 ]
 
 
@@ -149,6 +158,11 @@ def applied_apis(module: nn.Module) -> tuple[str, ...]:
 def current_backward() -> int:
     """The number of the backward that is running in this thread, or -1. A nested one has a number of its own."""
     return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Whether the graph of the backward that is running in this thread stays (`retain_graph`)."""
+    return bool(cast(Any, torch._C._autograd)._get_current_graph_task_keep_graph())
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -269,6 +283,22 @@ def strided_shard(dim: int, pieces: int) -> Placement:
 def cut_dim(placement: Placement) -> int | None:
     """The dim that `placement` shards, however; None when it does not."""
     return int(placement.dim) if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+# ---- transforms (torch.func) --------------------------------------------------------------------------------
+
+
+def in_transform() -> bool:
+    """Whether a transform (grad, vjp, jvp, vmap, ...) is running in this thread."""
+    return _peek_transforms() is not None
+
+
+_peek_transforms: Callable[[], object] = cast(Any, torch._C)._functorch.peek_interpreter_stack
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """What runs inside is not transformed."""
+    return cast("AbstractContextManager[Any]", temporarily_clear_interpreter_stack())
 
 
 # ---- saved-tensor hooks -------------------------------------------------------------------------------------

@@ -287,6 +287,7 @@ class AnyProgram(RuleBasedStateMachine):
         assert not world.arrived and not world.run.in_backward
         allowed = {n for n, u in world.units.items() if keeps_full or not u.reshard_after_backward}
         allowed |= {name for name, _ in self.running}
+        allowed |= {name for name, unit in world.units.items() if unit.pins and unit.full is not Full.FULL}
         if world.run.is_last_backward:
             assert world.full() <= allowed
             assert not any(unit.full is Full.PENDING for unit in world.units.values())

@@ -1,11 +1,11 @@
-"""One small test, or a few, for each rule [R1] to [R30] of lifecycle/rules.py, in the order of a step. No torch."""
+"""One small test, or a few, for each rule [Rn] of lifecycle/rules.py, in the order of a step. No torch."""
 
 from __future__ import annotations
 
 import pytest
 
 from fullshard.lifecycle import Full, Phase
-from tests.pure.test_lifecycle_worlds import Report, Trait, World, evaluation, setting, step
+from tests.pure.test_lifecycle_worlds import Report, Trait, World, evaluation, forward, model, setting, step
 
 
 def say(world: World, text: str) -> list[str]:
@@ -361,13 +361,93 @@ def test_r17_weights_stay_where_they_are_needed_again() -> None:
     assert say(world, "inputs_reached a") == []
 
 
-def test_keeping_for_a_recorded_graph_ends_with_its_backward() -> None:
-    """[R17] The backward of that graph frees."""
-    world = before_backward("a")
-    says(world, "pre_backward root create_graph", "pre_backward a", "gradient a", "grads_ready a", "backward_end root")
-    assert world.full() == {"root", "a"}
-    says(world, "pre_backward root", "pre_backward a")
-    assert say(world, "backward_end root") == ["free a", "reduce a", "free root", "reduce root", "finish root"]
+def recorded(*names: str) -> World:
+    """A world whose forward was differentiated with a graph being recorded."""
+    world = before_backward(*names)
+    says(world, "pre_backward root create_graph", *(f"pre_backward {name}" for name in names), "backward_end root")
+    return world
+
+
+def test_r31_the_backward_through_a_recorded_graph_frees() -> None:
+    """[R31] When it ends, also what got no gradients. In between the shards are shown."""
+    world = recorded("a")
+    assert {unit.full for unit in world.units.values()} == {Full.SHELVED}
+    found = says(world, "pre_backward root", "pre_backward a")
+    assert "expose root" in found and "expose a" in found
+    says(world, "gradient root", "grads_ready root")
+    found = say(world, "backward_end root spent")
+    assert {"free root", "free a"} <= set(found) and found[-1] == "finish root"
+    assert not any(unit.pins for unit in world.units.values())
+
+
+def test_r31_other_backwards_leave_the_weights_of_a_recorded_graph() -> None:
+    """[R31] One that brings no gradients or may be repeated, and one of another forward."""
+    for others in (
+        ["pre_backward root", "pre_backward a", "inputs_reached a", "backward_end root"],
+        ["pre_backward root", "pre_backward a", "gradient a", "grads_ready a", "backward_end root"],
+        ["unshard a", "wait_unshard a", "gradient root", "grads_ready root", "backward_end root spent"],
+    ):
+        world = recorded("a")
+        says(world, *others)
+        assert "a" in world.full() and world["a"].full is Full.SHELVED
+    world = recorded("a")
+    world.feed(evaluation("a"))
+    assert world.full() == {"root", "a"}, "a forward in between"
+    world.feed(forward(model("a"), {}))
+    says(world, "pre_backward root create_graph", "pre_backward a create_graph", "backward_end root")
+    for left in (1, 0):
+        says(world, "pre_backward root", "pre_backward a", "gradient root", "gradient a", "backward_end root spent")
+        assert world["a"].pins == left and world.full() == ({"root", "a"} if left else set())
+
+
+def test_r31_two_backwards_that_record_graphs_of_one_forward_are_one() -> None:
+    """[R31] A jacobian row by row."""
+    world = recorded("a")
+    says(world, "pre_backward root create_graph", "pre_backward a", "backward_end root")
+    assert world["a"].pins == 1
+
+
+def test_r31_what_is_not_in_memory_is_not_pinned() -> None:
+    """[R31] A unit that was not used, in a backward that records a graph."""
+    world = World("a", "b")
+    world.feed(forward(model("a"), {}))
+    says(world, "pre_backward root create_graph", "pre_backward a", "backward_end root")
+    assert world["b"].pins == 0
+
+
+def test_r31_weights_of_an_opaque_graph_stay_until_the_shards_change() -> None:
+    """[R31] Or until the user says so, or the step is given up."""
+    for ending in ("pre_forward a stale", "reshard a", "abandon root"):
+        world = World("a")
+        says(world, "pre_forward root", "pre_forward a")
+        assert say(world, "post_forward a outputs opaque") == ["shelve a"]
+        assert world["a"].pins == 1
+        assert "free a" in say(world, ending)
+        assert world["a"].pins == 0
+
+
+def test_r31_pins_of_a_unit_that_stays_full_anyway() -> None:
+    """[R31] Kept by the user, it is not put aside behind a forward that a backward follows, nor behind that."""
+    world = World("a", reshard=False)
+    world.feed(setting("reshard_after_backward", False, "a"))
+    says(world, "pre_forward root", "pre_forward a", "post_forward a outputs opaque")
+    assert world["a"].full is Full.FULL
+    says(world, "post_forward root outputs", "pre_backward root", "backward_end root")
+    assert world["a"].full is Full.FULL
+
+
+def test_r32_a_forward_that_differentiates_keeps_its_weights() -> None:
+    """[R32] They are read behind that backward too; the end of the forward frees them, also when it raises."""
+    for end in ("post_forward a outputs", "forward_failed a"):
+        world = World("a", reshard=False)
+        says(world, "pre_forward root", "pre_forward a", "pre_backward a needed", "gradient a", "grads_ready a")
+        assert say(world, "backward_end root")[-1] == "finish root"
+        assert world["a"].full is Full.FULL and world["a"].phase is Phase.FORWARD
+        assert say(world, "reshard a") == [], "it is to stay full in forward"
+        says(world, end)
+        assert world["a"].phase is Phase.IDLE and not world["a"].running
+        says(world, "post_forward root", "pre_backward a", "backward_end root")
+        assert "a" not in world.full()
 
 
 def test_r18_gradients_are_sent_or_kept() -> None:

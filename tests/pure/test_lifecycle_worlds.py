@@ -301,7 +301,7 @@ class World:
     def _decide(self, kind: str, unit: UnitRecord, flags: tuple[str, ...]) -> list[Command]:
         run = self.run
         if kind == "post_forward":
-            facts = {name: name in flags for name in ("in_backward", "inputs", "outputs", "nested", "more")}
+            facts = {name: name in flags for name in ("in_backward", "inputs", "outputs", "nested", "more", "opaque")}
             commands = rules.post_forward(run, unit, **facts)
             if "outputs" in flags:
                 self.uses.note(unit)
@@ -313,7 +313,7 @@ class World:
             return rules.inputs_reached(run, unit, present=unit.name in self.arrived)
         if kind == "backward_end":
             present = [u.name in self.arrived or (u.name in self.held and u.sync) for u in run.units]
-            return rules.backward_end(run, unit, present)
+            return rules.backward_end(run, unit, present, spent="spent" in flags)
         if kind == "abandon":
             self.uses.forget()
         commands = getattr(rules, kind)(run, unit, **dict.fromkeys(flags, True))

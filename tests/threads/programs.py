@@ -339,7 +339,7 @@ def _train(
             program.loss(model, part(tokens, rank), step).backward()
             for r in range(world):
                 (program.loss(reference, part(tokens, r), step) / world).backward()
-        _compare_gradients(model, reference, step)
+        compare_gradients(model, reference, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -353,7 +353,7 @@ def _train(
         assert kinds(model) == {DTensor}, "full parameters left on the module"
 
 
-def _compare_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:
+def compare_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:
     for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         where = f"step {step}, {name}"
         assert (ours.grad is None) == (theirs.grad is None), f"{where}: {ours.grad} where {theirs.grad}"

@@ -79,6 +79,8 @@ FLAGS = (
     "stale",
     "create_graph",
     "needed",
+    "opaque",
+    "spent",
 )
 
 

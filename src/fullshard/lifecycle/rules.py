@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .events import Command
+from .pins import is_held, pin, settle_pins
 from .prefetch import begin_forward, end_forward, next_in_backward, next_in_forward
 from .sending import begin_use, end_sending, end_use, settle, visit
 from .state import NOWHERE, Full, Phase, RunRecord, UnitRecord, Use
@@ -45,6 +46,7 @@ def pre_forward(
         _close_passes(run, but=unit)
         begin_forward(run, unit)
     unit.phase = Phase.FORWARD
+    unit.running = True
     if not in_backward and not unit.pass_open:
         begin_use(run, unit)
     if stale:
@@ -66,16 +68,22 @@ def post_forward(
     outputs: bool = True,
     nested: bool = False,
     more: bool = False,
+    opaque: bool = False,
 ) -> Commands:
     """`outputs`: some output requires a gradient, so that a backward through this forward may come. `inputs`: some
-    input does too, so that `inputs_reached` will follow. `more`: the unit has modules that did not run in this pass."""
+    input does too, so that `inputs_reached` will follow. `more`: the unit has modules that did not run in this pass.
+    `opaque`: the graph that was recorded does not report which weights it reads (transforms)."""
     commands: Commands = []
     if in_backward and unit.in_backward:
         # [R4] Recomputation: the backward that asked for it needs the parameters at once.
         return commands
     if nested:
         return commands
+    unit.running = False
     unit.inputs_hooked = inputs
+    unit.used = unit.used or outputs
+    if opaque:
+        pin(unit)
     is_forward_root = run.forward_root is unit
     if in_backward:
         if more:
@@ -112,6 +120,8 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
 
     In a backward this is also how recomputation ends once it has what it needs.
     """
+    if not nested and not (in_backward and unit.in_backward):
+        unit.running = False
     if not in_backward and not nested:
         unit.phase = Phase.IDLE
         if unit.begins and not unit.pass_open:
@@ -152,6 +162,7 @@ def pre_backward(
 
 def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
     """All gradients that this backward will bring to the unit's parameters are there."""
+    unit.brought = True
     if unit.frees_late and unit.phase is Phase.BACKWARD:
         # [R10] A frozen weight may still be needed, for the gradient of the inputs or on the way to an inner unit.
         return _NOTHING
@@ -163,14 +174,18 @@ def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Comman
     if unit.phase is not Phase.BACKWARD and not present:
         # [R19] They came by another way: this use is not part of the backward, or was handed over already.
         return _NOTHING
+    unit.brought = unit.brought or present
     return _hand_over(run, unit)
 
 
-def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> Commands:
-    """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over."""
+def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, spent: bool = True) -> Commands:
+    """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over. `spent`: it brought
+    gradients, and its graph is gone."""
     commands: Commands = []
     _close_passes(run)
     owing = end_sending(run)
+    # [R31] What a graph reads that reports nothing is put aside, until the backward through it was.
+    aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent)]
     for unit in owing:
         # [R30] In the order in which they would have gone.
         _free_after_backward(run, unit, commands)
@@ -181,7 +196,10 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> C
         _free_after_backward(run, unit, commands)
         if present[unit.index] and unit not in owing:
             _send((unit,), commands)
-        unit.phase = Phase.IDLE
+        if unit in aside:
+            _shelve(unit, commands)
+        # [R32] A forward that differentiates goes on, with its weights.
+        unit.phase = Phase.FORWARD if unit.running else Phase.IDLE
         unit.in_backward = False
         unit.inputs_hooked = False
         if run.is_last_backward:
@@ -241,6 +259,7 @@ def abandon(run: RunRecord, root: UnitRecord) -> Commands:
         unit.uses.clear()
         unit.begins.clear()
         unit.open.clear()
+        unit.running = unit.brought = unit.used = False
         unit.first = unit.visited = Use(0, 0)
         unit.settled = False
     run.order.clear()
@@ -268,7 +287,10 @@ def _end_use(
 ) -> None:
     """A use of `unit` is over. `keep`: it is to stay full. `placed`: the use has its place in the order already."""
     if unit.full is Full.FULL and not keep:
-        if unit.reshard_after_forward and unit.narrows:
+        if unit.pins and (unit.reshard_after_forward or not outputs):
+            # [R31] What a backward to come reads without a report stays.
+            _shelve(unit, commands)
+        elif unit.reshard_after_forward and unit.narrows:
             # [R26] A part is kept, so that backward gathers from the few ranks of a block instead of all.
             unit.full = Full.NARROWED
             commands.append(Command("narrow", unit))
@@ -281,8 +303,7 @@ def _end_use(
         elif not outputs and unit.keeps_in_evaluation:
             # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), while
             # the next forward may find its memory, because that was asked for.
-            unit.full = Full.SHELVED
-            commands.append(Command("shelve", unit))
+            _shelve(unit, commands)
         elif not outputs:
             # [R20] It was kept for a backward alone, and none comes. What is not kept cannot become stale.
             _free(unit, commands)
@@ -351,8 +372,14 @@ def _free(unit: UnitRecord, commands: Commands) -> None:
     commands.append(Command("free", unit))
 
 
+def _shelve(unit: UnitRecord, commands: Commands) -> None:
+    unit.full = Full.SHELVED
+    commands.append(Command("shelve", unit))
+
+
 def _throw_away(unit: UnitRecord, commands: Commands) -> None:
     """From any state to SHARDED."""
+    unit.pins = 0
     if unit.full is Full.PENDING:
         unit.full = Full.SHARDED
         commands.append(Command("drop", unit))
@@ -371,7 +398,7 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
 
 
 def _free_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
-    if unit.full in _FREED and unit.reshard_after_backward and not run.keep_full:
+    if unit.full in _FREED and unit.reshard_after_backward and not is_held(run, unit):
         _free(unit, commands)
 
 

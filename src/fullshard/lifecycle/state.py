@@ -67,6 +67,7 @@ class UnitRecord:
     __slots__ = (
         "backward_prefetch",
         "begins",
+        "brought",
         "empty",
         "first",
         "forward_prefetch",
@@ -83,11 +84,14 @@ class UnitRecord:
         "pass_open",
         "pass_outputs",
         "phase",
+        "pins",
         "reshard_after_backward",
         "reshard_after_forward",
+        "running",
         "settled",
         "sync",
         "trainable",
+        "used",
         "uses",
         "visited",
     )
@@ -110,6 +114,11 @@ class UnitRecord:
         self.pass_outputs = False
         # Positions in `RunRecord.order` of the forwards that wait for their backward, oldest first.
         self.uses: list[int] = []
+        # ---- what stays in memory (pins.py): a forward of its own is running; backwards to come that report nothing; a
+        # forward ran since the last of these was noted; gradients came in the running backward.
+        self.running = False
+        self.pins = 0
+        self.used = self.brought = False
         # ---- when to send (sending.py): the clock at the beginnings of forwards that are running,
         self.begins: list[int] = []
         # forwards whose backward may come, oldest first,

@@ -17,7 +17,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from .._torch_compat import current_backward, queue_backward_callback
+from .._torch_compat import (
+    current_backward,
+    in_transform,
+    keeps_graph,
+    queue_backward_callback,
+    saved_tensor_hooks_allowed,
+    without_transforms,
+)
 from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..param import ShardedParam
 from ..policy import Options
@@ -51,6 +58,8 @@ class Root:
         self.watch = Watch(self._weight_needed, always=options.watch == "always")
         self._watches_left = 8
         self._backward: weakref.ref[_BackwardEnd] | None = None
+        # Of the running backward: its graph goes with it; some parameter got a gradient.
+        self._spends, self._brought = True, False
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = count_optimizer_steps()
@@ -102,7 +111,10 @@ class Root:
         in_backward = current_backward() != -1
         repeated = in_backward and unit.record.in_backward
         more = not nested and not repeated and unit.ran(module)
+        # Where saved tensors may not be watched, weights may be read by nodes that nothing announces.
+        opaque = outputs and not saved_tensor_hooks_allowed()
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
+        flags["opaque"] = opaque
         self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
         record = unit.record
         return record.open[-1] if record.open and not record.begins else None
@@ -137,6 +149,7 @@ class Root:
                 f"from now on this module's weights are watched, and such a backward is right"
             )
         self._notice_backward()
+        self._brought = True
         param.take_fresh()
         unit.arrived |= bit
         if unit.arrived == unit.expected:
@@ -155,6 +168,7 @@ class Root:
             return
         if self.run.in_backward:
             self.abandon()
+        self._spends, self._brought = not keeps_graph(), False
         end = _BackwardEnd(self)
         self._backward = weakref.ref(end)
         queue_backward_callback(partial(self._when_backward_ends, end))
@@ -164,8 +178,11 @@ class Root:
         self._backward = None
         must_send = self.executor.must_send
         present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
-        commands = rules.backward_end(self.run, self.run.units[0], present)
-        self._do("backward_end", self.run.units[0], commands)
+        spent = self._spends and self._brought
+        # Said in a trace only where it matters: most backwards are.
+        matters = any(unit.record.pins for unit in self.units)
+        commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
+        self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
 
     def reduce_held(self) -> None:
         """Reduce what backwards without synchronisation left, outside of a backward (pipeline schedules)."""
@@ -238,7 +255,13 @@ class Root:
             event = Event(kind, record.name, tuple(name for name, on in flags.items() if on))
             for listener in self.event_listeners:
                 listener(event)
-        if commands:
+        if not commands:
+            return
+        if in_transform():
+            # Full parameters are filled behind the back of a transform, which would take that for a part of the model.
+            with without_transforms():
+                self.executor.run(commands)
+        else:
             self.executor.run(commands)
 
 
