@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.api.optimizer import ELEMENTWISE
 from tests.harness.behaviours import behaviour
-from tests.harness.implementations import Implementation
+from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -298,6 +298,9 @@ def test_an_optimizer_from_before_is_refused(trained_before: bool, impl: Impleme
             RuntimeError, match=r"SGD\.step: .*: 0\.weight, 2\.weight, 2\.bias, 3\.weight and 1 more; .*"
         ):
             early.step()
+        if impl is FULLSHARD:
+            with pytest.raises(RuntimeError, match="expected parameters that are on the model"):
+                fullshard.step_on_shards(early).step()
         assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
         frozen.step()  # trains nothing, as it says
         torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -36,7 +36,6 @@ from tests.harness.threads import run_ranks
 from tests.threads.programs import Model, batch, part, shard
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
-WORLD = 2
 CPU = torch.device("cpu")
 
 # What a reader has imported.
@@ -105,15 +104,16 @@ def symptom(title: str) -> Callable[[Callable[[int, str], None]], Callable[[int,
     return add
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("title", BLOCKS)
-def test_row(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row(title: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if title == "Gathers are not ahead":
         monkeypatch.setenv("FULLSHARD_PREFETCH", "0")
     if title == "One rank alone has the checkpoint":
         # torch broadcasts over a real process group only.
-        run_forks(WORLD, SYMPTOMS[title], (title,), 60.0)
+        run_forks(world, SYMPTOMS[title], (title,), 60.0)
     else:
-        run_ranks(WORLD, SYMPTOMS[title], title)
+        run_ranks(world, SYMPTOMS[title], title)
 
 
 def test_page_and_tests_have_the_same_rows() -> None:
@@ -129,7 +129,7 @@ def build() -> Any:
 
 
 def tokens_of(rank: int, step: int = 0) -> Tensor:
-    return part(batch(WORLD, step), rank)
+    return part(batch(dist.get_world_size(), step), rank)
 
 
 def square(model: nn.Module, tokens: Tensor) -> Tensor:
