@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The stamp says: this environment was made, to the end, from these two files.
 STAMP := $(VENV)/.made-from-constraints
-EXTRAS := train,bpe,dev
+EXTRAS := train,bpe,packages,dev
 
 # The first interpreter that is new enough and can make environments; looked for only when one has to be made.
 FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \

@@ -55,6 +55,7 @@ AREAS = (
     "extensions",
     "state",
     "failures",
+    "packages",
 )
 
 Verdict = Literal["same", "equal", "better", "different", "none"]

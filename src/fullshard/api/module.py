@@ -17,6 +17,7 @@ from ..runtime.shared import Shared
 from ..runtime.uninitialized import Conversion, note_uninitialized
 from ..runtime.unit import WATCHED_FORWARDS
 from . import reductions, validate
+from .save_pretrained import checked_save
 from .torch_state import StateView, torch_state_of
 
 # The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
@@ -279,7 +280,7 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         # methods then stand between the module's class and what that class inherits.
         bases: tuple[type, ...] = (FSDPModule, original, nn.Module, TorchFSDPModule)
         bases = tuple(dict.fromkeys(bases))
-        made = type(f"FSDP{original.__name__}", bases, {"__module__": original.__module__})
+        made = type(f"FSDP{original.__name__}", bases, {"__module__": original.__module__, **checked_save(original)})
         _SHARDED_CLASSES[original] = made
     return made
 

@@ -38,7 +38,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0
         if all(changed[key] is item for key, item in value.items()):
             return value
         made = _like_dict(value)
-        made.update(changed)
+        for key, new in changed.items():
+            if new is not value[key]:
+                made[key] = new  # item by item: transformers' ModelOutput refuses `update`
         return made
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
