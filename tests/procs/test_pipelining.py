@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.behaviours import behaviour
+from tests.harness.errors import RanksFailed
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.pool import pool
@@ -140,3 +142,26 @@ def test_schedules_train_as_the_whole_model(impl: Implementation) -> None:
                 assert_same_training(found, expected[i], 60)
             # In the first step schedules run one micro-batch more, to learn shapes.
             assert reductions[1:] == [units] * (STEPS - 1), schedule
+
+
+@behaviour("a schedule that splits backward (zero bubble), over stages that stay full", area="communication")
+@for_each_implementation
+def test_a_split_backward_trains_stages_that_stay_full(impl: Implementation) -> None:
+    """Gradients of weights are put on full parameters by hand, without a hook that tells of it."""
+    expected = _plain(4)
+    options = {"reshard_after_forward": False}
+    for trained, reductions in pool(4).run(_pipelined, impl.name, "zero_bubble", 2, options, timeout=TIMEOUT):
+        for i, found in trained.items():
+            assert_same_training(found, expected[i], 60)
+        assert reductions[1:] == [4] * (STEPS - 1)
+
+
+@behaviour(
+    "a schedule that splits backward, over stages that are freed after forward, is refused",
+    area="communication",
+    torch="better",
+    reason="torch trains without the gradients of most weights and says nothing",
+)
+def test_a_split_backward_of_stages_that_are_freed_says_what_it_needs(impl: Implementation) -> None:
+    with pytest.raises(RanksFailed, match=r"splits the backward .*\n?.*reshard_after_forward=False"):
+        pool(4).run(_pipelined, impl.name, "zero_bubble", 2, {}, timeout=TIMEOUT)

@@ -57,6 +57,8 @@ class Root:
         self.executor.may_stay_pending = lambda: not self.run.is_last_backward
         self.watch = Watch(self._weight_needed, always=options.watch == "always")
         self._watches_left = 8
+        # Held units that backwards reached in which no weight got a gradient.
+        self._inputs_only: set[Unit] = set()
         self._backward: weakref.ref[_BackwardEnd] | None = None
         # Of the running backward: its graph goes with it; some parameter got a gradient.
         self._spends, self._brought = True, False
@@ -178,6 +180,9 @@ class Root:
         self._backward = None
         must_send = self.executor.must_send
         present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
+        if not self._brought:
+            held = (unit for unit in self.units if not unit.record.sync)
+            self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.expected)
         spent = self._spends and self._brought
         # Said in a trace only where it matters: most backwards are.
         matters = any(unit.record.pins for unit in self.units)
@@ -185,11 +190,28 @@ class Root:
         self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
 
     def reduce_held(self) -> None:
-        """Reduce what backwards without synchronisation left, outside of a backward (pipeline schedules)."""
+        """Reduce what backwards without synchronisation left, outside of a backward (pipeline schedules).
+
+        Zero-bubble schedules split a backward, and put the gradients of weights on the full parameters themselves. They
+        look for those before the backward begins: where a unit was freed after forward they find shards, and would
+        leave it without gradients. That is a `RuntimeError`.
+        """
         if current_backward() != -1:
             raise RuntimeError(
                 "held gradients: expected no backward to be running when they are reduced by hand, found one; do it "
                 "after the backward, or let the last one reduce them with set_requires_gradient_sync(True)"
+            )
+        inputs_only, self._inputs_only = self._inputs_only, set()
+        for unit in self.units:
+            unit.take_assigned()
+        lost = [unit for unit in self.units if unit in inputs_only and not unit.arrived and not unit.holds_gradients()]
+        if lost:
+            self.abandon()
+            raise RuntimeError(
+                f"{lost[0].record.name}: expected gradients of its weights, found backwards that computed those of its "
+                f"inputs alone ({len(lost)} of {len(self.units)} units): a schedule that splits the backward (zero "
+                f"bubble) needs full weights between forward and backward; use "
+                f"fully_shard(..., reshard_after_forward=False), or a schedule that does not (1F1B, interleaved 1F1B)"
             )
         self.backward_end()
 

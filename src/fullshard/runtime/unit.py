@@ -364,6 +364,18 @@ class Unit:
         handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(outside_graphs(arrived))
         return handle
 
+    def take_assigned(self) -> None:
+        """Take the gradients that somebody put on full parameters by hand, of which no hook tells."""
+        for group in self.groups if self._knows_trainable else ():
+            for param in (group.params[i] for i in group.trainable):
+                if param.full.grad is not None:
+                    param.take_fresh()
+                    self.arrived |= 1
+
+    def holds_gradients(self) -> bool:
+        """Whether earlier backwards left gradients that were not reduced."""
+        return any(param.live_held() is not None for param in self.params)
+
     def _drop_gradient_hooks(self) -> None:
         for handle in self._gradient_hooks:
             handle.remove()
