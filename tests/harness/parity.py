@@ -236,6 +236,9 @@ def train_beside_oracle(
     """
     ours = Ours(spec, local=local, replicas=replicas)
     oracle = Oracle(spec, world, replicas) if rank == 0 else None
+    # Where nothing is cut, a rank computes without waiting for others; and recomputation sets the random state of the
+    # whole process back, in the middle of drawing the oracle's initial values.
+    dist.barrier()
     trained = Trained()
     eps = 0.0 if world == 1 else EPS
     for step in range(steps):

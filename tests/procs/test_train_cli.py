@@ -105,7 +105,7 @@ def test_the_manifest_tells_what_ran(finished: Finished) -> None:
     assert manifest["status"] == "completed" and manifest["last_step"] == 6
     assert manifest["corpus"]["sha256"] == read_corpus(load_config(None).data).sha256
     assert manifest["versions"]["torch"] == torch.__version__
-    assert manifest["world"] == {"processes": 2, "device": "cpu", "backend": "gloo"}
+    assert manifest["world"] == {"processes": 2, "copies": 1, "device": "cpu", "backend": "gloo"}
     assert sum(unit["numel"] for unit in manifest["units"]) == manifest["parameters"]
     held, whole = manifest["memory"]["rank0_measured"], manifest["memory"]["unsharded"]
     assert 0.5 <= held["parameters"] / whole["parameters"] < 0.55
