@@ -6,29 +6,25 @@ is saved for backward), `inductor` generates C++ and is slow to do so. Ranks cou
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo as dynamo
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.behaviours import behaviour
+from tests.harness.compiled import STEPS, Graphs, compiled, fresh_compiler, train
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 from tests.harness.models import (
     BY_NAME,
     Batch,
     Case,
     Trained,
-    adamw,
     assert_same_training,
-    collect,
     train_reference,
 )
 from tests.harness.pool import pool
@@ -37,74 +33,10 @@ from tests.harness.pool import pool
 pytestmark = pytest.mark.hang_after(400)
 TIMEOUT = 360.0
 
-STEPS = 4
 CASE = BY_NAME["transformer"]
 # Matrix products of one of its blocks: qkv, attention, out, up, down.
 PRODUCTS = 5
-# What wrappers put into names.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "inner.")
 IMPLEMENTATIONS = {impl.name: impl for impl in (TORCH, FULLSHARD)}
-
-Loss = Callable[[nn.Module, Batch], torch.Tensor]
-
-
-class Graphs:
-    """A backend that counts: `products` has, for each graph that dynamo made, its matrix products."""
-
-    def __init__(self, backend: str) -> None:
-        self._inner = dynamo.lookup_backend(backend)
-        self.products: list[int] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        # Recomputed parts are graphs inside the graph.
-        targets = [str(n.target) for m in graph.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes]
-        self.products.append(sum(any(word in t for word in ("linear", "matmul", "scaled_dot")) for t in targets))
-        return self._inner(graph, example_inputs)
-
-    @property
-    def breaks(self) -> int:
-        return sum(counters["graph_break"].values())
-
-
-@contextmanager
-def fresh_compiler(backend: str = "eager") -> Iterator[Graphs]:
-    """Nothing compiled before, and nothing left for the next job of the process."""
-    dynamo.reset()
-    counters.clear()
-    try:
-        with warnings.catch_warnings():
-            # Dynamo's own look at every tensor it meets.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            yield Graphs(backend)
-    finally:
-        dynamo.reset()
-        counters.clear()
-
-
-def train(rank: int, model: nn.Module, loss: Loss, batch: Callable[[int, int], Batch], *, settled: int = 2) -> Trained:
-    """AdamW steps; from step `settled` on a recompilation is an error."""
-    optimizer = adamw(model.parameters())
-    for step in range(STEPS):
-        with dynamo.config.patch(error_on_recompile=step >= settled):
-            loss(model, batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = collect(model, optimizer)
-    return Trained(*({_clean(name): v for name, v in d.items()} for d in (trained.params, trained.state)))
-
-
-def _clean(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def compiled(module: nn.Module, graphs: Graphs, *, wrap: bool, **options: Any) -> Any:
-    """In place (`module.compile()`), or a new module around it (`torch.compile(module)`)."""
-    if wrap:
-        return torch.compile(module, backend=graphs, **options)
-    module.compile(backend=graphs, **options)
-    return module
 
 
 def compiled_model(how: str, impl: Implementation, graphs: Graphs, **policy: Any) -> nn.Module:
@@ -321,6 +253,12 @@ def _unannounced(rank: int, name: str, backend: str, broken: bool) -> Trained:
         return train(rank, case.shard(model, IMPLEMENTATIONS[name].fully_shard), _aux_loss, case.batch)
 
 
+def unannounced_reference(broken: bool) -> Trained:
+    case = _aux_case(broken)
+    batches = [[case.batch(step, rank) for rank in range(2)] for step in range(STEPS)]
+    return train_reference(case.build(), _aux_loss, batches)
+
+
 @behaviour(
     "a compiled block whose loss bypasses its output trains as a plain one",
     area="compile",
@@ -329,8 +267,6 @@ def _unannounced(rank: int, name: str, backend: str, broken: bool) -> Trained:
 )
 @pytest.mark.parametrize("broken", [False, True], ids=["one graph", "two graphs"])
 def test_loss_that_bypasses_the_output(impl: Implementation, broken: bool) -> None:
-    case = _aux_case(broken)
-    batches = [[case.batch(step, rank) for rank in range(2)] for step in range(STEPS)]
-    expected = train_reference(case.build(), _aux_loss, batches)
+    expected = unannounced_reference(broken)
     for trained in pool(2).run(_unannounced, impl.name, "aot_eager", broken, timeout=TIMEOUT):
         assert_same_training(trained, expected, 2 * STEPS)

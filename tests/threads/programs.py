@@ -236,6 +236,33 @@ class DetachedWeight(Block):
         return x + F.linear(torch.tanh(self.up(self.norm(x))), self.down.weight.detach(), self.down.bias)
 
 
+class _Times(torch.autograd.Function):
+    """x @ weight.T. What it saves is a view of the weight that was made where no gradients are recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        turned = weight.t()
+        ctx.save_for_backward(x, turned)
+        return x @ turned
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, turned = ctx.saved_tensors
+        return gradient @ turned.t(), gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _TimesLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = _Times.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return product + self.bias
+
+
+class SavesView(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = _TimesLinear(WIDTH, 2 * WIDTH + 1)
+
+
 class TwoDtypes(Block):
     """Parameters of two dtypes in one unit, which torch's FSDP2 refuses."""
 
@@ -276,6 +303,7 @@ PROGRAMS: dict[str, Program] = {
     "two_forwards_one_backward": Program(_two_forwards),
     "loss_on_an_intermediate_only": Program(_intermediate_only),
     "loss_on_an_intermediate_too": Program(_intermediate_too),
+    "intermediate_of_a_saved_view": Program(_intermediate_only, of_blocks(SavesView)),
     "outputs_in_objects": Program(lambda m, t, s: m(t).value.pow(2).mean(), BoxedModel),
     "outputs_in_structures": Program(_mean_square, StructuredModel),
     "edited_view_outputs": Program(_mean_square, EditedViews),

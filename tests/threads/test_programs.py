@@ -47,6 +47,11 @@ OURS = {
         "a loss on an intermediate of a unit alone",
         "weights are gathered when autograd asks for them, not when an output's gradient arrives",
     ),
+    "intermediate_of_a_saved_view": (
+        "autograd",
+        "the same, where a function with a backward of its own saved a view of the weight",
+        "a saved view is known by the weight it is a view of",
+    ),
     "outputs_in_objects": (
         "autograd",
         "units that return objects of your own",

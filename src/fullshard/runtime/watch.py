@@ -90,11 +90,11 @@ class Watch:
             self.end()
 
     def _pack(self, tensor: Tensor) -> object:
-        weight = tensor if tensor.is_leaf else base_of(tensor)
-        if weight is not None:
-            unit = self._owner.get(id(weight))
-            if unit is not None:
-                return _Weight(unit, tensor if tensor.is_leaf else tensor.detach())
+        # A view made without gradients, as functions with a backward of their own and compiled ones do, is a leaf too.
+        base = base_of(tensor)
+        unit = self._owner.get(id(tensor if base is None else base))
+        if unit is not None:
+            return _Weight(unit, tensor if tensor.is_leaf else tensor.detach())
         if tensor.is_leaf:
             return _Activation(tensor, version_of(tensor))
         # Detached, or an output saved by its own node would keep that node and all before it alive.
