@@ -63,6 +63,11 @@ def _two_backwards(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.mse_loss(output, batch[1])
 
 
+def _two_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    output = model(batch[0])
+    return output.square().mean() + F.mse_loss(output, batch[1])
+
+
 def _failing_forward(model: nn.Module, batch: Batch) -> torch.Tensor:
     with pytest.raises(Exception, match=r"normalized_shape|shape"):
         model(batch[0][:, :5])
@@ -83,12 +88,12 @@ def _failing_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
     return RESIDUAL.loss(model, batch)
 
 
-# With how many graphs, and with what a plain model does instead.
+# Each with the loss that trains a plain model alike.
 PROGRAMS = {
     "evaluated": (_evaluated, RESIDUAL.loss),
     "inferred": (_inferred, RESIDUAL.loss),
     "two forwards": (_two_forwards, _two_forwards),
-    "two backwards": (_two_backwards, _two_backwards),
+    "two backwards": (_two_backwards, _two_losses),
     "failing forward": (_failing_forward, RESIDUAL.loss),
     "failing backward": (_failing_backward, RESIDUAL.loss),
 }
@@ -118,8 +123,12 @@ def _check_programs(backend: str, names: tuple[str, ...], **variables: str) -> N
         for name, (trained, breaks) in results.items():
             batches = [[RESIDUAL.batch(step, rank) for rank in range(2)] for step in range(STEPS)]
             expected = train_reference(RESIDUAL.build(), PROGRAMS[name][1], batches)
-            assert_same_training(trained, expected, 4 * STEPS)
             assert breaks == 0, name
+            try:
+                assert_same_training(trained, expected, 4 * STEPS)
+            except AssertionError as error:
+                error.add_note(f"in the program: {name}")
+                raise
 
 
 def test_programs() -> None:
