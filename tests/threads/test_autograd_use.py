@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.harness import threads
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation
+from tests.harness.threads import run_ranks
+from tests.threads.programs import WIDTH, Block, batch, compare_gradients, of_blocks, part, shard
 from tests.threads.uses import USES, check_use
 
 # What each use shows: (area, title).
@@ -118,3 +124,102 @@ def test_forward_mode_equals_the_plain_model_where_torch_fails(
 ) -> None:
     monkeypatch.setattr(threads, "RANKS", "gloo")
     check_use(USES[name], 2, impl=impl)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------
+
+
+class Writes(Block):
+    """Writes to a weight in forward, from its `begins`-th on."""
+
+    def __init__(self, how: Callable[[Tensor], object], begins: int) -> None:
+        super().__init__()
+        self.how, self.left = how, begins
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            with torch.no_grad():
+                self.how(self.up.weight)
+        return super().forward(x)
+
+
+WRITES: dict[str, tuple[Callable[[Tensor], object], int]] = {
+    "`add_` under no_grad": (lambda weight: weight.add_(1.0), 1),
+    "`clamp_` of a view": (lambda weight: weight[1:].clamp_(-0.01, 0.01), 1),
+    "`.data.mul_` in the first forward": (lambda weight: weight.data.mul_(0.5), 0),
+}
+
+
+@behaviour(
+    "a write to a parameter inside forward is an error that names it: {how}",
+    area="errors",
+    torch="better",
+    reason="torch drops what was written when it frees the gathered copy, without a word",
+)
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_inside_forward(how: str, impl: Implementation) -> None:
+    """And the steps behind it are right."""
+    torch.manual_seed(0)
+    base = of_blocks(lambda: Writes(*WRITES[how]))()
+
+    def rank_main(rank: int) -> None:
+        model = shard(copy.deepcopy(base), impl)
+        tokens = part(batch(2, 0), rank)
+        with pytest.raises(RuntimeError, match=r"layers\.0.* up\.weight written"):
+            for _ in range(2):
+                model(tokens)
+        reference: Any = copy.deepcopy(base)
+        for module in (model, reference):
+            for layer in module.layers:
+                layer.left = 100
+        model(tokens).pow(2).mean().backward()
+        for r in range(2):
+            (reference(part(batch(2, 0), r)).pow(2).mean() / 2).backward()
+        compare_gradients(model, reference, 0)
+
+    run_ranks(2, rank_main)
+
+
+def test_writes_last_where_full_parameters_are_the_shards() -> None:
+    """One rank: as in the plain model."""
+
+    def rank_main(rank: int) -> None:
+        torch.manual_seed(0)
+        model = shard(of_blocks(lambda: Writes(lambda weight: weight.fill_(0.25), 0))())
+        model(batch(1, 0))
+        assert bool((model.layers[0].up.weight.full_tensor() == 0.25).all())
+
+    run_ranks(1, rank_main)
+
+
+class Encoder(Block):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(x))
+
+    def describe(self) -> str:
+        raise RuntimeError("nothing about tensors")
+
+
+@behaviour(
+    "a method that computes with sharded parameters is an error that names it and says what to call",
+    area="errors",
+    torch="better",
+    reason="torch's operators speak of mixed tensors, and of no module",
+)
+def test_a_method_that_was_not_registered(impl: Implementation) -> None:
+    def rank_main(rank: int) -> None:
+        torch.manual_seed(0)
+        model = shard(of_blocks(Encoder)(), impl)
+        x = torch.ones(2, WIDTH)
+        expected = r"FSDPEncoder\.encode: .*register_fsdp_forward_method\(module, 'encode'\)"
+        with pytest.raises(RuntimeError, match=expected):
+            model.layers[0].encode(x)
+        with pytest.raises(RuntimeError, match=r"^nothing about tensors$"):
+            model.layers[0].describe()
+        impl.namespace.register_fsdp_forward_method(model.layers[0], "encode")
+        model.layers[1].unshard()
+        for layer in model.layers[:2]:
+            assert layer.encode(x).shape == (2, 2 * WIDTH + 1)
+
+    run_ranks(2, rank_main)

@@ -17,6 +17,7 @@ from ..runtime.shared import Shared
 from ..runtime.uninitialized import Conversion, note_uninitialized
 from ..runtime.unit import WATCHED_FORWARDS
 from . import reductions, validate
+from .methods import named_methods
 from .save_pretrained import checked_save
 from .torch_state import StateView, torch_state_of
 
@@ -280,7 +281,8 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         # methods then stand between the module's class and what that class inherits.
         bases: tuple[type, ...] = (FSDPModule, original, nn.Module, TorchFSDPModule)
         bases = tuple(dict.fromkeys(bases))
-        made = type(f"FSDP{original.__name__}", bases, {"__module__": original.__module__, **checked_save(original)})
+        members = {"__module__": original.__module__, **named_methods(original, FSDPModule), **checked_save(original)}
+        made = type(f"FSDP{original.__name__}", bases, members)
         _SHARDED_CLASSES[original] = made
     return made
 

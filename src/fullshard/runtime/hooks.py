@@ -26,6 +26,7 @@ from .outside import outside_graphs
 from .root import Root, root_of
 from .tree import cast_floating, tensors_requiring_grad, to_device
 from .unit import Unit
+from .writes import State, refuse_writes, state_before
 
 
 class _Running(NamedTuple):
@@ -41,6 +42,8 @@ class _Running(NamedTuple):
     method: bool
     watched: bool
     inputs: bool
+    # How the full parameters were.
+    before: State | None
 
 
 class UnitHooks:
@@ -50,6 +53,8 @@ class UnitHooks:
         self._unit = unit
         self._running: list[_Running] = []
         self._generation = 0
+        # No forward ran yet.
+        self._first = True
         # Of the open pass over several modules.
         self._inputs: _InputsReached | None = None
         # Everything that torch calls, made once.
@@ -111,7 +116,11 @@ class UnitHooks:
             # inputs say nothing about the end of the unit's backward.
             inputs = not nested and self._hook_inputs(root, args, kwargs)
             watched = root.watch.begin(unit)
-        self._running.append(_Running(sys.exception(), own_use, nested, method, watched, inputs))
+        before = None
+        if own_use and not nested:
+            before = state_before(unit, sums=self._first or root.options.check)
+            self._first = False
+        self._running.append(_Running(sys.exception(), own_use, nested, method, watched, inputs, before))
         return args, kwargs
 
     def _forward_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -125,6 +134,12 @@ class UnitHooks:
         if sys.exception() is not running.handling:
             root.forward_failed(unit, nested=running.nested)
             return None
+        if running.before is not None:
+            try:
+                refuse_writes(unit, running.before)
+            except RuntimeError:
+                root.forward_failed(unit, nested=running.nested)
+                raise
         outputs: list[Tensor] = []
         if running.own_use and torch.is_grad_enabled():
             outputs = tensors_requiring_grad(output)

@@ -1,0 +1,70 @@
+"""Writes to full parameters inside a forward: they reach no shard, so they are an error instead of being lost.
+
+Two signs, each parameter by itself:
+
+    versions     count writes through the parameter and its views (`add_`, `clamp_` under no_grad): in every forward
+    sums         of the bits; also writes through `.data`, which no version counts: in the first forward of a unit, in
+                 every one with FULLSHARD_CHECK=1. Not seen: a write that only permutes values, and one through `.data`
+                 that begins later.
+
+Nothing is looked at where full parameters are the shards (one rank, one dtype): there a write lasts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import in_transform, local_of, version_of
+from ..param import ExtensionGroup, ShardedParam
+from .unit import Unit
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+State = tuple[list[int], list[int] | None]
+
+
+def state_before(unit: Unit, *, sums: bool) -> State | None:
+    """How the full parameters are when a forward begins; None where nothing is to be compared."""
+    if not unit.releases:
+        return None
+    return _versions(unit), _sums(unit) if sums and not in_transform() else None
+
+
+def refuse_writes(unit: Unit, before: State) -> None:
+    """Raise `RuntimeError` when the forward that began with `before` wrote to a full parameter."""
+    versions, sums = before
+    now = _versions(unit)
+    written = [a != b for a, b in zip(versions, now, strict=True)] if now != versions else [False] * len(now)
+    if sums is not None and not in_transform():
+        written = [was or a != b for was, a, b in zip(written, sums, _sums(unit), strict=True)]
+    names = [param.name for param, was in zip(_params(unit), written, strict=True) if was]
+    if names:
+        raise RuntimeError(
+            f"{unit.record.name}: expected a forward that only reads its parameters, found {', '.join(names)} written: "
+            f"what stands there is a gathered copy, and what is written to it is lost when it is freed; write the "
+            f"sharded parameter between steps, or under fullshard.full_params(model, writeback=True), or keep what "
+            f"forward changes in a buffer"
+        )
+
+
+def _params(unit: Unit) -> list[ShardedParam]:
+    return [param for group in unit.groups if not group.shares_memory for param in group.params]
+
+
+def _versions(unit: Unit) -> list[int]:
+    return [0 if param.full.is_inference() else version_of(param.full) for param in _params(unit)]
+
+
+def _sums(unit: Unit) -> list[int]:
+    extended = {id(p) for group in unit.groups if isinstance(group, ExtensionGroup) for p in group.params}
+    with torch.no_grad():
+        return [0 if id(param) in extended else _sum(param.full) for param in _params(unit)]
+
+
+def _sum(full: Tensor) -> int:
+    plain = local_of(full) if isinstance(full, DTensor) else full.detach()
+    if plain.is_meta or not plain.numel():
+        return 0
+    return int(plain.reshape(-1).view(_SAME_SIZE.get(plain.element_size(), torch.int64)).sum(dtype=torch.int64))
