@@ -75,7 +75,8 @@ def fully_shard(
 
     Every rank must make the same calls. Returns `module` itself, the list too. Raises `ValueError` (a module without
     forward, a scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice)
-    and `RuntimeError` (a part already ran, or a module around it was sharded before it). Source: seeds 000 to 003;
+    and `RuntimeError` (a part already ran, a module around it was sharded before it, or DistributedDataParallel or
+    torch's `replicate` averages its gradients). Source: seeds 000 to 003;
     torch 2.13 `fully_shard` for names and types.
     """
     roots = validate.check_modules(module)
