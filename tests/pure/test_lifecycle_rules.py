@@ -380,6 +380,13 @@ def test_r31_the_backward_through_a_recorded_graph_frees() -> None:
     assert not any(unit.pins for unit in world.units.values())
 
 
+def test_r31_gradients_that_were_not_handed_over_count() -> None:
+    """[R31] Of a unit with an absent gradient, in a backward that its outputs do not see."""
+    world = recorded("a")
+    says(world, "pre_backward root", "gradient a", "backward_end root spent")
+    assert world.full() == set()
+
+
 def test_r31_other_backwards_leave_the_weights_of_a_recorded_graph() -> None:
     """[R31] One that brings no gradients or may be repeated, and one of another forward."""
     for others in (

@@ -23,12 +23,13 @@ def pin(unit: UnitRecord) -> None:
         unit.used = False
 
 
-def settle_pins(run: RunRecord, unit: UnitRecord, *, spent: bool) -> bool:
-    """A backward is over. `spent`: gradients came, and its graph is gone. Whether the memory of `unit` is to be put
-    aside now."""
+def settle_pins(run: RunRecord, unit: UnitRecord, *, spent: bool, present: bool) -> bool:
+    """A backward is over. `spent`: gradients came, and its graph is gone. `present`: `unit` has some.
+
+    Whether its memory is to be put aside now."""
     if run.keep_full:
         pin(unit)
-    elif unit.pins and spent and (unit.brought or unit.in_backward):
+    elif unit.pins and spent and (present or unit.brought or unit.in_backward):
         unit.pins -= 1
     unit.brought = False
     return bool(unit.pins) and unit.full is Full.FULL and unit.reshard_after_backward and not unit.running

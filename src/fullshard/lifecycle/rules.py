@@ -185,7 +185,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     _close_passes(run)
     owing = end_sending(run)
     # [R31] What a graph reads that reports nothing is put aside, until the backward through it was.
-    aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent)]
+    aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
     for unit in owing:
         # [R30] In the order in which they would have gone.
         _free_after_backward(run, unit, commands)
