@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import Implementation, for_each_implementation
 from tests.harness.threads import run_ranks
 from tests.threads.programs import WIDTH, Model, Tied, batch, part, shard
 
@@ -158,14 +160,22 @@ def test_converting_the_dtype_of_a_sharded_model(after_a_step: bool, world: int)
     run_ranks(world, job)
 
 
+@behaviour(
+    "parameters edited or swapped between steps are seen, after an evaluation too",
+    area="state",
+    torch="better",
+    reason="what is kept full is gathered anew once its shards changed; torch's root computes with the old values",
+)
 @pytest.mark.parametrize("reshard", [None, False, True])
 @pytest.mark.parametrize("how", ["in place", "local", "swap", "a part of the model"])
-def test_edits_between_steps_are_seen_also_after_evaluation(how: str, reshard: bool | None) -> None:
+def test_edits_between_steps_are_seen_also_after_evaluation(
+    how: str, reshard: bool | None, impl: Implementation
+) -> None:
     """The root (or, with False, every unit) keeps its memory after an evaluation; what was edited is gathered anew."""
     base = _base(0)
 
     def job(rank: int) -> None:
-        model, reference = shard(copy.deepcopy(base), reshard_after_forward=reshard), copy.deepcopy(base)
+        model, reference = shard(copy.deepcopy(base), impl, reshard_after_forward=reshard), copy.deepcopy(base)
         tokens = part(batch(WORLD, 5), rank)
         with torch.no_grad():
             model(tokens)
@@ -303,11 +313,14 @@ def test_a_gradient_that_was_only_accumulated_refuses_to_be_used() -> None:
     run_ranks(WORLD, job)
 
 
-def test_a_held_gradient_does_not_change() -> None:
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+@behaviour("a gradient that is held does not change", area="gradients")
+@for_each_implementation
+def test_a_held_gradient_does_not_change(impl: Implementation) -> None:
     base = _base(0)
 
     def job(rank: int) -> None:
-        model = shard(copy.deepcopy(base))
+        model = shard(copy.deepcopy(base), impl)
         _loss(model, part(batch(WORLD, 0), rank)).backward()
         held = [p.grad for p in model.parameters()]
         values = [g.full_tensor().clone() for g in held]
