@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,9 @@ from tests.harness.implementations import (
 )
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
+
+# Other test modules of this process imported torch's functions; the test that is about that says so itself.
+pytestmark = pytest.mark.filterwarnings("ignore:install. expected no module:UserWarning")
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 
@@ -154,10 +158,16 @@ def test_who_imported_before_is_named(put_back: dict[tuple[str, str], Any], monk
     early = types.ModuleType("an_early_library")
     early.shard_it = torch_fsdp.fully_shard  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "an_early_library", early)
-    with pytest.warns(UserWarning, match=r"expected no module .* found an_early_library\.shard_it, which go on"):
+    with pytest.warns(UserWarning, match=r"expected no module .* found .*an_early_library\.shard_it.*, which go on"):
         fullshard.install()
     with fullshard.install():  # it was said
         pass
+    fullshard.uninstall()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="an_early_library"):
+            fullshard.install()
+    assert torch_fsdp.fully_shard is early.shard_it, "a warning that is an error leaves nothing swapped"
     assert early.shard_it is put_back["torch.distributed.fsdp", "fully_shard"]
 
 

@@ -8,6 +8,7 @@ AdamW steps.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -296,9 +297,36 @@ def _saved_elsewhere(model: Any, tokens: Tensor, step: int, scale: float) -> Non
     (scale * out.pow(2).mean()).backward()
 
 
+class _OfTheProcess:
+    """A mode of the process, for ranks that are threads: the first to enter sets it, the last to leave ends it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._lock, self._inside = threading.Lock(), 0
+        self._mode: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._mode = self._make()
+                self._mode.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._mode.__exit__(None, None, None)
+
+
+_ANOMALY_MODE = _OfTheProcess(lambda: torch.autograd.set_detect_anomaly(True))
+_NO_EARLY_STOP = _OfTheProcess(lambda: set_checkpoint_early_stop(False))
+
+
 def _anomaly(model: Any, tokens: Tensor, step: int, scale: float) -> None:
-    with torch.autograd.set_detect_anomaly(True):
+    with _ANOMALY_MODE:
         mean_square(model, tokens, step, scale)
+        assert torch.is_anomaly_enabled()
 
 
 def _autocast(model: Any, tokens: Tensor, step: int, scale: float) -> None:
@@ -425,7 +453,7 @@ class Pairs(Model):
 
 
 def _no_early_stop(model: Any, tokens: Tensor, step: int, scale: float) -> None:
-    with set_checkpoint_early_stop(False):
+    with _NO_EARLY_STOP:
         out = model(tokens)
     (scale * out.pow(2).mean()).backward()
 

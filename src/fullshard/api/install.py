@@ -71,12 +71,16 @@ def install() -> Installation:
                 setattr(module, name, ours)
         held = _held_elsewhere({id(theirs) for _, _, theirs in _swapped})
     if held:
-        warnings.warn(
-            f"install: expected no module to have imported these functions from torch before, found {', '.join(held)}, "
-            f"which go on calling torch's; call fullshard.install() before they are imported",
-            UserWarning,
-            stacklevel=2,
-        )
+        try:
+            warnings.warn(
+                f"install: expected no module to have imported these functions from torch before, found "
+                f"{', '.join(held)}, which go on calling torch's; call fullshard.install() before they are imported",
+                UserWarning,
+                stacklevel=2,
+            )
+        except UserWarning:  # where warnings are errors, this call has failed
+            uninstall()
+            raise
     return Installation(made_here=True)
 
 
