@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.harness.errors import RankReport, RanksFailed
 
@@ -81,6 +82,9 @@ def _rank_main(
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    # DTensor remembers the mesh of an operation's result. A fork inherits what this process saw as rank 0 of a fake
+    # world, whose mesh is equal to the fork's, and other ranks would get results that say they are rank 0's.
+    _clear_sharding_prop_cache()
     try:
         dist.init_process_group(
             "gloo",
