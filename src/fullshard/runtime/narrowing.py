@@ -5,10 +5,11 @@ Groups without a block (all their ranks together are the k ranks) are freed in f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ..comm import Block, GatherChannel, Links
+from ..comm import GatherChannel, Links
 from ..param import NarrowedGroup, ParamGroup
+from .channels import Channels
 
 
 class Narrowing:
@@ -16,18 +17,22 @@ class Narrowing:
 
     def __init__(
         self,
-        groups: Sequence[ParamGroup],
-        links: Sequence[Links],
-        gathers: Sequence[GatherChannel],
-        widen: Callable[[ParamGroup, NarrowedGroup, Block], GatherChannel],
+        groups: Sequence[ParamGroup] = (),
+        links: Sequence[Links] = (),
+        gathers: Sequence[GatherChannel] = (),
+        channels: Channels | None = None,
     ) -> None:
         self._groups = groups
         self.parts: list[NarrowedGroup | None] = []
         self.widens: list[GatherChannel] = []
         for group, link, gather in zip(groups, links, gathers, strict=True):
-            part = None if link.block is None else NarrowedGroup(group, link.block.mesh)
+            part = None
+            if link.block is not None:
+                assert channels is not None
+                part = NarrowedGroup(group, link.block.mesh)
+                gather = channels.widen(group, part, link.block)
             self.parts.append(part)
-            self.widens.append(gather if part is None or link.block is None else widen(group, part, link.block))
+            self.widens.append(gather)
         self._kept = [part for part in self.parts if part is not None]
 
     def keep(self) -> None:

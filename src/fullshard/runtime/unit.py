@@ -9,33 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm import (
-    Block,
-    BufferPool,
-    CastGather,
-    CustomBuffers,
-    CustomGroup,
-    Dtypes,
-    ExtensionGather,
-    GatherChannel,
-    HostLink,
-    Links,
-    OffloadedGather,
-    OffloadedReduce,
-    PlannedGather,
-    ReduceChannel,
-    ShardGroup,
-    SharedGather,
-    reduce_channel,
-)
-from ..layout import GatherPlan, Pack
+from ..comm import BufferPool, GatherChannel, HostLink, Links, ReduceChannel
 from ..lifecycle import Full, UnitRecord
 from ..param import (
     DtypeChanged,
     ExtensionGroup,
     Found,
-    NarrowedGroup,
-    OwnedMemory,
     ParamGroup,
     Placing,
     ShardedParam,
@@ -43,6 +22,7 @@ from ..param import (
 )
 from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.precision import MixedPrecisionLike
+from .channels import Channels
 from .narrowing import Narrowing
 from .optimizer_steps import optimizer_steps
 from .outside import call, outside_graphs
@@ -118,7 +98,7 @@ class Unit:
         self.opened: OpenUnit | None = None
         self.gathers: list[GatherChannel] = []
         # What is kept between forward and backward, and how it is gathered from that.
-        self.narrowing = Narrowing((), (), (), self._widen_channel)
+        self.narrowing = Narrowing()
         # Those of the gather that is under way, or was the last.
         self.arriving: list[GatherChannel] = []
         self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
@@ -190,13 +170,12 @@ class Unit:
         self._make_channels()
 
     def _make_channels(self) -> None:
-        pool = self._pool
-        assert pool is not None
+        channels = self._channels()
         with torch.inference_mode(False):
             self.gathers = [
-                self._gather_channel(group, links, pool) for group, links in zip(self.groups, self.links, strict=True)
+                channels.gather(*group_and_links) for group_and_links in zip(self.groups, self.links, strict=True)
             ]
-            self.narrowing = Narrowing(self.groups, self.links, self.gathers, self._widen_channel)
+            self.narrowing = Narrowing(self.groups, self.links, self.gathers, channels)
         self.arriving = self.gathers
         self._reduces = [{} for _ in self.groups]
         self._knows_trainable = False
@@ -224,60 +203,18 @@ class Unit:
             self.root.reshard(self)
         self._make_channels()
 
-    def _widen_channel(self, group: ParamGroup, part: NarrowedGroup, block: Block) -> GatherChannel:
-        assert self._pool is not None
-        return self._gather_from(part.memory.flat, group, part.pack, block.group, self._pool)
-
-    def _gather_channel(self, group: ParamGroup, links: Links, pool: BufferPool) -> GatherChannel:
-        if isinstance(group, ExtensionGroup):
-            return ExtensionGather(links.shard, group)
-        if group.shares_memory:
-            return SharedGather()
-        link = self.host_link
-        if link is None:
-            return self._gather_from(group.flat, group, group.pack, links.shard, pool)
-        shard = OwnedMemory(group.flat.numel(), group.flat.dtype, self.device)
-        inner = self._gather_from(shard.flat, group, group.pack, links.shard, pool)
-        shard.release()
-        return OffloadedGather(inner, group.flat, shard, link)
-
-    def _gather_from(
-        self, flat: Tensor, group: ParamGroup, pack: Pack, shard: ShardGroup, pool: BufferPool
-    ) -> PlannedGather | CastGather:
-        if shard.world == 1:
-            return CastGather(flat, group.memory)
-        plan = group.plan
-        custom = self.controls.gather
-        one_message = custom is not None or self.controls.strategy(self._communication) == "torch"
-        if custom is not None:
-            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom, zeroed=False)
-        if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
-            plan = GatherPlan(direct=(), packed=pack.order)
-        return PlannedGather(shard, pack, plan, flat, group.memory, pool)
-
     def reduce_channel(self, position: int) -> ReduceChannel:
         """The channel for the trainable parameters of group `position`, as they are now."""
         group = self.groups[position]
         known = self._reduces[position]
         channel = known.get(group.trainable)
         if channel is None:
-            assert self._pool is not None
-            segments = [group.pack.segments[i] for i in group.trainable]
-            pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
-            precision = group.precision
-            dtypes = Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage)
-            channel = reduce_channel(
-                self.links[position],
-                pack,
-                dtypes,
-                self._pool,
-                communication=self._communication,
-                controls=self.controls,
-            )
-            if self.host_link is not None:
-                channel = OffloadedReduce(channel, self.host_link)
-            known[group.trainable] = channel
+            channel = known[group.trainable] = self._channels().reduce(group, self.links[position])
         return channel
+
+    def _channels(self) -> Channels:
+        assert self._pool is not None
+        return Channels(self._pool, self._communication, self.controls, self.device, self.host_link)
 
     # ---- what changes under us -----------------------------------------------------------------------------
 
