@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime import Unit, unit_of
+from ..runtime.forming import module_units
 from ..runtime.opened import NoSteps, Opening, OpenUnit, refuse_in_step
-from ..runtime.root import module_units
 
 
 @contextmanager

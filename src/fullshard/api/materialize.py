@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..comm import agreed, sum_over
 from ..param import ParamGroup, ShardedParam, fingerprints, poison
 from ..runtime import Unit, unit_of
+from ..runtime.forming import module_units
 from ..runtime.names import clean_name
-from ..runtime.root import module_units
 from ..runtime.uninitialized import (
     Conversion,
     allocate_buffers,

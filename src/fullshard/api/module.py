@@ -11,8 +11,8 @@ from torch import nn
 
 from .._torch_compat import TorchFSDPModule, TorchUnshardHandle
 from ..runtime import Unit, unit_of
+from ..runtime.forming import early_root_of, module_units
 from ..runtime.opened import refuse_opened
-from ..runtime.root import early_root_of, module_units
 from ..runtime.shared import Shared
 from ..runtime.uninitialized import Conversion, note_uninitialized
 from ..runtime.unit import WATCHED_FORWARDS
@@ -124,12 +124,12 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Gather the parameters of `modules` when this module's forward begins, instead of the recorded order."""
-        units = validate.check_prefetch(modules, "set_modules_to_forward_prefetch", unit_of)
+        units = validate.check_sharded(modules, "set_modules_to_forward_prefetch", unit_of)
         self._unit().record.forward_prefetch = tuple(unit.record for unit in units)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Gather the parameters of `modules` when this module's backward begins, instead of the recorded order."""
-        units = validate.check_prefetch(modules, "set_modules_to_backward_prefetch", unit_of)
+        units = validate.check_sharded(modules, "set_modules_to_backward_prefetch", unit_of)
         self._unit().record.backward_prefetch = tuple(unit.record for unit in units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -294,15 +294,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         reductions of all together. Call it before the first forward, or between steps. Empty: nothing.
     Raises `ValueError` for what is not sharded and for another device, `RuntimeError` while messages are under way.
     """
-    units = []
-    for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise ValueError(
-                f"modules: expected modules to which fully_shard was applied, found {type(module).__name__}; apply it "
-                f"first"
-            )
-        units.append(unit)
+    units = validate.check_sharded(modules, "modules", unit_of)
     devices = sorted({str(unit.device) for unit in units})
     if len(devices) > 1:
         raise ValueError(f"modules: expected one device, found {', '.join(devices)}; share among those of one device")

@@ -18,7 +18,7 @@ from ..comm import ShardGroup
 from ..policy import CustomComm
 from ..policy.options import COMMUNICATION
 from ..runtime import Unit, unit_of
-from ..runtime.root import module_units
+from ..runtime.forming import module_units
 
 
 def set_requires_all_reduce(self: object, requires_all_reduce: bool, *, recurse: bool = True) -> None:

@@ -276,8 +276,8 @@ def mark_owner(found: Iterable[Found], module_name: str) -> None:
         setattr(item.parameter, _OWNER, (module_name, item.name))
 
 
-def check_prefetch(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:
-    """The units of a prefetch list; any iterable, such as an `nn.ModuleList`."""
+def check_sharded(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:
+    """The units of `modules`, which may be any iterable, such as an `nn.ModuleList`; `what` the list is, for errors."""
     if not isinstance(modules, Iterable):
         raise TypeError(
             f"{what}: expected a list of sharded modules, found {type(modules).__name__}; put it into a list"

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..lifecycle import Command, Event
 from ..runtime import Root, root_of
-from ..runtime.root import module_units
+from ..runtime.forming import module_units
 
 
 class Trace:

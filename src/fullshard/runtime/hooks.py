@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ..lifecycle import Use
+from .forming import root_of
 from .outside import outside_graphs
-from .root import Root, root_of
+from .root import Root
 from .tree import cast_floating, tensors_requiring_grad, to_device
 from .unit import Unit
 from .writes import State, refuse_writes, state_before

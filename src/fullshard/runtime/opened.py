@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._torch_compat import current_backward, dtensor_like, local_of
 from ..lifecycle import Phase
 from ..param import ShardedParam, local_part
-from .root import module_units
+from .forming import module_units
 from .unit import Unit
 
 

@@ -1,0 +1,23 @@
+"""What the tests on one accelerator share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[torch.device]:
+    """This machine's accelerator, with a default process group of one rank on the backend that belongs to it."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    backend = dist.get_default_backend_for_device(accelerator)
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        yield torch.device(accelerator.type, 0)
+    finally:
+        dist.destroy_process_group()
