@@ -15,7 +15,8 @@
     interpreter_stack
     ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
     ._reduce_scatter_base                       microseconds a call and rename these in 2.13
-    tensor._post_accumulate_grad_hooks          hooks of the sharded parameter are ours to run          2.13
+    tensor._post_accumulate_grad_hooks,         hooks of the sharded parameter are ours to run          2.13
+    ._backward_hooks
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
@@ -83,6 +84,7 @@ __all__ = [
     "cut_dim",
     "dtensor_like",
     "flattened_axes",
+    "hand_over_hooks",
     "in_transform",
     "keeping_versions",
     "keeps_graph",
@@ -104,9 +106,11 @@ __all__ = [
     "sharded_parameter",
     "strided_shard",
     "swappable",
+    "tensor_hooks",
     "dtensor_without_data",
     "top_saved_tensor_hooks",
     "version_of",
+    "with_tensor_hooks",
     "without_transforms",
 ]
 
@@ -245,6 +249,28 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], Non
     """The hooks registered with `register_post_accumulate_grad_hook`, in order."""
     hooks = cast(Any, parameter)._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
+    """The hooks registered with `register_hook`, in order."""
+    hooks = cast(Any, parameter)._backward_hooks
+    return list(hooks.values()) if hooks else []
+
+
+def with_tensor_hooks(parameters: Sequence[Tensor]) -> list[int]:
+    """The positions of those that have hooks registered with `register_hook`; no Python per item that has none."""
+    return [i for i, hooks in enumerate(map(_get_tensor_hooks, parameters)) if hooks]
+
+
+_get_tensor_hooks = operator.attrgetter("_backward_hooks")
+
+
+def hand_over_hooks(old: Tensor, new: Tensor) -> None:
+    """Let the hooks of `old`, a leaf, be those of `new`: the same registries, so that handles still remove them."""
+    for registry in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, registry)
+        if hooks is not None:
+            setattr(new, registry, hooks)
 
 
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:

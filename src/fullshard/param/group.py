@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from .._torch_compat import all_hold, local_of, set_local, settled, sharded_parameter, version_of
+from .._torch_compat import all_hold, hand_over_hooks, local_of, set_local, settled, sharded_parameter, version_of
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
@@ -49,8 +49,9 @@ class ParamGroup:
         for param, source in zip(self.params, found, strict=True):
             self.fill(param, source.parameter)
             param.sharded = self._dtensor(param, source.parameter.requires_grad)
-            # Marks that callers left on the parameter object (optimizer groups, initialisers) stay with it.
+            # Marks that callers left on the parameter object (optimizer groups, initialisers), and hooks, stay with it.
             param.sharded.__dict__.update(source.parameter.__dict__)
+            hand_over_hooks(source.parameter, param.sharded)
             param.marks = param.sharded.__dict__
             NormMesh.note(param.sharded, param.spec.mesh, placing.unit_mesh)
         self.swap = Swap((i, slot) for i, param in enumerate(self.params) for slot in param.slots)

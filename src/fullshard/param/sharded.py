@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks, settled
+from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks, settled, tensor_hooks
 from ..layout import ShardLayout
 from .pending import PendingGrad
 from .placement import Spec
@@ -169,6 +169,42 @@ class ShardedParam:
         if self.fresh is not None:
             self._commit_held(self.fresh, reduce_dtype)
         return arrived
+
+    def run_tensor_hooks(self) -> None:
+        """Those of `sharded.register_hook`: each sees what this backward brought, reduced, before it is added to
+        `.grad`, and may return another gradient, which takes its place.
+
+        Collective over the parameter's mesh where a hook returns other placements. Raises `TypeError` for what is no
+        tensor and `RuntimeError` for one of another shape, dtype or mesh, as autograd does.
+        """
+        if self.reduced is None:
+            return
+        gradient = dtensor_like(self.sharded, self.reduced)
+        with torch.no_grad():
+            for hook in tensor_hooks(self.sharded):
+                returned = hook(gradient)
+                if returned is not None:
+                    gradient = self._returned(hook, returned)
+        # A hook may keep what it was given, or what it returned, and `.grad` is written in place.
+        self.reduced = settled(local_of(gradient)).clone()
+
+    def _returned(self, hook: Any, returned: Any) -> DTensor:
+        """What `hook` returned, as the parameter is placed."""
+        sharded: Any = self.sharded
+        wanted = f"a DTensor of shape {tuple(sharded.shape)} and dtype {sharded.dtype}, as the gradient it was given"
+        said = f"{self.name}: expected the tensor hook {getattr(hook, '__name__', hook)!r} to return None or {wanted}"
+        if not isinstance(returned, Tensor):
+            raise TypeError(f"{said}; found {type(returned).__name__}")
+        if not isinstance(returned, DTensor) or returned.device_mesh != sharded.device_mesh:
+            where = f"a DTensor on {returned.device_mesh}" if isinstance(returned, DTensor) else "a plain tensor"
+            raise RuntimeError(
+                f"{said}; found {where}: compute with the DTensor, or use distribute_tensor on the result"
+            )
+        if returned.shape != sharded.shape or returned.dtype is not sharded.dtype:
+            raise RuntimeError(f"{said}; found shape {tuple(returned.shape)} and dtype {returned.dtype}")
+        if returned.placements == sharded.placements:
+            return returned
+        return returned.redistribute(placements=sharded.placements)
 
     def run_hooks(self) -> None:
         """Those that the user registered to see `sharded.grad` whenever it was written."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.profiler import record_function
 
-from .._torch_compat import profiling
+from .._torch_compat import profiling, with_tensor_hooks
 from ..comm import GatherChannel
 from ..lifecycle import Command, CommandChecker
 from .shared import InFlight, Shared
@@ -227,13 +227,11 @@ class Executor:
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
-        arrived = [
-            group.params[i]
-            for unit in self._touched
-            for group in unit.groups
-            for i in group.trainable
-            if group.params[i].commit(group.precision.reduce)
-        ]
+        touched = [(group, group.params[i]) for unit in self._touched for group in unit.groups for i in group.trainable]
+        # Before anything is handed over: one that raises leaves the step as if it had not been tried.
+        for i in with_tensor_hooks([param.sharded for _, param in touched]):
+            touched[i][1].run_tensor_hooks()
+        arrived = [param for group, param in touched if param.commit(group.precision.reduce)]
         self._touched.clear()
         for unit in self.units:
             unit.arrived = 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks
+from .._torch_compat import dtensor_like, hand_over_hooks, local_of
 from ..param import ShardedParam, Slot, local_part
 from .unit import Unit
 
@@ -123,6 +123,5 @@ def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> None:
                 return  # somebody holds a weak reference or a graph: the new one stays, as in torch
             # What callers left on the parameter stays with it.
             old.__dict__.update(new.__dict__)
-            for hook in post_accumulate_grad_hooks(new):
-                old.register_post_accumulate_grad_hook(hook)
+            hand_over_hooks(new, old)
     slot.put(old)
