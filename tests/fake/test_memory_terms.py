@@ -5,8 +5,9 @@ What is expected is computed from the plain model's shapes and from dtypes, know
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,8 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
-from fullshard.layout import Pack, ShardLayout, UnitMemory, align_numel, direct_indices, plan_gather, total
-from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, shard_terms
+from fullshard.layout import (
+    Pack,
+    ShardLayout,
+    UnitMemory,
+    align_numel,
+    direct_indices,
+    narrow_pack,
+    plan_gather,
+    total,
+)
+from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, narrowing_terms, shard_terms
 from fullshard.lifecycle import Command
 from fullshard.runtime import Unit, unit_of
 from tests.harness.fake import fake_world
@@ -57,7 +67,8 @@ POLICIES = {
 class Setting:
     world: int
     policy: str = "float32"
-    reshard: bool | None = None
+    # An integer: that many ranks keep a unit between forward and backward.
+    reshard: bool | int | None = None
     prefetch_depth: int = 1
     reductions_in_flight: int = 2
     communication: str = "auto"
@@ -87,6 +98,12 @@ SETTINGS = [
     Setting(2, "bf16 reduce", communication="torch", reductions_in_flight=1, replicas=3),
     Setting(1, "bf16 compute", replicas=4),
     Setting(1, "bf16 reduce", reductions_in_flight=1, replicas=2),
+    Setting(8, reshard=2),
+    Setting(8, "bf16 compute", reshard=4, prefetch_depth=2),
+    Setting(4, "bf16 reduce", reshard=2, reductions_in_flight=1, communication="torch"),
+    Setting(64, "bf16 compute", reshard=8, last_dim=True),
+    Setting(4, "bf16 compute", reshard=2, replicas=3),
+    Setting(6, reshard=3, prefetch_depth=0),
 ]
 
 
@@ -114,7 +131,8 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
             full_align_numel=align_numel([storage, compute, wire]) if setting.world == 1 else None,
         )
         plan = plan_gather(pack, compute, backend="fake", direct_threshold_nbytes=1 << 20)
-        reshard = setting.reshard is not False if name else setting.reshard is True
+        degree = setting.reshard if isinstance(setting.reshard, int) and setting.reshard > 1 else None
+        reshard = setting.reshard is not False if name else setting.reshard not in (None, False)
         units.append(
             UnitMemory(
                 name or "root",
@@ -131,18 +149,28 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
                 sum_itemsize=2
                 if setting.policy == "bf16 reduce" and (setting.communication == "torch" or setting.world == 1)
                 else 4,
+                kept=None if degree is None else narrow_pack(pack, plan, degree),
             )
         )
     return units
 
 
+class _Live(NamedTuple):
+    """Bytes that are allocated: of full parameters, and of the parts of an integer reshard."""
+
+    full: int
+    kept: int
+
+
 class _Counted:
-    """Full parameters that are allocated, whenever a unit begins its forward and whenever one is freed in backward."""
+    """What is allocated whenever a unit begins its forward, has copied the part that it keeps, and is freed in
+    backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.forward: dict[str, int] = {}
-        self.backward: dict[str, int] = {}
+        self.forward: dict[str, _Live] = {}
+        self.narrowing: dict[str, _Live] = {}
+        self.backward: dict[str, _Live] = {}
         # Sums under way between replicas, when the gradients of a unit are ready.
         self.replicating: dict[str, int] = {}
         self.in_backward = False
@@ -150,8 +178,9 @@ class _Counted:
             if unit_of(module) is not None:
                 module.register_forward_pre_hook(self._noting(name or "root"))
 
-    def live(self) -> int:
-        return sum(info.full_nbytes_live for info in inspect_units(self.model))
+    def live(self) -> _Live:
+        infos = inspect_units(self.model)
+        return _Live(sum(i.full_nbytes_live for i in infos), sum(i.kept_nbytes_live for i in infos))
 
     def _noting(self, name: str) -> Any:
         def note(*_: Any) -> None:
@@ -160,7 +189,21 @@ class _Counted:
         return note
 
     def listen(self) -> None:
-        _unit(self.model).root.executor.listeners.append(self._command)  # type: ignore[union-attr]
+        root = _unit(self.model).root
+        assert root is not None
+        root.executor.listeners.append(self._command)
+        for unit in root.units:
+            for part in unit.narrowing.parts:
+                if part is not None:
+                    part.show = self._showing(unit.record.name, part.show)  # type: ignore[method-assign]
+
+    def _showing(self, name: str, show: Callable[[], None]) -> Callable[[], None]:
+        # Between the copy of the part and the release of the full parameters.
+        def note() -> None:
+            self.narrowing[name] = self.live()
+            show()
+
+        return note
 
     def _command(self, command: Command) -> None:
         # Listeners are called before the command is done: all gradients of the unit are there, and its weights.
@@ -196,7 +239,7 @@ def _run(case: Case, setting: Setting) -> tuple[_Counted, int, int]:
         loss.backward()
         counted.in_backward = False
         model.zero_grad()
-    assert counted.live() == 0
+    assert counted.live() == _Live(0, 0)
     groups = [group for module in model.modules() if (unit := unit_of(module)) for group in unit.groups]
     root = _unit(model).root
     assert root is not None
@@ -214,8 +257,9 @@ class _Float32(nn.Module):
         return self.model(x).float()
 
 
-def _full(terms: list[Any]) -> int:
-    return sum(term.nbytes for term in terms if term.name.startswith("full"))
+def _live(terms: list[Any]) -> _Live:
+    full, kept = (sum(term.nbytes for term in terms if term.name.startswith(name)) for name in ("full", "kept part"))
+    return _Live(full, kept)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -233,10 +277,13 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
     assert shards == total(shard_terms(units))
     for i, unit in enumerate(units):
         forward = forward_terms(units, i, prefetch_depth=setting.prefetch_depth)
-        assert counted.forward[unit.name] == _full(forward), f"forward of {unit.name}: {forward}"
+        assert counted.forward[unit.name] == _live(forward), f"forward of {unit.name}: {forward}"
+        if unit.kept is not None:
+            narrowing = narrowing_terms(units, i, prefetch_depth=setting.prefetch_depth)
+            assert counted.narrowing[unit.name] == _live(narrowing), f"narrowing of {unit.name}: {narrowing}"
         backward = backward_terms(units, i, reductions_in_flight=setting.reductions_in_flight)
         if setting.world > 1 or unit.full_nbytes:
-            assert counted.backward[unit.name] == _full(backward), f"backward of {unit.name}: {backward}"
+            assert counted.backward[unit.name] == _live(backward), f"backward of {unit.name}: {backward}"
         replicating = sum(term.nbytes for term in backward if term.name.startswith("all-reduce"))
         assert counted.replicating[unit.name] == replicating, f"backward of {unit.name}: {backward}"
     expected = buffer_terms(
@@ -253,14 +300,16 @@ def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(sett
         counted, shards, _ = _run(case, setting)
     units = _expected_units(case, setting)
     assert shards == total(shard_terms(units))
-    assert counted.forward["root"] == _full(forward_terms(units, 0))
+    assert counted.forward["root"] == _live(forward_terms(units, 0))
     terms = [of(units, i) for of in (forward_terms, backward_terms) for i in range(len(units))]
-    assert max([*counted.forward.values(), *counted.backward.values()], default=0) <= max(map(_full, terms))
+    terms += [narrowing_terms(units, i) for i, unit in enumerate(units) if unit.kept is not None]
+    found = [*counted.forward.values(), *counted.narrowing.values(), *counted.backward.values()]
+    assert max(map(sum, found)) <= max(sum(_live(moment)) for moment in terms)
 
 
 def test_the_expectation_is_not_trivial() -> None:
     """In the settings above every kind of term is there somewhere."""
     units = [u for s in SETTINGS for case in CASES.values() for u in _expected_units(case, s)]
-    for kind in ("full", "arriving", "staging", "cast", "send", "receive", "replicating"):
+    for kind in ("full", "arriving", "staging", "cast", "send", "receive", "replicating", "kept", "widening"):
         sizes = {getattr(unit, f"{kind}_nbytes") for unit in units}
         assert len(sizes) > 3, kind

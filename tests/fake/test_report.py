@@ -14,9 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.observe import expected
+from fullshard.observe.table import human
+from fullshard.runtime import Unit, unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
-from tests.harness.models import BY_NAME, adamw
+from tests.harness.models import BY_NAME, Transformer, adamw
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": adamw,
@@ -29,6 +32,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamax": torch.optim.Adamax,
     "radam": torch.optim.RAdam,
 }
+
+
+def units_of(model: nn.Module) -> list[tuple[str, Unit]]:
+    """Those with parameters, by name."""
+    found = [(name, unit_of(module)) for name, module in model.named_modules()]
+    return [(name, unit) for name, unit in found if unit is not None and unit.groups]
 
 
 def steps(case: Any, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
@@ -134,6 +143,57 @@ def test_rows_say_what_the_units_are() -> None:
         model(case.batch(0)[0])
         live = fullshard.report(model).units[0].full_nbytes_live
         assert live == sum(unit.full_nbytes_live for unit in fullshard.inspect_units(model)) > 0
+
+
+def test_kept_parts_are_in_the_report() -> None:
+    """An integer reshard: what is kept is expected before the first step, is there after forward and not after
+    backward; and it is a part of the peak."""
+    case = dataclasses.replace(
+        BY_NAME["transformer"], make=lambda: Transformer(depth=6), units=tuple(f"layers.{i}" for i in range(6))
+    )
+    with fake_world(16, rank=5):
+        mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
+        model: Any = case.shard(case.build(), fully_shard, mesh=mesh, reshard_after_forward=2)
+        before = fullshard.report(model)
+        assert all(unit.kept_nbytes > 0 and unit.kept_nbytes_live == 0 for unit in before.units)
+        loss = case.loss(model, case.batch(0))
+        during = fullshard.report(model)
+        for unit, info in zip(during.units, fullshard.inspect_units(model), strict=True):
+            assert unit.kept_nbytes == unit.kept_nbytes_live == info.kept_nbytes_live
+        kept = sum(unit.kept_nbytes for unit in during.units)
+        line = "kept between forward and backward, of an integer reshard_after_forward"
+        assert f"{line}: {human(kept)}; now {human(kept)}" in str(during)
+        loss.backward()
+        after = fullshard.report(model)
+        assert not any(unit.kept_nbytes_live for unit in after.units)
+        for found in (before, after):
+            terms = dict(found.peak_terms)
+            parts = {name: nbytes for name, nbytes in terms.items() if name.startswith("kept part of")}
+            assert parts and set(parts.values()) == {after.units[1].kept_nbytes}
+        model.set_reshard_after_forward(True)
+        assert not any(unit.kept_nbytes for unit in fullshard.report(model).units)
+        assert line not in str(fullshard.report(model))
+
+
+def test_the_peak_knows_replicas_and_who_adds() -> None:
+    """Behind an exchange the sum over replicas has memory of its own; a backend sums in the reduce dtype."""
+    case = BY_NAME["residual"]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    peaks = {}
+    for shape, communication in (((1, 8), None), ((8, 8), None), ((8, 8), "torch")):
+        with fake_world(shape[0] * shape[1]):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            model: Any = case.shard(case.build(), fully_shard, mesh=mesh, mp_policy=policy)
+            if communication:
+                model.set_communication(communication)
+            steps(case, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+            memories = [expected._memory(unit, 0, name, "auto") for name, unit in units_of(model)]
+            peaks[shape, communication] = [(m.send_nbytes, m.receive_nbytes, m.replicating_nbytes) for m in memories]
+    for alone, exchanged, native in zip(*peaks.values(), strict=True):
+        send, receive, chunk = exchanged
+        assert alone == (send, receive, 0) and receive == send and chunk == 2 * send // 8
+        # float32 instead of bfloat16; one chunk arrives, and it is what is summed over the replicas.
+        assert native[0] == 2 * send and native[1] == native[2] == native[0] // 8
 
 
 def test_a_unit_of_several_modules_and_one_without_parameters() -> None:

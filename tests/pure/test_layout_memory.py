@@ -10,6 +10,8 @@ from fullshard.layout import (
     UnitMemory,
     backward_terms,
     forward_terms,
+    narrow_pack,
+    narrowing_terms,
     peak,
     shard_terms,
     total,
@@ -27,12 +29,14 @@ def unit(
     reshard: bool = True,
     outer: bool = False,
     exchanges: bool = True,
+    degree: int | None = None,
 ) -> UnitMemory:
     """Two parameters of (rows, 16) and (16,): one message, or both gathered directly."""
     layouts = [ShardLayout((rows, 16), world=world), ShardLayout((16,), world=world)]
     pack = Pack.build(layouts, 8)
     plan = GatherPlan((0, 1), ()) if direct else GatherPlan((), (0, 1))
-    return UnitMemory(name, pack, plan, 4, compute, 4, reshard, outer, exchanges)
+    kept = None if degree is None else narrow_pack(pack, plan, degree)
+    return UnitMemory(name, pack, plan, 4, compute, 4, reshard, outer, exchanges, kept=kept)
 
 
 def test_terms_of_one_unit_by_hand() -> None:
@@ -148,6 +152,62 @@ def test_kept_buffers_are_shared_by_units_of_equal_layout() -> None:
     assert buffer_terms([unit("layers.0", 8, world=1, direct=True)]) == []
 
 
+def test_terms_of_kept_parts_by_hand() -> None:
+    """8 x 16 and 16 elements on 8 ranks, compute bfloat16, kept by pairs: 4 x 16 and 8 elements."""
+    found = unit("block", 8, world=8, compute=2, degree=2)
+    kept = 4 * 16 + 8
+    assert found.kept_nbytes == kept * 2
+    assert found.widening_nbytes == 2 * kept * 2
+    assert found.staging_nbytes == 8 * (16 + 8) * 2
+    direct = unit("block", 8, world=8, direct=True, degree=2)
+    assert (direct.widening_nbytes, direct.kept_nbytes) == (0, kept * 4)
+    nothing = unit("block", 8, world=8)
+    assert (nothing.kept_nbytes, nothing.widening_nbytes) == (0, 0)
+
+
+def test_parts_are_kept_from_forward_to_the_gather_for_backward() -> None:
+    """Beside the unit's own full parameters while they are copied, and beside the message that gathers them."""
+    root = unit("root", 4, world=8, compute=2, outer=True, degree=2)
+    blocks = [unit(f"layers.{i}", 8, world=8, compute=2, degree=2) for i in range(3)]
+    units = [root, *blocks]
+    names = {
+        of.__name__: [term.name for term in of(units, 2)][len(units) :]
+        for of in (forward_terms, narrowing_terms, backward_terms, sending_terms)
+    }
+    ahead = ["staging of layers.2", "cast of layers.2"]
+    assert names["forward_terms"] == ["full root (kept)", "kept part of layers.0", "full layers.1", *ahead]
+    assert names["narrowing_terms"] == [*names["forward_terms"], "kept part of layers.1"]
+    # In backward the part of the next unit is there until its message, which needs no cast, has arrived.
+    start = ["full root (kept)", "kept part of layers.0"]
+    assert names["backward_terms"][:4] == [*start, "full layers.1", "staging of layers.0"]
+    assert names["sending_terms"][:3] == [*start, "staging of layers.0"]
+    staging = next(term for term in backward_terms(units, 2) if term.name == "staging of layers.0")
+    assert staging.nbytes == blocks[0].widening_nbytes
+    last = narrowing_terms(units, 0)[len(units) :]
+    assert [term.name for term in last] == [
+        *(f"kept part of layers.{i}" for i in range(3)),
+        "full root",
+        "kept part of root",
+    ]
+    assert last[-1].nbytes == root.kept_nbytes
+    buffers = {term.name: term.nbytes for term in buffer_terms(units)}
+    assert buffers["1 staging of kept parts as of layers.2"] == blocks[0].widening_nbytes
+    assert buffers["1 staging of kept parts as of root"] == root.widening_nbytes
+
+
+def test_the_moment_of_narrowing_may_be_the_peak() -> None:
+    """Where so much is gathered ahead in forward that backward needs less."""
+    alone = unit("layers.0", 64, world=8, degree=4)
+    name, terms = peak([alone])
+    moments = {
+        of.__name__: total(of([alone], 0)) for of in (forward_terms, narrowing_terms, backward_terms, sending_terms)
+    }
+    assert total(terms) == max(moments.values())
+    assert moments["narrowing_terms"] == moments["forward_terms"] + alone.kept_nbytes
+    units = [unit(f"layers.{i}", 64, world=8, degree=2) for i in range(6)]
+    assert peak(units, prefetch_depth=5, reductions_in_flight=0)[0] == "narrowing layers.0"
+
+
 def test_peak_is_the_largest_moment() -> None:
     """Without any kept unit the biggest block decides, in backward."""
     units = [unit("layers.0", 8), unit("layers.1", 64), unit("layers.2", 8)]
@@ -181,5 +241,9 @@ def test_wrong_arguments_are_named() -> None:
         backward_terms(units, 0, reductions_in_flight=-1)
     with pytest.raises(ValueError, match="units"):
         peak([])
+    with pytest.raises(ValueError, match="current: expected a unit that keeps a part, found 'root'"):
+        narrowing_terms(units, 0)
+    with pytest.raises(ValueError, match="kept of 'root': expected None where full parameters stay"):
+        unit("root", 4, world=4, reshard=False, degree=2)
     with pytest.raises(ValueError, match="wire_itemsize of 'root'"):
         UnitMemory("root", units[0].pack, units[0].plan, 4, 4, 0)

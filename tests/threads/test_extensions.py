@@ -175,8 +175,14 @@ class Transposed(torch.autograd.Function):
         return gradient.t().contiguous()
 
 
-def expected_training(kind: type[Wrapper], rows: int, world: int, dtype: torch.dtype, steps: int) -> list[Tensor]:
-    """Plain training of the float32 weight, with the gradient taken at the quantised one."""
+def expected_training(
+    kind: type[Wrapper], rows: int, world: int, dtype: torch.dtype, steps: int, *, ranks: int | None = None
+) -> list[Tensor]:
+    """Plain training of the float32 weight, with the gradient taken at the quantised one.
+
+    `world` ranks share the weight; gradients are the mean of `ranks` (None: of those).
+    """
+    ranks = ranks or world
     model = seeded(lambda: Model(Master, rows))
     weight = nn.Parameter(model.first.weight._inner.clone())  # type: ignore[attr-defined]
     second = model.second
@@ -187,11 +193,11 @@ def expected_training(kind: type[Wrapper], rows: int, world: int, dtype: torch.d
         parts = [quantise(nn.functional.pad(p, (0, 0, 0, padded - len(p)))) for p in _shards(weight.detach(), world)]
         used = dequantise(torch.cat([d for d, _ in parts]), torch.cat([s for _, s in parts]), dtype)[:rows]
         used.requires_grad_()
-        for rank in range(world):
+        for rank in range(ranks):
             compute = [p.to(dtype) for p in second.parameters()]
             x = inputs(step, rank).to(dtype)
             out = nn.functional.linear(torch.tanh(torch.mm(x, (used * 1.0).t())), *compute)
-            (out.square().sum() / world).backward()
+            (out.square().sum() / ranks).backward()
         assert used.grad is not None
         weight.grad = used.grad.float()
         optimizer.step()

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import block_of
 from fullshard.observe import record
@@ -26,6 +27,7 @@ from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
+from tests.threads.test_extensions import Master
 
 AREA = "strategies"
 
@@ -426,3 +428,25 @@ def test_tensor_parallel_parameters_are_refused(impl: Implementation) -> None:
                 impl.fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=2)
 
     run(rank_main, impl, world=4)
+
+
+@behaviour(
+    "integer `reshard_after_forward`: NotImplementedError with `dp_mesh_dims`, and with fsdp_pre_all_gather",
+    area="strategies",
+    torch="different",
+    reason="refused by the call; torch accepts it and fails in the first step",
+)
+def test_what_is_not_kept_in_parts_is_refused() -> None:
+    def rank_main(rank: int) -> None:
+        layer: Any = nn.Linear(3, 4, bias=False)
+        layer.weight = nn.Parameter(Master(torch.ones(4, 3)))
+        with pytest.raises(NotImplementedError, match="weight is a Master with fsdp_pre_all_gather; use True or False"):
+            fully_shard(layer, reshard_after_forward=2)
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+        plain: Any = nn.Linear(4, 4, bias=False)
+        plain.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, [Replicate(), Shard(0)]))
+        dims = fullshard.DataParallelMeshDims(shard="dp")
+        with pytest.raises(NotImplementedError, match="found dp_mesh_dims; use True or False"):
+            fully_shard(plain, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2)
+
+    run_ranks(4, rank_main)

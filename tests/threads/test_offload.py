@@ -1,5 +1,5 @@
 """CPU offload. On a mesh of CPUs there is nothing to move. What happens beside a device is run here too: `moved`
-makes the runtime believe in one, so that every copy takes place, from host memory to host memory, and is counted.
+(tests/harness/moved.py) makes the runtime believe in one, so that every copy takes place and is counted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import fullshard
 from fullshard.comm import HostLink
 from fullshard.comm.group import message_device
 from fullshard.comm.offload import land
-from fullshard.policy import Offload
 from fullshard.runtime import unit_of
 from fullshard.runtime.forming import refuse_off_host
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
 from tests.harness.models import BY_NAME, assert_same_training, collect
+from tests.harness.moved import links, moved
 from tests.harness.threads import run_ranks
 
+assert moved  # a fixture
 CASE = BY_NAME["transformer"]
 
 
@@ -71,24 +72,6 @@ def test_torch_s_policy_is_accepted_and_others_are_not() -> None:
 
 
 # ---- as on a device ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`CPUOffloadPolicy` is taken at its word on a CPU mesh."""
-    import sys
-
-    module = sys.modules["fullshard.api.fully_shard"]
-
-    def resolve(policy: Any, device_type: str) -> Offload:
-        return Offload(to_host="CPUOffload" in type(policy).__name__)
-
-    monkeypatch.setattr(module, "resolve_offload", resolve)
-
-
-def links(model: nn.Module) -> list[HostLink]:
-    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
-    return [unit.host_link for unit in units if unit.host_link is not None]
 
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -36,6 +36,8 @@ class UnitInfo:
     world: int
     # Bytes of full parameters that are allocated right now.
     full_nbytes_live: int
+    # Bytes of the parts that an integer `reshard_after_forward` keeps between forward and backward, right now.
+    kept_nbytes_live: int = 0
 
 
 def inspect_units(model: nn.Module) -> tuple[UnitInfo, ...]:
@@ -64,6 +66,7 @@ def inspect_units(model: nn.Module) -> tuple[UnitInfo, ...]:
                 reduce_itemsize=max((p.reduce.itemsize for p in precisions), default=0),
                 world=max((group.placing.world for group in unit.groups), default=1),
                 full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
+                kept_nbytes_live=unit.narrowing.live_nbytes,
             )
         )
     return tuple(infos)

@@ -17,6 +17,7 @@ from .memory import UnitMemory as UnitMemory
 from .memory import backward_terms as backward_terms
 from .memory import buffer_terms as buffer_terms
 from .memory import forward_terms as forward_terms
+from .memory import narrowing_terms as narrowing_terms
 from .memory import peak as peak
 from .memory import sending_terms as sending_terms
 from .memory import shard_terms as shard_terms

@@ -51,8 +51,16 @@ class UnitMemory:
     # dtype, or of the reduce dtype where nothing is cut or the backend reduces.
     replicas: int = 1
     sum_itemsize: int = 4
+    # Of an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.narrow`), over the
+    # ranks of its block.
+    kept: Pack | None = None
 
     def __post_init__(self) -> None:
+        if self.kept is not None and not self.reshard:
+            raise ValueError(
+                f"kept of {self.name!r}: expected None where full parameters stay after forward (reshard=False), found "
+                f"a pack; a part is kept of what is freed"
+            )
         for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
 
@@ -77,6 +85,16 @@ class UnitMemory:
     def staging_nbytes(self) -> int:
         """The buffer that a packed gather fills and from which it is copied out."""
         return self.plan.staging_numel(self.pack) * self.compute_itemsize
+
+    @property
+    def kept_nbytes(self) -> int:
+        """cP/k: the part that is kept between forward and backward, for an integer `reshard_after_forward` of k."""
+        return 0 if self.kept is None else self.kept.padded_local_numel * self.compute_itemsize
+
+    @property
+    def widening_nbytes(self) -> int:
+        """As `staging_nbytes`, of a gather from kept parts over a block; there is nothing to cast for that."""
+        return 0 if self.kept is None else self.plan.staging_numel(self.kept) * self.compute_itemsize
 
     @property
     def cast_nbytes(self) -> int:
@@ -147,6 +165,26 @@ def forward_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth: 
     ]
 
 
+def narrowing_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1) -> list[Term]:
+    """A moment later, for an integer `reshard_after_forward`: units[current] has copied the part that it keeps, and its
+    full parameters are not freed yet. An outer unit is last: the forwards of all others are over.
+
+    Raises `ValueError` for a unit that keeps no part.
+    """
+    terms = forward_terms(units, current, prefetch_depth=prefetch_depth)
+    unit = units[current]
+    if unit.kept is None:
+        raise ValueError(f"current: expected a unit that keeps a part, found {unit.name!r}; it has no `kept`")
+    if unit.outer:
+        others = [*units[:current], *units[current + 1 :]]
+        terms = [
+            *shard_terms(units),
+            *_kept(others, len(others)),
+            Term(f"full {unit.name}", unit.full_nbytes),
+        ]
+    return [*terms, Term(f"kept part of {unit.name}", unit.kept_nbytes)]
+
+
 def backward_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2) -> list[Term]:
     """When the gradients of units[current] are ready, before its full parameters are freed and its message is made.
 
@@ -159,7 +197,7 @@ def backward_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_f
         *shard_terms(units),
         *_kept(units, current),
         Term(f"full {units[current].name}", units[current].full_nbytes),
-        *_gathering(units, _next_in_backward(units, current)),
+        *_gathering(units, _next_in_backward(units, current), widening=True),
         Term(f"gradients of {units[current].name}", units[current].gradient_nbytes),
         *units_behind,
     ]
@@ -172,7 +210,7 @@ def sending_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_fl
     return [
         *shard_terms(units),
         *_kept(units, current),
-        *_gathering(units, _next_in_backward(units, current)),
+        *_gathering(units, _next_in_backward(units, current), widening=True),
         Term(f"gradients of {unit.name}", unit.gradient_nbytes),
         Term(f"reduction of {unit.name}", unit.send_nbytes + unit.receive_nbytes),
         *units_behind,
@@ -195,6 +233,14 @@ def buffer_terms(units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reduct
         *_shared(
             "cast", units, gathers, lambda u: (u.pack.padded_local_numel, u.compute_itemsize), lambda u: u.cast_nbytes
         ),
+        # In backward one unit is gathered ahead.
+        *_shared(
+            "staging of kept parts",
+            [unit for unit in backwards if unit.kept is not None],
+            1,
+            lambda u: (u.kept, u.plan, u.compute_itemsize),
+            lambda u: u.widening_nbytes,
+        ),
         *_shared("send", backwards, reductions, lambda u: (u.pack, u.sent_itemsize), lambda u: u.send_nbytes),
         *_shared(
             "receive",
@@ -214,7 +260,11 @@ def peak(
     Buffers as each moment needs them: where a pool keeps them, `buffer_terms` bounds what it holds beyond.
     """
     indices = range(len(units))
-    moments = [(f"forward {units[i].name}", forward_terms(units, i, prefetch_depth=prefetch_depth)) for i in indices]
+    moments = []
+    for i in indices:
+        moments.append((f"forward {units[i].name}", forward_terms(units, i, prefetch_depth=prefetch_depth)))
+        if units[i].kept is not None:
+            moments.append((f"narrowing {units[i].name}", narrowing_terms(units, i, prefetch_depth=prefetch_depth)))
     for i in reversed(indices):
         for what, terms_of in (("backward", backward_terms), ("sending", sending_terms)):
             moments.append((f"{what} {units[i].name}", terms_of(units, i, reductions_in_flight=reductions_in_flight)))
@@ -225,7 +275,13 @@ def peak(
 
 def _kept(units: Sequence[UnitMemory], current: int) -> list[Term]:
     # The units before this one in forward; in backward they are those that were not reached yet.
-    return [Term(f"full {u.name} (kept)", u.full_nbytes) for u in units[:current] if u.outer or not u.reshard]
+    full = [u for u in units[:current] if u.outer or not u.reshard]
+    # An outer unit narrows behind all others and is gathered before them: while they run it is full.
+    parts = [u for u in units[:current] if u.kept_nbytes and not u.outer]
+    return [
+        *(Term(f"full {u.name} (kept)", u.full_nbytes) for u in full),
+        *(Term(f"kept part of {u.name}", u.kept_nbytes) for u in parts),
+    ]
 
 
 def _next_in_backward(units: Sequence[UnitMemory], current: int) -> list[int]:
@@ -249,16 +305,19 @@ def _behind(units: Sequence[UnitMemory], current: int, reductions_in_flight: int
     ]
 
 
-def _gathering(units: Sequence[UnitMemory], indices: Sequence[int]) -> list[Term]:
-    terms = [
-        term
-        for i in indices
-        for term in (
-            Term(f"full {units[i].name} (next)", units[i].arriving_nbytes),
-            Term(f"staging of {units[i].name}", units[i].staging_nbytes),
-            Term(f"cast of {units[i].name}", units[i].cast_nbytes),
-        )
-    ]
+def _gathering(units: Sequence[UnitMemory], indices: Sequence[int], *, widening: bool = False) -> list[Term]:
+    """`widening`: in backward, from what is kept where something is."""
+    terms = []
+    for unit in (units[i] for i in indices):
+        staging, cast = unit.staging_nbytes, unit.cast_nbytes
+        if widening and unit.kept is not None:
+            # Kept parts are in the compute dtype already.
+            staging, cast = unit.widening_nbytes, 0
+        terms += [
+            Term(f"full {unit.name} (next)", unit.arriving_nbytes),
+            Term(f"staging of {unit.name}", staging),
+            Term(f"cast of {unit.name}", cast),
+        ]
     return [term for term in terms if term.nbytes]
 
 

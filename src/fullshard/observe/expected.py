@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch_compat import local_of
-from ..layout import Pack, Term, UnitMemory, peak
+from ..layout import Pack, Term, UnitMemory, narrow_pack, peak
 from ..param import ParamGroup, ShardedParam
 from ..policy import Options
 from ..runtime import Unit
@@ -48,20 +48,40 @@ def standing(param: ShardedParam) -> DTensor:
     return param.sharded
 
 
-def _memory(unit: Unit, group: ParamGroup, name: str, exchanges: bool) -> UnitMemory:
+def kept_nbytes(unit: Unit) -> int:
+    """What the unit is expected to keep between forward and backward; 0 where `reshard_after_forward` is no integer."""
+    packs = [_kept_pack(unit, position) for position in range(len(unit.groups))]
+    pairs = zip(unit.groups, packs, strict=True)
+    return sum(pack.padded_local_numel * group.precision.compute.itemsize for group, pack in pairs if pack is not None)
+
+
+def _kept_pack(unit: Unit, position: int) -> Pack | None:
+    group, block = unit.groups[position], unit.links[position].block
+    if not unit.record.narrows or block is None:
+        return None
+    return narrow_pack(group.pack, group.plan, block.group.world)
+
+
+def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMemory:
+    group, replicate = unit.groups[position], unit.links[position].replicate
     precision = group.precision
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and is_outer)
+    exchanges = unit.controls.strategy(communication) != "torch"
+    sums_here = exchanges and group.placing.world > 1
     return UnitMemory(
         name or "root",
         group.pack,
         group.plan,
         precision.storage.itemsize,
         precision.compute.itemsize,
-        precision.wire.itemsize,
+        (precision.wire if exchanges else precision.reduce).itemsize,
         reshard=not keeps,
         outer=is_outer,
         exchanges=exchanges,
+        replicas=1 if replicate is None else replicate.world,
+        sum_itemsize=(precision.sum if sums_here else precision.reduce).itemsize,
+        kept=_kept_pack(unit, position),
     )
 
 
@@ -109,12 +129,12 @@ def _state_nbytes(optimizer: Held, shard: DTensor) -> int | None:
 
 def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[str, tuple[Term, ...]]:
     """The moment at which parameters, gradients and messages take most, and its terms; by definition order at first."""
-    exchanges = options.communication != "torch"
     root = found[0][1].root
     order = [record.name for record in root.run.forward_plan] if root is not None else []
     # In the order in which they ran last time; else as they are defined.
     placed = sorted(found, key=lambda item: order.index(n) if (n := item[1].record.name) in order else -1)
-    memories = [_memory(unit, group, name, exchanges) for name, unit in placed for group in unit.groups]
+    communication = options.communication
+    memories = [_memory(unit, i, name, communication) for name, unit in placed for i in range(len(unit.groups))]
     if not memories:
         return "never", ()
     moment, terms = peak(

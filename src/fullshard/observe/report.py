@@ -23,7 +23,7 @@ from ..param import PendingGrad, ShardedParam
 from ..policy import Options
 from ..runtime import Unit, unit_of
 from ..runtime.names import clean_name
-from .expected import Bytes, Held, expected_of, expected_peak, standing
+from .expected import Bytes, Held, expected_of, expected_peak, kept_nbytes, standing
 from .table import render
 
 
@@ -47,6 +47,9 @@ class UnitReport:
     expected: Bytes  # after a backward, before `zero_grad`, once the optimizer stepped
     measured: Bytes  # now
     full_nbytes_live: int  # full parameters that are allocated now
+    # What an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
+    kept_nbytes: int
+    kept_nbytes_live: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
             None if optimizer is None else _held_nbytes(_state(optimizer.optimizer, shards)),
         ),
         full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
+        kept_nbytes=kept_nbytes(unit),
+        kept_nbytes_live=unit.narrowing.live_nbytes,
     )
 
 

@@ -38,6 +38,12 @@ def _below(report: Report) -> list[str]:
         f"expected peak: {human(report.peak_nbytes)} in {report.peak_moment}, without activations and optimizer; "
         f"kept for messages: {human(report.message_nbytes)}",
     ]
+    kept = sum(unit.kept_nbytes for unit in report.units)
+    if kept:
+        live = sum(unit.kept_nbytes_live for unit in report.units)
+        lines.append(
+            f"kept between forward and backward, of an integer reshard_after_forward: {human(kept)}; now {human(live)}"
+        )
     for unit in report.units:
         lines += [f"tied: {' = '.join(names)}" for names in unit.tied]
     for item in report.unsharded[:_SHOWN]:

@@ -35,6 +35,11 @@ class Narrowing:
             self.widens.append(gather)
         self._kept = [part for part in self.parts if part is not None]
 
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of the parts that are there now."""
+        return sum(part.memory.live_nbytes for part in self._kept)
+
     def keep(self) -> None:
         """Keep this rank's part of the full parameters, which are given back."""
         for group, part in zip(self._groups, self.parts, strict=True):
