@@ -78,3 +78,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None, 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+class Poisoned(nn.Module):
+    """(n, 6) -> (n, 5). While `poisoned`, the gradient of `offset` is infinite in its first element and nowhere else:
+    of several ranks that share, the first alone finds it among its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.offset = nn.Parameter(torch.zeros(5))
+        self.poisoned = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        offset = self.offset.clone()
+        if self.poisoned:
+            offset.register_hook(lambda gradient: torch.cat([torch.full_like(gradient[:1], torch.inf), gradient[1:]]))
+        output: torch.Tensor = self.linear(x)
+        return output + offset.to(output.dtype)

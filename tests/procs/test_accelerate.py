@@ -29,7 +29,7 @@ EPS = 256
 
 
 @contextlib.contextmanager
-def _accelerator(rank: int, impl: str, **options: Any) -> Iterator[Any]:
+def accelerator_of(rank: int, impl: str, **options: Any) -> Iterator[Any]:
     """An Accelerator that believes it is on machines with FSDP2; `options` of its plugin, and mixed_precision."""
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     # The address is only looked for: the group that the ranks are in already is used.
@@ -61,7 +61,7 @@ def _accelerator(rank: int, impl: str, **options: Any) -> Iterator[Any]:
 
 
 def _prepared(rank: int, impl: str, tied: bool, options: dict[str, Any]) -> Any:
-    with _accelerator(rank, impl, **options) as accelerator:
+    with accelerator_of(rank, impl, **options) as accelerator:
         plain, model = llama(tied=tied), llama(tied=tied)
         whole, optimizer = adamw(plain.parameters()), adamw(model.parameters())
         model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
@@ -116,7 +116,7 @@ def test_prepared_by_accelerate(impl: Any, tied: bool, lean: bool) -> None:
 
 def _mixed(rank: int, impl: str) -> tuple[list[float], set[torch.dtype], torch.dtype]:
     options = {"cpu_ram_efficient_loading": True, "mixed_precision": "bf16", "activation_checkpointing": True}
-    with _accelerator(rank, impl, **options) as accelerator:
+    with accelerator_of(rank, impl, **options) as accelerator:
         model = llama(tied=False).to(torch.bfloat16)
         model, optimizer = accelerator._prepare_fsdp2(model, adamw(model.parameters()))
         losses = []
