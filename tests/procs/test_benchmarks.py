@@ -53,6 +53,12 @@ def test_optimizer() -> None:
 
 
 @pytest.mark.slow
+def test_bytes() -> None:
+    for result in _last_line("benchmarks.bytes", "--worlds", "1", "2")["results"]:
+        assert set(result["ways"]) == {"fsdp2", "gloo plan", "NCCL plan"}
+
+
+@pytest.mark.slow
 def test_recompute() -> None:
     rows = _last_line("benchmarks.recompute")["results"]["trainer"]["rows"]  # type: ignore[index]
     by_way = {(row["dtype"], row["recompute"]): row for row in rows}

@@ -189,3 +189,39 @@ def test_build_refuses_what_cannot_be_packed() -> None:
         ReduceLayout(two_parameters()).segment(0, -1)
     with pytest.raises(ValueError, match="index"):
         ReduceLayout(two_parameters()).presence(2, 0)
+
+
+@given(packs(), st.data())
+def test_direct_gradients_and_the_message_make_up_the_chunk(pack: Pack, data: st.DataObject) -> None:
+    """For each rank: direct gradients, the message and `unwritten` cover the whole chunk, each element once."""
+    layouts = [segment.layout for segment in pack.segments]
+    front = [i for i, layout in enumerate(layouts) if layout.gathers_in_place]
+    front = data.draw(st.lists(st.sampled_from(front), unique=True)) if front else []
+    pack = Pack.build(layouts, pack.align_numel, first=front)
+    whole, layout = ReduceLayout(pack), ReduceLayout(pack, tuple(front))
+    assert (layout.chunk_numel, layout.presence_offset) == (whole.chunk_numel, whole.presence_offset)
+    assert layout.numel == pack.world * layout.message_numel
+    for rank in range(pack.world):
+        covered = [*range(layout.message_start, layout.chunk_numel)]
+        for index in front:
+            offset = pack.segments[index].offset
+            covered += range(offset, offset + layouts[index].local_numel(rank))
+        for start, stop in layout.unwritten(rank):
+            covered += range(start, stop)
+        assert sorted(covered) == [*range(layout.chunk_numel)]
+        for index in layout.packed:
+            assert layout.segment(index, rank) == rank * layout.message_numel + (
+                pack.segments[index].offset - layout.message_start
+            )
+
+
+def test_direct_gradients_are_runs_of_memory_at_the_front() -> None:
+    """Others are refused by name."""
+    pack = two_parameters()
+    with pytest.raises(ValueError, match=r"first indices.*found \(1,\)"):
+        ReduceLayout(pack, direct=(1,))
+    with pytest.raises(ValueError, match="packed parameters"):
+        ReduceLayout(pack, direct=(0,)).segment(0, 0)
+    columns = Pack.build([ShardLayout((4, 3), dim=1, world=2)], 4, names=["wide"])
+    with pytest.raises(ValueError, match=r"wide, cut along dim 1 of \(4, 3\)"):
+        ReduceLayout(columns, direct=(0,))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard import MixedPrecisionPolicy, full_params, fully_shard, inspect_units, materialize
 from fullshard.comm import BufferPool, Dtypes, Links, ShardGroup, reduce_channel
-from fullshard.comm.reduce import MessageReduce
+from fullshard.comm.message import MessageReduce
 from fullshard.layout import Pack, ShardLayout
 from fullshard.policy import Controls
 from tests.harness.behaviours import behaviour
@@ -259,7 +259,7 @@ def test_gradients_of_any_strides_and_offset_are_sent_alike() -> None:
     with fake_world(3) as group:
         dtypes = Dtypes(*[torch.float32] * 4)
         links, pool = Links(ShardGroup(group, torch.device("cpu"))), BufferPool(keep=False)
-        channel = reduce_channel(links, pack, dtypes, pool, communication="auto", controls=Controls())
+        channel = reduce_channel(links, pack, (), dtypes, pool, communication="auto", controls=Controls())
         assert isinstance(channel, MessageReduce)
         expected, _ = channel.fill(whole, torch.float32)
         message = expected.tensor.view(3, -1)

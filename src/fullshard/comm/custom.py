@@ -52,15 +52,11 @@ _FINISHED = _Finished()
 
 
 class CustomBuffers(BufferPool):
-    """Buffers from `comm.allocate`: who allocates also decides what is reused, so none is kept here.
+    """Buffers from `comm.allocate`: who allocates also decides what is reused, so none is kept here."""
 
-    `zeroed`: some of a buffer is padding that nobody writes, and that others will see.
-    """
-
-    def __init__(self, comm: CustomComm, *, zeroed: bool) -> None:
+    def __init__(self, comm: CustomComm) -> None:
         super().__init__(keep=False)
         self._comm = comm
-        self._zeroed = zeroed
 
     def take(
         self,
@@ -69,10 +65,12 @@ class CustomBuffers(BufferPool):
         dtype: torch.dtype,
         device: torch.device,
         make_views: Callable[[Tensor], list[Tensor]] | None = None,
+        *,
+        zeroed: bool = False,
     ) -> Slot:
         with torch.inference_mode(False):
             slot = Slot(key, self._comm.allocate((numel,), dtype=dtype, device=device))
-            if self._zeroed:
+            if zeroed:
                 slot.tensor.zero_()
             if make_views is not None:
                 slot.views = make_views(slot.tensor)

@@ -13,6 +13,7 @@ is issued before the compute that is to hide it (ADR 0003).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,11 +59,15 @@ class ShardGroup:
         options.asyncOp = True
         return self.process_group._allgather_base(out, piece, options)
 
-    def exchange(self, out: Tensor, pieces: Tensor) -> Work:
-        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r."""
+    def exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int] = ()) -> Work:
+        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r.
+
+        With `numels`, chunk r of `pieces` has numels[r] elements, and every chunk of `out` as many as this rank's.
+        """
         options = AllToAllOptions()
         options.asyncOp = True
-        return self.process_group.alltoall_base(out, pieces, [], [], options)
+        arriving = [numels[self.rank]] * self.world if numels else []
+        return self.process_group.alltoall_base(out, pieces, arriving, list(numels), options)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""

@@ -4,7 +4,8 @@ On a CPU a fresh large buffer costs a page fault for every 4 KiB when it is firs
 and views of a buffer that stays can be made once. On a device with a caching allocator neither holds, and keeping
 buffers would only hide memory from it: there every buffer is new.
 
-A buffer belongs to one key (one layout), so its padding, zeroed once, is never written.
+A buffer belongs to one key (one layout), so its padding, zeroed once, is never written. Only buffers with padding that
+others see are zeroed: send buffers. What a message or a copy fills whole is not.
 """
 
 from __future__ import annotations
@@ -52,14 +53,17 @@ class BufferPool:
         dtype: torch.dtype,
         device: torch.device,
         make_views: Callable[[Tensor], list[Tensor]] | None = None,
+        *,
+        zeroed: bool = False,
     ) -> Slot:
-        """A buffer of `numel` elements, zeroed when it is new, with the views that `make_views` makes of it."""
+        """A buffer of `numel` elements, with the views that `make_views` makes of it; `zeroed` when it is new."""
         free = self._free.get(key)
         if free:
             return free.pop()
         # The first use may be an evaluation; a buffer made in inference mode could not be written in training.
         with torch.inference_mode(False):
-            slot = Slot(key, torch.zeros(numel, dtype=dtype, device=device))
+            make = torch.zeros if zeroed else torch.empty
+            slot = Slot(key, make(numel, dtype=dtype, device=device))
             if make_views is not None:
                 slot.views = make_views(slot.tensor)
         if self._keep:

@@ -29,7 +29,7 @@ from .reduction import Dtypes, FirstStage
 
 
 class Chunks(Protocol):
-    """The shapes of a chunk: `comm.reduce.MessageReduce`."""
+    """The shapes of a chunk: `comm.message.MessageReduce`."""
 
     layout: ReduceLayout
 
@@ -54,7 +54,7 @@ class AfterSum(NamedTuple):
 
 
 class StagedReduction:
-    """One reduction, through both messages. See `comm.reduce.Reduction`."""
+    """One reduction, through both messages. See `comm.reduction.Reduction`."""
 
     def __init__(
         self,

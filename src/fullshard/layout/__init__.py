@@ -12,6 +12,7 @@ from .gather import GatherPlan as GatherPlan
 from .gather import Span as Span
 from .gather import direct_indices as direct_indices
 from .gather import plan_gather as plan_gather
+from .gather import sends_directly as sends_directly
 from .memory import Term as Term
 from .memory import UnitMemory as UnitMemory
 from .memory import backward_terms as backward_terms

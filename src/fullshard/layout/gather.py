@@ -23,6 +23,14 @@ from .shard import ShardLayout, require_int
 GROUPING_BACKENDS = frozenset({"nccl"})
 
 
+def sends_directly(backend: str) -> bool:
+    """Whether gradients that need no packing are sent one by one, and their parts summed in one operation on arrival.
+
+    Elsewhere one message of all of them, whose parts are added one after the other in rank order, is faster.
+    """
+    return backend in GROUPING_BACKENDS
+
+
 class Span(NamedTuple):
     """A range [start, stop) of elements of the flat local buffer."""
 

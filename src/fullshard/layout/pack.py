@@ -6,6 +6,7 @@ alignment:
     local buffer of a rank     aaaaaa__bbb.cccc          segments at 0, 8, 12; padded_local_numel 16
     gathered buffer            aaaaaa__bbb.ccccaaaaaa__bbb.cccc       rank-major: rank r starts at 16 * r
     one reduction message      aaaaaa__bbb.cccc110_      per rank: a chunk of the same offsets, then presence
+    with `a` direct                    bbb.cccc110_      what is left of the chunk; `a` travels by itself
 
 Everything is counted in elements, so the offsets are the same in storage, compute and reduce dtype. Every
 list is indexed by the position of the parameter in the `layouts` given to `Pack.build`; `order` alone says
@@ -225,7 +226,7 @@ def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int
 
 @dataclass(frozen=True, slots=True)
 class ReduceLayout:
-    """The send buffer of one gradient reduction: (world, chunk_numel), one chunk for each receiving rank.
+    """The chunks of one gradient reduction, (world, chunk_numel), one for each receiving rank, and how they travel.
 
     A chunk has the offsets of the pack, followed by one presence element per parameter: 1 where this rank
     produced a gradient for it, else 0. So the presence of each gradient travels with the message: the
@@ -233,14 +234,36 @@ class ReduceLayout:
     reduction a parameter got a gradient somewhere exactly when its presence is not 0 (a sum or an average
     of zeros and ones, in any float dtype).
 
+    The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
+    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel).
+
     >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
     >>> layout = ReduceLayout(pack)
     >>> layout.presence_offset, layout.chunk_numel, layout.numel
     (12, 16, 32)
+    >>> ReduceLayout(pack, direct=(0,)).message_start, ReduceLayout(pack, direct=(0,)).numel
+    (8, 16)
     """
 
     # The parameters whose gradients are reduced together: of trainable parameters, if some are frozen.
     pack: Pack
+    # The first ones of `pack.order`; each gathers in place, so the parts of the ranks are runs of the whole gradient.
+    direct: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        front = self.pack.order[: len(self.direct)]
+        if self.direct != front:
+            raise ValueError(
+                f"direct: expected the first indices of the pack's order {self.pack.order}, found {self.direct}; "
+                f"build the pack with first=direct"
+            )
+        for index in self.direct:
+            segment = self.pack.segments[index]
+            if not segment.layout.gathers_in_place:
+                raise ValueError(
+                    f"direct: expected parameters whose shards are runs of their memory, found {segment.name}, cut "
+                    f"along dim {segment.layout.dim} of {segment.layout.shape}; leave it in the message"
+                )
 
     @property
     def presence_offset(self) -> int:
@@ -249,25 +272,59 @@ class ReduceLayout:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of the message for one rank."""
+        """Elements of what one rank gets: its part of every gradient, and presence."""
         return align_up(self.presence_offset + len(self.pack.segments), self.pack.align_numel)
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """The parameters whose gradients are in the message, in buffer order."""
+        return self.pack.order[len(self.direct) :]
+
+    @property
+    def message_start(self) -> int:
+        """First element of a chunk that is in the message."""
+        return self.pack.segments[self.packed[0]].offset if self.packed else self.presence_offset
+
+    @property
+    def message_numel(self) -> int:
+        """Elements of the message for one rank."""
+        return self.chunk_numel - self.message_start
 
     @property
     def numel(self) -> int:
         """Elements of the whole send buffer."""
-        return self.pack.world * self.chunk_numel
+        return self.pack.world * self.message_numel
+
+    def unwritten(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of a chunk that neither the message nor a direct gradient of `rank` writes: padding.
+
+        >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+        >>> ReduceLayout(pack, direct=(0,)).unwritten(0)
+        ((6, 8),)
+        """
+        found = []
+        for place, index in enumerate(self.direct):
+            segment = self.pack.segments[index]
+            start = segment.offset + segment.layout.local_numel(rank)
+            after = place + 1
+            stop = self.pack.segments[self.direct[after]].offset if after < len(self.direct) else self.message_start
+            if start < stop:
+                found.append((start, stop))
+        return tuple(found)
 
     def segment(self, index: int, rank: int) -> int:
-        """First element, in the send buffer, of the gradient of parameter `index` that goes to `rank`."""
-        return self._chunk(rank) + self.pack.segments[index].offset
+        """First element, in the send buffer, of the gradient of packed parameter `index` that goes to `rank`."""
+        if index in self.direct:
+            raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
+        return self._message(rank) + self.pack.segments[index].offset - self.message_start
 
     def presence(self, index: int, rank: int) -> int:
         """The presence element of parameter `index`, in the send buffer, of the message to `rank`."""
         if not 0 <= index < len(self.pack.segments):
             raise ValueError(f"index: expected 0 <= index < {len(self.pack.segments)}, found {index!r}")
-        return self._chunk(rank) + self.presence_offset + index
+        return self._message(rank) + self.presence_offset - self.message_start + index
 
-    def _chunk(self, rank: int) -> int:
+    def _message(self, rank: int) -> int:
         if not 0 <= rank < self.pack.world:
             raise ValueError(f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group")
-        return rank * self.chunk_numel
+        return rank * self.message_numel

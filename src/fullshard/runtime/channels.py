@@ -64,7 +64,7 @@ class Channels(NamedTuple):
         plan, pool, custom = group.plan, self.pool, self.controls.gather
         one_message = custom is not None or self.controls.strategy(self.communication) == "torch"
         if custom is not None:
-            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom, zeroed=False)
+            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom)
         if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
             plan = GatherPlan(direct=(), packed=pack.order)
         return PlannedGather(shard, pack, plan, flat, group.memory, pool)
@@ -72,11 +72,16 @@ class Channels(NamedTuple):
     def reduce(self, group: ParamGroup, links: Links) -> ReduceChannel:
         """From gradients of the parameters of `group` that are trainable now to those of the shards."""
         segments = [group.pack.segments[i] for i in group.trainable]
-        pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
+        # Those that are gathered straight into place may leave straight from where their gradients are.
+        direct = [place for place, i in enumerate(group.trainable) if i in group.plan.direct]
+        pack = Pack.build(
+            [s.layout for s in segments], group.pack.align_numel, first=direct, names=[s.name for s in segments]
+        )
         precision = group.precision
         channel = reduce_channel(
             links,
             pack,
+            tuple(direct),
             Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage),
             self.pool,
             communication=self.communication,

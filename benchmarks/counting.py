@@ -1,0 +1,159 @@
+"""Bytes that a step writes and sends, counted where torch dispatches operations; and the plan that NCCL gets, on a CPU.
+
+    written    what operations write: new results and tensors changed in place, `.data` writes, list (foreach) copies,
+               clones that autograd makes, and the bytes that a storage keeps when it grows (which no operation shows)
+    messages   what is given to collectives, by kind; their outputs are written by them and are not in `written`
+
+Nothing is sampled or estimated: an operation whose writes are not known stops the count. What a kernel writes inside of
+itself and throws away is not seen (a CPU sums bfloat16 into float32 by way of a float32 copy; a GPU does not).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# New memory without contents, and changes of what a tensor says about its memory.
+_WRITES_NOTHING = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "set_",
+        "resize_",
+        "detach_",
+        "as_strided_",
+        "t_",
+        "transpose_",
+        "squeeze_",
+        "unsqueeze_",
+    }
+)
+# Collectives: the position of the tensors whose bytes are the message.
+_MESSAGES = {
+    "_allgather_base_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "allreduce_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+}
+
+
+class ByteCounter(TorchDispatchMode):
+    """Counts while it is entered. `written` is by name of the operation, `messages` by kind of collective; bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self._growing: Any = None
+
+    @property
+    def written_nbytes(self) -> int:
+        return sum(self.written.values())
+
+    @property
+    def messages_nbytes(self) -> int:
+        return sum(self.messages.values())
+
+    def __enter__(self) -> ByteCounter:
+        self._growing = mock.patch.object(torch.UntypedStorage, "resize_", self._noting_growth())
+        self._growing.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._growing.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count_message(func, args)
+        elif func.namespace == "fsdp":
+            self._count_fsdp2(func, args, kwargs or {})
+        elif func.namespace == "aten":
+            self._count(func, args, kwargs or {}, result)
+        elif func.namespace != "profiler":
+            raise NotImplementedError(f"{func}: expected an operation of aten, c10d or fsdp; say here what it writes")
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _WRITES_NOTHING:
+            return
+        given = [*args, *kwargs.values()]
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+        nbytes = 0
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+                nbytes += sum(map(_nbytes, _tensors([value])))
+        # A result that is, or looks into, an argument was counted as one if it was written.
+        nbytes += sum(_nbytes(t) for t in _tensors([result]) if t.untyped_storage()._cdata not in known)
+        self.written[name] += nbytes
+
+    def _count_message(self, func: Any, args: Any) -> None:
+        name = func._schema.name.removeprefix("c10d::")
+        if name == "barrier":
+            return
+        kind, position = _MESSAGES[name]
+        self.messages[kind] += sum(map(_nbytes, _tensors([args[position]])))
+
+    def _count_fsdp2(self, func: Any, args: Any, kwargs: Any) -> None:
+        # torch's own copies between parameters and messages, which do not say in their schema what they write.
+        name = func._schema.name.removeprefix("fsdp::")
+        if name == "all_gather_copy_in":
+            written = args[0]
+        elif name in ("split_with_sizes_copy", "chunk_cat"):
+            written = kwargs["out"]
+        else:
+            raise NotImplementedError(f"{func}: say here what it writes")
+        self.written[f"fsdp::{name}"] += sum(map(_nbytes, _tensors([written])))
+
+    def _noting_growth(self) -> Any:
+        resize, counter = torch.UntypedStorage.resize_, self
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            counter.written["storage growth"] += min(storage.size(), nbytes) if storage.size() != nbytes else 0
+            return resize(storage, nbytes)
+
+        return resize_
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def nccl_plan(direct_nbytes: int) -> Iterator[None]:
+    """What is sharded and first run here gets the plan of NCCL on a GPU, whatever the backend.
+
+    Parameters of at least `direct_nbytes` (in the compute dtype) travel by themselves, the others packed, and no
+    buffers are kept between steps.
+    """
+    from fullshard.runtime.shared import Shared
+
+    with (
+        mock.patch("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake", "gloo", "threaded"})),
+        mock.patch("fullshard.api.fully_shard.DIRECT_GATHER_NBYTES", direct_nbytes),
+        mock.patch("fullshard.runtime.root.Shared", lambda *, keep: Shared(keep=False)),
+    ):
+        yield

@@ -1,0 +1,141 @@
+"""Gradients that are sent from where autograd put them: nothing is packed, nothing is cast, one sum on arrival.
+
+    direct parameters   one all-to-all each: the parts of the ranks are runs of the gradient, of unequal length where
+                        the rows do not divide
+    all others          one all-to-all of the message, with presence, as everywhere
+    sum                 for each message one operation that reads what every rank sent, adds it in the sum dtype, and
+                        divides: 1/W of the gradients are written, where adding rank by rank writes all of them
+
+The order in which that operation adds depends on the number of ranks and nothing else, so results are the same from run
+to run. Gradients stay in memory until their message was received: they are the send buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import ReduceLayout
+from ..policy import Scale
+from .group import ShardGroup, Work
+from .message import MessageReduce
+from .pool import BufferPool, Slot
+from .reduction import Dtypes, FirstStage
+from .replicate import AfterSum
+
+
+class _Run(NamedTuple):
+    """One direct parameter. Counts are elements."""
+
+    position: int
+    # Of the whole gradient, and of each rank's part of it.
+    numel: int
+    numels: tuple[int, ...]
+    # Where this rank's part goes in the chunk.
+    offset: int
+    own_numel: int
+
+
+class _Arriving(NamedTuple):
+    """A direct gradient under way. Both ends of the message are kept until it was waited for."""
+
+    work: Work
+    run: _Run
+    sent: Tensor
+    receive: Slot
+
+
+class DirectReduce(MessageReduce):
+    """See the module. `layout.direct` may be empty."""
+
+    def __init__(
+        self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
+    ) -> None:
+        super().__init__(group, layout, dtypes, pool, scale, after)
+        self._runs = []
+        for index in layout.direct:
+            segment = layout.pack.segments[index]
+            numels = tuple(segment.layout.local_numel(rank) for rank in range(group.world))
+            self._runs.append(_Run(index, segment.layout.numel, numels, segment.offset, numels[group.rank]))
+        self.padding = layout.unwritten(group.rank)
+
+    def send_dtype(self, accumulated: bool) -> torch.dtype:
+        return self.dtypes.reduce if accumulated else self.dtypes.wire
+
+    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+        arriving = [self._send_one(run, gradients[run.position], dtype) for run in self._runs]
+        receive = self.pool.take(self.key("receive", dtype), self.layout.numel, dtype, self.device)
+        work = self.group.exchange(receive.tensor, send.tensor)
+        return _Direct(self, work, send, receive, arriving)
+
+    def _send_one(self, run: _Run, gradient: Tensor | None, dtype: torch.dtype) -> _Arriving:
+        if gradient is None:
+            sent = torch.zeros(run.numel, dtype=dtype, device=self.device)
+        else:
+            # The gradient itself, unless it lies otherwise in memory or was made in another dtype.
+            sent = gradient.to(dtype).reshape(-1)
+        world = self.group.world
+        receive = self.pool.take(
+            self.pool.key("direct", run.own_numel, world, dtype), world * run.own_numel, dtype, self.device
+        )
+        is_even = len(set(run.numels)) == 1
+        work = self.group.exchange(receive.tensor, sent, () if is_even else run.numels)
+        return _Arriving(work, run, sent, receive)
+
+    def sum_into(self, out: Tensor, received: Tensor) -> None:
+        """What every rank sent, (world * n,), summed and scaled into `out` (n,), which has the sum dtype."""
+        world, before = self.group.world, self.scale.before
+        rows = received.view(world, out.numel())
+        if before == world:
+            torch.mean(rows, 0, dtype=out.dtype, out=out)
+            return
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+        if before != 1:
+            out.div_(before)
+
+
+class _Direct:
+    reuses = False
+
+    def __init__(self, channel: DirectReduce, work: Work, send: Slot, receive: Slot, arriving: list[_Arriving]) -> None:
+        self._channel = channel
+        self._work = work
+        self._send = send
+        self._receive = receive
+        self._arriving = arriving
+
+    def total(self) -> Tensor:
+        channel = self._channel
+        layout = channel.layout
+        total = torch.empty(layout.chunk_numel, dtype=channel.dtypes.sum, device=channel.device)
+        if channel.padding:
+            torch._foreach_zero_([total[start:stop] for start, stop in channel.padding])
+        # In the order in which they were sent, and each is given up before the next one is waited for.
+        for work, run, _, receive in self._arriving:
+            work.wait()
+            if run.own_numel:  # not on a rank past the end
+                channel.sum_into(total[run.offset : run.offset + run.own_numel], receive.tensor)
+            channel.pool.give(receive)
+        self._arriving = []
+        self._work.wait()
+        channel.sum_into(total[layout.message_start :], self._receive.tensor)
+        self._give_back()
+        return total
+
+    def release(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        for arriving in self._arriving:
+            arriving.work.wait()
+            self._channel.pool.give(arriving.receive)
+        self._arriving = []
+        self._work.wait()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._channel.pool.give(self._send)
+        self._channel.pool.give(self._receive)

@@ -1,0 +1,141 @@
+"""What the reductions that send something share: the send buffer, and the shapes of what comes of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import Piece, ReduceLayout, Segment, contiguous_stride
+from ..policy import Scale
+from .group import ShardGroup
+from .pool import BufferPool, Slot
+from .reduction import Dtypes, FirstStage, Reduction
+from .replicate import AfterSum, StagedReduction
+
+
+class _Target(NamedTuple):
+    """Where one packed parameter's full gradient goes in the send buffer."""
+
+    # Of the parameter among those of the pack.
+    position: int
+    pieces: tuple[Piece, ...]
+    # (ranks, elements of one rank) where the gradient as it lies in memory is whole ranks behind each other.
+    rows: tuple[int, int] | None
+    # First element within the message for one rank.
+    offset: int
+
+    @classmethod
+    def of(cls, segment: Segment, message_start: int) -> _Target:
+        pieces = segment.layout.pieces
+        rows = (pieces[0].ranks, pieces[0].block) if len(pieces) == 1 and pieces[0].outer == 1 else None
+        return cls(segment.index, pieces, rows, segment.offset - message_start)
+
+
+class MessageReduce:
+    """What the strategies over several ranks share: the send buffer and the shapes of the result."""
+
+    def __init__(
+        self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
+    ) -> None:
+        self.group = group
+        self.layout = layout
+        self.dtypes = dtypes
+        self.pool = pool
+        self.scale = scale
+        self.after = after
+        self.device = group.device
+        world = group.world
+        pack = layout.pack
+        self._targets = [_Target.of(pack.segments[i], layout.message_start) for i in layout.packed]
+        # (local shape, contiguous stride, offset) of this rank's part of each parameter in one chunk
+        self.parts = [
+            (shape := segment.layout.local_shape(group.rank), contiguous_stride(shape), segment.offset)
+            for segment in pack.segments
+        ]
+        self._world = world
+        self._all_present = len(pack.segments)
+        self._keys: dict[tuple[str, torch.dtype], int] = {}
+
+    def issue(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        accumulated: bool,
+        partials: Sequence[Tensor | None] = (),
+        keep: bool = False,
+    ) -> Reduction:
+        dtype = self.send_dtype(accumulated)
+        send, complete = self.fill(gradients, dtype)
+        return StagedReduction(self, self.after, self.send(send, dtype, gradients), complete, partials, keep=keep)
+
+    @abstractmethod
+    def send_dtype(self, accumulated: bool) -> torch.dtype:
+        """In which dtype gradients are put into the send buffer."""
+
+    @abstractmethod
+    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+        """Send the buffer, which is given back when it is no longer needed, and the direct ones of `gradients`."""
+
+    def key(self, use: str, dtype: torch.dtype) -> int:
+        found = self._keys.get((use, dtype))
+        if found is None:
+            found = self._keys[use, dtype] = self.pool.key(use, self.layout, dtype)
+        return found
+
+    def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
+        """A send buffer with presence and the packed gradients in it; whether all gradients are there, direct too."""
+        numel, views_of = self.layout.numel, self._send_views
+        slot = self.pool.take(self.key("send", dtype), numel, dtype, self.device, views_of, zeroed=True)
+        presence = slot.views[-1]
+        sources, destinations = [], []
+        complete = all(gradient is not None for gradient in gradients)
+        views = iter(slot.views)
+        for position, pieces, rows, _ in self._targets:
+            gradient = gradients[position]
+            if gradient is None:
+                for _ in pieces:
+                    next(views).zero_()
+            elif rows is not None:
+                destinations.append(next(views))
+                sources.append(gradient.reshape(*rows))  # not a tuple: twice the time
+            else:
+                whole = gradient.contiguous()
+                first = whole.storage_offset()
+                for piece in pieces:
+                    destinations.append(next(views))
+                    sources.append(whole.as_strided(piece.sizes, piece.full_strides, first + piece.full_start))
+        if sources:
+            torch._foreach_copy_(destinations, sources)
+        if complete:
+            presence.fill_(1)
+        else:
+            presence.copy_(torch.tensor([float(g is not None) for g in gradients], dtype=dtype, device=self.device))
+        return slot, complete
+
+    def _send_views(self, send: Tensor) -> list[Tensor]:
+        layout = self.layout
+        chunk = layout.message_numel
+        views = []
+        for target in self._targets:
+            if target.rows is not None:
+                views.append(send.as_strided(target.rows, (chunk, 1), target.offset))
+                continue
+            for piece in target.pieces:
+                start = piece.first_rank * chunk + target.offset
+                views.append(send.as_strided(piece.sizes, piece.message_strides(chunk), start))
+        presence = (self._world, self._all_present)
+        views.append(send.as_strided(presence, (chunk, 1), layout.presence_offset - layout.message_start))
+        return views
+
+    def split(self, mean: Tensor, complete: bool) -> list[Tensor | None]:
+        """The parameters' parts of the reduced chunk. `complete`: this rank had all gradients, so all are present."""
+        parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
+        if not complete:
+            start = self.layout.presence_offset
+            present = mean[start : start + self._all_present].tolist()
+            parts = [part if there else None for part, there in zip(parts, present, strict=True)]
+        return parts
