@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -25,7 +27,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.harness.behaviours import behaviour
-from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
+from tests.harness.implementations import (
+    FULLSHARD,
+    TORCH,
+    Implementation,
+    for_each_implementation,
+    run,
+    sharded,
+)
 from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, train_reference
 
 # Compared after a few steps, each of which may differ from plain training by 2 eps of a tensor's maximum.
@@ -227,6 +236,39 @@ def test_assigning_keeps_parameter_objects_marks_and_hooks(impl: Implementation)
             seen.clear()
 
     run(rank_main, impl)
+
+
+@behaviour(
+    "a parameter that `load_state_dict(assign=True)` had to replace is named, and so is the optimizer that still has it",
+    area="state",
+    torch="better",
+    reason="torch replaces all of them; the optimizer goes on with those that the model has no longer, silently",
+)
+def test_a_parameter_that_cannot_be_kept_is_named(impl: Implementation) -> None:
+    """torch exchanges no tensors to which there are weak references, or which a graph holds."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = sharded(impl, nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = dict(model.named_parameters())
+        values = {name: torch.full(p.shape, 0.5, dtype=torch.float64) for name, p in before.items()}
+        state = {n: distribute_tensor(v, before[n].device_mesh, before[n].placements) for n, v in values.items()}
+        held = weakref.ref(before["0.weight"]), before["1.bias"].pow(2).sum()
+        model.load_state_dict(state, assign=True)
+        x = torch.ones(2, 5, dtype=torch.float64)
+        model(x).sum().backward()
+        kept = {name for name, p in model.named_parameters() if p is before[name]}
+        assert kept == {"0.bias", "1.weight"}
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\) replaced: 0\.weight, 1\.bias; "):
+            optimizer.step()
+        del held
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        assert not any(torch.equal(p.full_tensor(), values[name]) for name, p in model.named_parameters())
+
+    with pytest.warns(UserWarning, match="its step is refused") as warned:
+        run(rank_main, impl)
+    said = " ".join(str(warning.message) for warning in warned)
+    assert re.search(r"found 0\.weight: .* weakref", said) and re.search(r"found 1\.bias: .* use_count", said)
 
 
 @behaviour("keys that do not match, with `strict` and without", area="state")

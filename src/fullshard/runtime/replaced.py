@@ -1,6 +1,6 @@
-"""Parameters that `fully_shard` took off their modules, for as long as somebody still holds them.
+"""Parameters that `fully_shard` took off their modules, or loading did, for as long as somebody still holds them.
 
-An optimizer that was built before `fully_shard` holds them. No gradient reaches them any more, so its steps would train
+An optimizer that was built before holds them. No gradient reaches them any more, so its steps would train
 nothing and say nothing: the first one is refused instead. Handing it the new parameters silently would be no better:
 what it already keeps for the old ones (momentum, master weights, groups by shape) is of whole parameters.
 
@@ -30,8 +30,10 @@ class _Replaced(NamedTuple):
     unit: weakref.ref[Unit]
     # Below the unit, as `ShardedParam` has it.
     name: str
-    # The one it had then, of training before it was sharded.
+    # The one it had then, of training before it was replaced.
     gradient: weakref.ref[Tensor] | None
+    # What replaced it, and by what.
+    how: str
 
 
 _replaced: dict[int, _Replaced] = {}  # by identity; an entry goes with its parameter
@@ -40,24 +42,32 @@ _registrations = itertools.count()
 
 def note_replaced(unit: Unit, found: Iterable[Found]) -> None:
     """`found` stood on the modules of `unit` before its shards did."""
+    for item in found:
+        _note(unit, item.parameter, item.name, "fully_shard replaced by shards")
+
+
+def note_assigned(unit: Unit, old: Tensor, name: str) -> None:
+    """Another parameter was assigned to the place of `old`, which is `name` below `unit`."""
+    _note(unit, old, name, "load_state_dict(assign=True) replaced")
+
+
+def _note(unit: Unit, parameter: Tensor, name: str, how: str) -> None:
     if next(_registrations) == 0:
         register_optimizer_step_pre_hook(_refuse_replaced)
-    of_unit = weakref.ref(unit)
-    for item in found:
-        key = id(item.parameter)
+    key = id(parameter)
 
-        def forget(_: weakref.ref[Tensor], key: int = key) -> None:
-            _replaced.pop(key, None)
+    def forget(_: weakref.ref[Tensor]) -> None:
+        _replaced.pop(key, None)
 
-        gradient = item.parameter.grad
-        of_gradient = None if gradient is None else weakref.ref(gradient)
-        _replaced[key] = _Replaced(weakref.ref(item.parameter, forget), of_unit, item.name, of_gradient)
+    gradient = parameter.grad
+    of_gradient = None if gradient is None else weakref.ref(gradient)
+    _replaced[key] = _Replaced(weakref.ref(parameter, forget), weakref.ref(unit), name, of_gradient, how)
 
 
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _replaced:
         return
-    names = []
+    names, how = [], ""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entry = _replaced.get(id(parameter))
@@ -67,12 +77,13 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
             unit = entry.unit()
             if unit is not None:
                 names.append(_name(unit, entry.name))
+                how = how or entry.how
     if names:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step: expected parameters that are on the model, found some that fully_shard "
-            f"replaced by shards: {shown}; no gradient reaches them, so the step would train nothing. Build the "
-            f"optimizer after fully_shard, from model.parameters()"
+            f"{type(optimizer).__name__}.step: expected parameters that are on the model, found some that {how}: "
+            f"{shown}; no gradient reaches them, so the step would train nothing. Build the optimizer after that, from "
+            f"model.parameters()"
         )
 
 

@@ -13,6 +13,7 @@ The hooks are on every module that holds a parameter of the unit, so that the st
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensor_like, hand_over_hooks, local_of
 from ..param import ShardedParam, Slot, local_part
+from .replaced import note_assigned
 from .unit import Unit
 
 
@@ -57,6 +59,8 @@ class _ModuleHooks:
         # While a state dict is taken: what stood where. While one is loaded: what stood there before.
         self._hidden: list[tuple[Slot, nn.Parameter]] = []
         self._before: list[tuple[Slot, nn.Parameter | None]] = []
+        # Of the keys in the dict that is loaded.
+        self._prefix = ""
 
     def before_saving(self, *_: object) -> None:
         self._hidden = []
@@ -77,6 +81,7 @@ class _ModuleHooks:
             return  # full parameters stand there and are loaded as those of any model
         if self._unit.root is not None:
             self._unit.root.reshard(self._unit)
+        self._prefix = prefix
         self._before = [(place.slot, place.slot.get()) for place in self._places]
         for (slot, parameter), place in zip(self._before, self._places, strict=True):
             value = state_dict.get(prefix + slot.name)
@@ -90,10 +95,23 @@ class _ModuleHooks:
 
     def after_loading(self, *_: object) -> None:
         before, self._before = self._before, []
-        for slot, old in before:
+        strangers: dict[str, str] = {}
+        for (slot, old), place in zip(before, self._places, strict=True):
             new = slot.get()
             if new is not old and isinstance(old, DTensor) and isinstance(new, DTensor) and new.shape == old.shape:
-                _adopt(slot, old, new)
+                held = _adopt(slot, old, new)
+                if held is not None:
+                    strangers[self._prefix + slot.name] = held
+                    note_assigned(self._unit, old, place.param.name)
+        if strangers:
+            warnings.warn(
+                f"load_state_dict(assign=True): expected parameters that nobody else holds, so that they can take "
+                f"another dtype or device, found {', '.join(f'{name}: {held}' for name, held in strangers.items())}; "
+                f"the model has other parameters there now. An optimizer that holds the old ones would train nothing, "
+                f"and its step is refused: build it after this, or end the weak reference or the graph before",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _sharded_as(parameter: DTensor, value: Tensor, device: torch.device) -> DTensor:
@@ -110,8 +128,11 @@ def _sharded_as(parameter: DTensor, value: Tensor, device: torch.device) -> DTen
     return made if part.is_meta else dtensor_like(made, part.to(device))
 
 
-def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Let `old`, which optimizers may hold, have the value (and dtype and device) of `new`, which was assigned."""
+def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> str | None:
+    """Let `old`, which optimizers may hold, have the value (and dtype and device) of `new`, which was assigned.
+
+    Returns what keeps torch from exchanging the two, where something does: then the new one stays, as in torch.
+    """
     here, there = local_of(old), local_of(new)
     with torch.inference_mode(False), torch.no_grad():
         if here.dtype is there.dtype and here.device == there.device and here.shape == there.shape:
@@ -119,9 +140,10 @@ def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> None:
         else:
             try:
                 torch.utils.swap_tensors(old, new)
-            except RuntimeError:
-                return  # somebody holds a weak reference or a graph: the new one stays, as in torch
+            except RuntimeError as error:
+                return str(error)
             # What callers left on the parameter stays with it.
             old.__dict__.update(new.__dict__)
             hand_over_hooks(new, old)
     slot.put(old)
+    return None
