@@ -27,7 +27,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "runtime": LOWER,
     "compose": LOWER | {"runtime"},
     "api": LOWER | {"runtime", "compose"},
-    "checkpoint": frozenset({"layout", "param", "_torch_compat", "_version", ""}),
+    "checkpoint": frozenset({"layout", "comm", "_torch_compat", "_version", ""}),
     "planner": frozenset({"layout", "lifecycle", "policy"}),
     "observe": LOWER | {"runtime", "planner", ""},
     "migrate": frozenset({""}),
@@ -37,7 +37,10 @@ ROOMS: dict[str, frozenset[str]] = {
 }
 # Decided without torch, so that they run anywhere and in microseconds. Modules that do not exist yet are pure once
 # they do.
-PURE = ("fullshard.layout", "fullshard.lifecycle", "fullshard.planner", "fullshard.checkpoint.plan")
+PURE = ("fullshard.layout", "fullshard.lifecycle", "fullshard.planner") + tuple(
+    f"fullshard.checkpoint.{name}"
+    for name in ("directory", "errors", "files", "keep", "manifest", "merge", "plan", "safetensors", "values")
+)
 # The one file of the planner that may look at a real model.
 IMPURE_FILES = frozenset({"planner/facts.py"})
 

@@ -2,7 +2,7 @@
 
 `group` (the messages), `blocks` (of few ranks), `gather` and `reduce` (strategies over them), `reduction` (what these
 make), `replicate` (what follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small
-messages by which ranks come to one answer).
+messages by which ranks come to one answer), `messages` (texts, on a group of their own).
 """
 
 from .agree import agreed as agreed
@@ -21,6 +21,9 @@ from .group import Links as Links
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over
 from .group import mesh_links as mesh_links
+from .messages import Messenger as Messenger
+from .messages import alone as alone
+from .messages import messenger as messenger
 from .offload import HostLink as HostLink
 from .offload import OffloadedGather as OffloadedGather
 from .offload import OffloadedReduce as OffloadedReduce

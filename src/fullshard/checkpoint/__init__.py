@@ -1,0 +1,53 @@
+"""Checkpoints that are whole or absent: saved by any number of ranks, loaded by any other, every byte checked.
+
+    from fullshard import checkpoint
+
+    model_state, optimizer_state = checkpoint.get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": step}
+    checkpoint.save(state, checkpoint_id="out/step-100")
+
+Read in this order: `manifest` (what is in a checkpoint), `directory` (how it becomes current), `plan` (who has which
+part), `save`, `load`. docs/checkpoints.md says what is promised.
+"""
+
+from .api import CheckpointWriter as CheckpointWriter
+from .api import TensorSpec as TensorSpec
+from .api import inspect as inspect
+from .api import is_complete as is_complete
+from .api import latest as latest
+from .api import load as load
+from .api import open_checkpoint as open_checkpoint
+from .api import retain as retain
+from .api import save as save
+from .api import verify as verify
+from .errors import CheckpointBusy as CheckpointBusy
+from .errors import CheckpointDamaged as CheckpointDamaged
+from .errors import CheckpointError as CheckpointError
+from .errors import CheckpointIOError as CheckpointIOError
+from .errors import CheckpointMismatch as CheckpointMismatch
+from .errors import CheckpointNotFound as CheckpointNotFound
+from .manifest import Manifest as Manifest
+from .state import get_state_dict as get_state_dict
+from .state import set_state_dict as set_state_dict
+
+__all__ = [
+    "CheckpointBusy",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointIOError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "CheckpointWriter",
+    "Manifest",
+    "TensorSpec",
+    "get_state_dict",
+    "inspect",
+    "is_complete",
+    "latest",
+    "load",
+    "open_checkpoint",
+    "retain",
+    "save",
+    "set_state_dict",
+    "verify",
+]

@@ -1,0 +1,167 @@
+"""The functions of `fullshard.checkpoint`; what they do is in the files that they call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..comm import Messenger, alone, messenger
+from .directory import open_folder, read_current
+from .errors import CheckpointDamaged, CheckpointError
+from .files import doing
+from .keep import latest as _latest
+from .keep import retain as _retain
+from .load import LoadJob, LoadOptions, Rename
+from .manifest import Manifest
+from .opened import CheckpointWriter as CheckpointWriter
+from .opened import Opened
+from .opened import TensorSpec as TensorSpec
+from .reader import Reader
+from .save import SaveJob, snapshot
+from .tree import flatten
+
+Location = str | os.PathLike[str]
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: Location,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    take_first: Sequence[str] = (),
+) -> str:
+    """Save `state_dict` to the directory `checkpoint_id`, which all ranks share; all of `process_group` call it.
+
+    `state_dict`: nested dicts of tensors (DTensors: each rank's part of them; plain ones: equal on all ranks that have
+    them), of None, bool, int, float, str, lists, tuples and dicts of these, and of objects with `state_dict` and
+    `load_state_dict`. Keys may be on some of the ranks only. `no_dist`: this process by itself, whatever groups exist.
+    `take_first`: keys, in which * stands for anything, of which the lowest rank's is taken where ranks differ.
+
+    Returns the directory of the new generation. A checkpoint that was there is replaced at once at the end; until then,
+    and after any error, it is what it was. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
+    differs between ranks, `CheckpointIOError`, `CheckpointBusy`.
+    """
+    path = _location("save", checkpoint_id)
+    _checked("save", state_dict)
+    return SaveJob(path, _messenger(process_group, no_dist), take_first).run(snapshot(flatten(state_dict)))
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: Location,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    cast: bool = False,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    rename: Rename | None = None,
+    manifest_sha256: str | None = None,
+) -> None:
+    """Load the checkpoint in `checkpoint_id` into `state_dict`, in place; every rank of `process_group` calls it.
+
+    Tensors are written where they are, in any placement and on any number of ranks; values are put in their place.
+    Everything is read and checked before anything is written: on an error, which all ranks raise, nothing has changed.
+    It takes host memory for this rank's part of the state meanwhile.
+
+    cast: floating tensors may be stored in another floating dtype
+    allow_missing, allow_unexpected: keys of the state that may be absent in the checkpoint, and the other way round; *
+        stands for anything
+    rename: from keys of the state to keys of the checkpoint, a mapping or a function; an optimizer's state is asked for
+        by parameter (`optimizer.state.layers.0.weight`)
+    manifest_sha256: the digest of the manifest, from a place that you trust: then nobody can have changed anything
+
+    Raises `CheckpointNotFound`, `CheckpointMismatch` (all keys, shapes and dtypes that do not fit, in one),
+    `CheckpointDamaged`, `CheckpointIOError`.
+    """
+    path = _location("load", checkpoint_id)
+    _checked("load", state_dict)
+    options = LoadOptions(cast, _patterns(allow_missing), _patterns(allow_unexpected), rename, manifest_sha256)
+    LoadJob(path, _messenger(process_group, no_dist), options).run(state_dict)
+
+
+# ---- looking, in one process -----------------------------------------------------------------------------------
+
+
+def inspect(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
+    """What is in a checkpoint: keys, dtypes, shapes, files, values. Reads no data. One process by itself."""
+    path = _location("inspect", checkpoint_id)
+    with doing(f"inspecting {path}"), open_folder(path) as folder:
+        return read_current(folder, manifest_sha256).manifest
+
+
+def is_complete(checkpoint_id: Location) -> bool:
+    """Whether a save to `checkpoint_id` ended and all its files are there, by their sizes; `verify` reads them, too."""
+    path = _location("is_complete", checkpoint_id)
+    try:
+        with open_checkpoint(path) as opened:
+            return opened.reader.sizes_problem() is None
+    except (CheckpointError, OSError):
+        return False
+
+
+def verify(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
+    """Read every byte of a checkpoint and compare it with its checksum. One process by itself. Raises what is wrong:
+    `CheckpointDamaged`, `CheckpointNotFound`."""
+    with doing(f"verifying {checkpoint_id}"), open_checkpoint(checkpoint_id, manifest_sha256=manifest_sha256) as opened:
+        opened.reader.verify()
+        return opened.manifest
+
+
+def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Opened:
+    """A checkpoint to read tensors from, one after another, by one process; use it in a `with` block."""
+    path = _location("open_checkpoint", checkpoint_id)
+    with doing(f"opening {path}"), open_folder(path) as folder:
+        found = read_current(folder, manifest_sha256)
+        try:
+            generation = folder.sub(found.pointer.generation)
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{path}: its generation {found.pointer.generation} went away") from None
+    return Opened(Reader(generation, found.manifest))
+
+
+def latest(folder: Location) -> Path | None:
+    """The complete checkpoint in `folder` whose name ends in the greatest number (`step-100`); None without one.
+
+    Not by times, because clocks jump. What is not complete is passed over.
+    """
+    return _latest(_location("latest", folder), is_complete)
+
+
+def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -> list[Path]:
+    """Delete old checkpoints in `folder`; returns those that went. One process by itself.
+
+    Kept are the `keep_last` newest complete ones (by the number at the end of their names), those whose number is a
+    multiple of `keep_every`, everything newer than the newest complete one, and whatever is not a checkpoint of
+    fullshard, or is being saved to now. Files that are not ours are never deleted.
+    """
+    return _retain(_location("retain", folder), keep_last, keep_every, is_complete)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------
+
+
+def _location(function: str, given: Location) -> str:
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        raise TypeError(f"{function}: expected the path of a directory, found {given!r}")
+    return os.path.abspath(os.fspath(given))
+
+
+def _checked(function: str, state_dict: object) -> None:
+    if not isinstance(state_dict, dict) or not all(isinstance(key, str) for key in state_dict):
+        raise TypeError(f"{function}: expected a dict with string keys, found {type(state_dict).__name__}")
+
+
+def _patterns(given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise TypeError(f"expected a list of keys, found the text {given!r}; write [{given!r}]")
+    return tuple(given)
+
+
+def _messenger(process_group: dist.ProcessGroup | None, no_dist: bool) -> Messenger:
+    return alone() if no_dist else messenger(process_group)

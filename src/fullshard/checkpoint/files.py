@@ -1,0 +1,253 @@
+"""Every operation on files that a checkpoint does, and no other: by names below an open directory, synced, no links.
+
+A `Folder` is an open directory. Names are checked and looked up in it alone; a link, a pipe or a device in the place of
+a file is refused and never followed or waited for. Calls go to `os` by name at the moment of the call, so that tests
+can let any of them fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError, io_error
+from .manifest import blocks_of, is_file_name
+
+# Of one call to the operating system.
+_PIECE_NBYTES = 8 << 20
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+Buffer = memoryview
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """What the operating system refuses inside is a `CheckpointIOError` that says `what` was being done."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise io_error(error, what) from error
+
+
+class Folder:
+    """An open directory. `path`: what it is called in errors. Closed at the end of a `with` block."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    @classmethod
+    def open(cls, path: str) -> Folder:
+        """The directory at `path`, which may be, or lie behind, a link: it is what the user named."""
+        return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+    def sub(self, name: str) -> Folder:
+        """The directory `name` in this one; no link."""
+        self._checked(name)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return Folder(f"{self.path}/{name}", os.open(name, flags, dir_fd=self.fd))
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    # ---- looking -------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Of everything in it, sorted."""
+        return sorted(os.listdir(self.fd))
+
+    def nbytes(self, name: str) -> int:
+        """The size of the plain file `name`; `CheckpointDamaged` when it is something else."""
+        self._checked(name)
+        found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointDamaged(f"{self.path}/{name}: expected a plain file, found a link, directory or device")
+        return found.st_size
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of a small file; `CheckpointDamaged` beyond `limit` bytes."""
+        with self.reading(name) as file:
+            if file.nbytes > limit:
+                raise CheckpointDamaged(f"{file.path}: expected at most {limit} bytes, found {file.nbytes}")
+            data = bytearray(file.nbytes)
+            file.read_into(memoryview(data), 0)
+            return bytes(data)
+
+    def reading(self, name: str) -> ReadFile:
+        """`name`, open for reading."""
+        self._checked(name)
+        path = f"{self.path}/{name}"
+        try:
+            # Not blocking: a pipe in the place of a file would wait for a writer.
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise CheckpointDamaged(f"{path}: expected a plain file, found a link or a device") from None
+            raise
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointDamaged(f"{path}: expected a plain file, found a directory, pipe or device")
+        except BaseException:
+            os.close(fd)
+            raise
+        return ReadFile(path, fd, found.st_size)
+
+    # ---- changing ------------------------------------------------------------------------------------------
+
+    def make_folder(self, name: str) -> None:
+        """A new, empty directory."""
+        os.mkdir(self._checked(name), dir_fd=self.fd)
+
+    def writing(self, name: str) -> WriteFile:
+        """A new file `name`; one that exists is an error, never written over."""
+        self._checked(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return WriteFile(f"{self.path}/{name}", os.open(name, flags, 0o666, dir_fd=self.fd))
+
+    def write(self, name: str, data: bytes) -> None:
+        """A new file with `data`, synced."""
+        with self.writing(name) as file:
+            file.write(memoryview(data))
+            file.sync()
+
+    def rename(self, old: str, new: str) -> None:
+        """A directory to a name that is free."""
+        os.rename(self._checked(old), self._checked(new), src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def replace(self, old: str, new: str) -> None:
+        """The file `old` takes the place of `new`, at once: there is no moment without one."""
+        os.replace(self._checked(old), self._checked(new), src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def remove(self, name: str) -> None:
+        os.unlink(self._checked(name), dir_fd=self.fd)
+
+    def remove_folder(self, name: str) -> None:
+        """One that is empty."""
+        os.rmdir(self._checked(name), dir_fd=self.fd)
+
+    def sync(self) -> None:
+        """Let what was made, renamed and removed in it outlast a loss of power."""
+        os.fsync(self.fd)
+
+    def lock(self, name: str) -> int | None:
+        """Hold the lock file `name` until the descriptor returned is closed, or this process ends, however it does.
+
+        None on a file system without locks. Raises `CheckpointBusy` when another holds it.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(self._checked(name), flags, 0o666, dir_fd=self.fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in _NO_LOCKS:
+                return None
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointBusy(
+                    f"{self.path}: expected to be the only saver, found that another one is writing there now; "
+                    f"wait for it (an async_save by its future), or save to another directory"
+                ) from None
+            raise
+        return fd
+
+    def _checked(self, name: str) -> str:
+        # Ours may begin with a dot; the rest of the rule is that of names in manifests.
+        if not is_file_name(name.removeprefix(".")):
+            raise CheckpointDamaged(f"{self.path}: expected the name of a file in this directory, found {name!r}")
+        return name
+
+
+class ReadFile:
+    """An open plain file of `nbytes`. Closed at the end of a `with` block."""
+
+    def __init__(self, path: str, fd: int, nbytes: int) -> None:
+        self.path, self.fd, self.nbytes = path, fd, nbytes
+
+    def read_into(self, buffer: Buffer, start: int) -> None:
+        """Fill `buffer` from byte `start` on; `CheckpointDamaged` when the file ends before."""
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self.fd, [buffer[done : done + _PIECE_NBYTES]], start + done)
+            if count == 0:
+                raise CheckpointDamaged(
+                    f"{self.path}: expected bytes up to {start + len(buffer)}, found that it ends at {start + done}"
+                )
+            done += count
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> ReadFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class WriteFile:
+    """A new file, written from the beginning to the end. Closed at the end of a `with` block."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path, self.fd = path, fd
+        self.nbytes = 0
+
+    def write(self, buffer: Buffer) -> None:
+        """All of `buffer` behind what was written."""
+        done = 0
+        while done < len(buffer):
+            count = os.write(self.fd, buffer[done : done + _PIECE_NBYTES])
+            if count == 0:
+                raise OSError(errno.ENOSPC, "nothing was written")
+            done += count
+        self.nbytes += done
+
+    def sync(self) -> None:
+        """Let it outlast a loss of power."""
+        os.fsync(self.fd)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> WriteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def checksums(buffer: Buffer, block_nbytes: int) -> tuple[int, ...]:
+    """The CRC-32 of each block of `buffer`, the last one shorter."""
+    return tuple(zlib.crc32(buffer[i : i + block_nbytes]) for i in range(0, len(buffer), block_nbytes))
+
+
+def compare(buffer: Buffer, expected: Sequence[int], block_nbytes: int, where: str, start: int) -> None:
+    """Raise `CheckpointDamaged` unless `buffer`, from byte `start` of the file `where`, has the checksums expected."""
+    assert len(expected) == blocks_of(len(buffer), block_nbytes)
+    for index, crc in enumerate(checksums(buffer, block_nbytes)):
+        if crc != expected[index]:
+            first = start + index * block_nbytes
+            last = min(first + block_nbytes, start + len(buffer))
+            raise CheckpointDamaged(
+                f"{where}: bytes {first} to {last} are not those that were saved (checksum {expected[index]:08x} "
+                f"expected, {crc:08x} found); load an older checkpoint, or restore this file"
+            )

@@ -1,0 +1,212 @@
+"""Which part of a tensor is where: what each rank holds, who writes what, and what a reader takes from whom.
+
+A part is a box: offsets and lengths in every dim. A tensor of shape (5, 3) on 4 ranks, dim 0, and what rank 1 of 2
+reads of it:
+
+    saved    rank 0  (0, 0) + (2, 3)      rank 1  (2, 0) + (2, 3)     rank 2  (4, 0) + (1, 3)     rank 3  nothing
+    wanted   (3, 0) + (2, 3)              -> row 3 from the second box, row 4 from the third
+
+Pure arithmetic: no torch, no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor, in elements; both tuples have an entry for each dim, none for a 0-dim tensor."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+    def __str__(self) -> str:
+        """As it is written in Python: `[0:2, 3:5]`."""
+        return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.lengths, strict=True))}]"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor of `shape`."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What is in both, in coordinates of the whole tensor; None when that is nothing.
+
+    >>> print(overlap(Box((0, 0), (2, 3)), Box((1, 1), (5, 5))))
+    [1:2, 1:3]
+    """
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    stops = [min(p + n, q + m) for p, n, q, m in zip(*a, *b, strict=True)]
+    lengths = tuple(stop - start for start, stop in zip(offsets, stops, strict=True))
+    return Box(offsets, lengths) if all(n > 0 for n in lengths) else None
+
+
+class Cut(NamedTuple):
+    """What one axis of a mesh does to a tensor: it cuts `dim`. `pieces`: how many pieces axes to its right made of that
+    dim before (torch's `_StridedShard`); 1 for a plain `Shard`."""
+
+    dim: int
+    pieces: int = 1
+
+
+def local_box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut | None]) -> Box:
+    """The part of the rank at `coordinate` of a mesh of sizes `mesh`, cut as `torch.chunk` does; an axis with None
+    replicates.
+
+    >>> local_box((5, 3), (4,), (2,), [Cut(0)])
+    Box(offsets=(4, 0), lengths=(1, 3))
+    >>> local_box((8,), (2, 2), (0, 1), [Cut(0, pieces=2), Cut(0)])  # the right axis cut first
+    Box(offsets=(4,), lengths=(2,))
+    """
+    offsets, lengths = [0] * len(shape), list(shape)
+    for axis in _cutting_order(mesh, cuts):
+        cut = cuts[axis]
+        assert cut is not None
+        size = -(-lengths[cut.dim] // mesh[axis])
+        start = min(size * coordinate[axis], lengths[cut.dim])
+        offsets[cut.dim] += start
+        lengths[cut.dim] = min(size, lengths[cut.dim] - start)
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def _cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]:
+    """Axes in the order in which they cut: from left to right, but one with `pieces` behind those that made them."""
+    order: list[int] = []
+    for axis in reversed(range(len(cuts))):
+        cut = cuts[axis]
+        if cut is None:
+            continue
+        # Go behind as many cuts of the same dim as make up `pieces`; the others are later than this one.
+        place, made = 0, 1
+        while made < cut.pieces and place < len(order):
+            other = cuts[order[place]]
+            assert other is not None
+            if other.dim == cut.dim:
+                made *= mesh[order[place]]
+            place += 1
+        if made != cut.pieces:
+            raise ValueError(f"axis {axis} cuts dim {cut.dim} behind {cut.pieces} pieces, and others make {made}")
+        order.insert(place, axis)
+    return order
+
+
+# ---- complete, and each element once ---------------------------------------------------------------------------
+
+
+def coverage_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+    """Why `boxes` are not each element of a tensor of `shape` exactly once; None when they are.
+
+    Empty boxes count for nothing. One pass over the boxes in order of their first dim, comparing each with those that
+    reach it: linear for slices of one dim.
+    """
+    covered, active = 0, list[Box]()
+    for box in sorted(boxes):
+        if len(box.offsets) != len(shape) or len(box.lengths) != len(shape):
+            return f"a part {box} of a tensor of {len(shape)} dims"
+        if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(*box, shape, strict=True)):
+            return f"a part {box} is outside of shape {tuple(shape)}"
+        if not box.numel:
+            continue
+        if shape:
+            active = [other for other in active if other.offsets[0] + other.lengths[0] > box.offsets[0]]
+        for other in active:
+            if overlap(box, other) is not None:
+                return f"parts {other} and {box} overlap"
+        active.append(box)
+        covered += box.numel
+    missing = math.prod(shape) - covered
+    return f"{missing} of {math.prod(shape)} elements are in no part" if missing else None
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """A part of one tensor that one rank holds. `nbytes` of it in memory order."""
+
+    key: str
+    box: Box
+    nbytes: int
+
+
+def choose_writers(held: Sequence[Sequence[Held]]) -> list[list[int]]:
+    """For each rank, which of the parts it holds it writes (indices into `held[rank]`, rising).
+
+    A part that several ranks hold is written by one of them, so that bytes are spread evenly: large parts are given
+    first, each to the holder that has least. Empty parts are written by nobody.
+
+    >>> a, b = Held("a", whole((4,)), 16), Held("b", whole((2,)), 8)
+    >>> choose_writers([[a, b], [a, b]])
+    [[0], [1]]
+    """
+    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
+    for rank, parts in enumerate(held):
+        for index, part in enumerate(parts):
+            if part.nbytes:
+                holders.setdefault((part.key, part.box), []).append((rank, index))
+    load = [0] * len(held)
+    chosen: list[list[int]] = [[] for _ in held]
+    # What has one holder first: there is nothing to choose, and the others fit around it.
+    order = sorted(holders.values(), key=lambda found: (len(found) > 1, -held[found[0][0]][found[0][1]].nbytes))
+    for found in order:
+        rank, index = min(found, key=lambda one: (load[one[0]], one[0]))
+        load[rank] += held[rank][index].nbytes
+        chosen[rank].append(index)
+    return [sorted(indices) for indices in chosen]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+class Take(NamedTuple):
+    """What a reader takes from one stored part.
+
+    `[first, stop)` are elements of the part in memory order that have to be read; of those, `lengths` with `strides`
+    from `first` on are wanted (elements), and belong at `target` of the box that is being filled.
+    """
+
+    part: int
+    first: int
+    stop: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether all that is read is wanted."""
+        return self.stop - self.first == math.prod(self.lengths)
+
+
+def takes(wanted: Box, stored: Sequence[Box]) -> list[Take]:
+    """From which of the `stored` parts `wanted` is put together, in their order. That they cover it is the manifest's.
+
+    >>> takes(Box((3, 0), (2, 3)), [Box((2, 0), (2, 3)), Box((4, 0), (1, 3))])[0]
+    Take(part=0, first=3, stop=6, lengths=(1, 3), strides=(3, 1), target=(0, 0))
+    """
+    found = []
+    for part, box in enumerate(stored):
+        common = overlap(wanted, box)
+        if common is None or not box.numel:
+            continue
+        strides = row_major(box.lengths)
+        first = sum((o - p) * s for o, p, s in zip(common.offsets, box.offsets, strides, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(common.lengths, strides, strict=True))
+        target = tuple(o - w for o, w in zip(common.offsets, wanted.offsets, strict=True))
+        found.append(Take(part, first, last + 1, common.lengths, strides, target))
+    return found
+
+
+def row_major(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides = [1] * len(lengths)
+    for dim in range(len(lengths) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * lengths[dim + 1]
+    return tuple(strides)

@@ -1,0 +1,222 @@
+"""Which part of a tensor is where, who writes it, and what a reader of another world takes: no files, no torch calls of
+ours. The cuts are compared with torch's own arithmetic for DTensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.checkpoint.errors import CheckpointMismatch
+from fullshard.checkpoint.merge import merge
+from fullshard.checkpoint.plan import (
+    Box,
+    Cut,
+    Held,
+    choose_writers,
+    coverage_problem,
+    local_box,
+    overlap,
+    row_major,
+    takes,
+    whole,
+)
+
+Elements = set[tuple[int, ...]]
+CutTensor = tuple[tuple[int, ...], list[int], list[Cut | None]]  # shape, mesh, what each axis cuts
+
+
+def elements(box: Box) -> Elements:
+    return set(itertools.product(*(range(o, o + n) for o, n in zip(*box, strict=True))))
+
+
+def chunked(full: torch.Tensor, mesh: list[int], coordinate: tuple[int, ...], cuts: list[Cut | None]) -> torch.Tensor:
+    """The part that torch.chunk gives, axis by axis from left to right (plain cuts)."""
+    part = full
+    for size, index, cut in zip(mesh, coordinate, cuts, strict=True):
+        if cut is not None:
+            pieces = part.chunk(size, dim=cut.dim)
+            part = pieces[index] if index < len(pieces) else part.narrow(cut.dim, part.shape[cut.dim], 0)
+    return part
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> CutTensor:
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    dims = st.one_of(st.none(), st.integers(0, len(shape) - 1).map(Cut))
+    return shape, mesh, [draw(dims) for _ in mesh]
+
+
+@given(cut_tensors())
+def test_parts_are_those_of_chunk_and_cover_the_tensor(case: CutTensor) -> None:
+    shape, mesh, cuts = case
+    full = torch.arange(math.prod(shape)).view(shape)
+    boxes = set()
+    for coordinate in itertools.product(*map(range, mesh)):
+        box = local_box(shape, mesh, coordinate, cuts)
+        expected = chunked(full, mesh, coordinate, cuts)
+        assert box.lengths == tuple(expected.shape)
+        index = tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
+        assert torch.equal(full[index], expected)
+        if box.numel:
+            boxes.add(box)
+    assert coverage_problem(shape, boxes) is None
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+def test_an_axis_may_cut_behind_one_to_its_right(rows: int) -> None:
+    """FSDP over tensor parallelism: tensor parallelism (right) cuts first, and `_StridedShard` on the left says so."""
+    found = {}
+    for data, model in itertools.product(range(2), range(3)):
+        found[data, model] = local_box((rows,), (2, 3), (data, model), [Cut(0, pieces=3), Cut(0)])
+    for data, model in found:
+        piece = local_box((rows,), (3,), (model,), [Cut(0)])
+        inner = local_box(piece.lengths, (2,), (data,), [Cut(0)])
+        assert found[data, model] == Box((piece.offsets[0] + inner.offsets[0],), inner.lengths)
+    assert coverage_problem((rows,), found.values()) is None
+    with pytest.raises(ValueError, match="behind 3 pieces"):
+        local_box((rows,), (2, 2), (0, 0), [Cut(0, pieces=3), Cut(0)])
+
+
+boxes_of_2d = st.builds(
+    Box, st.tuples(st.integers(0, 4), st.integers(0, 4)), st.tuples(st.integers(0, 3), st.integers(0, 3))
+)
+
+
+@given(st.lists(boxes_of_2d, max_size=4))
+def test_coverage_is_proven_as_by_counting(boxes: list[Box]) -> None:
+    shape = (4, 4)
+    counted = [element for box in boxes for element in elements(box)]
+    inside = all(o + n <= 4 for box in boxes for o, n in zip(*box, strict=True))
+    exact = inside and sorted(counted) == sorted(elements(whole(shape)))
+    assert (coverage_problem(shape, boxes) is None) == exact
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
+def test_a_grid_covers_and_a_changed_one_does_not(rows: int, columns: int, which: int) -> None:
+    grid = [local_box((6, 7), (rows, columns), (i, j), [Cut(0), Cut(1)]) for i in range(rows) for j in range(columns)]
+    assert coverage_problem((6, 7), grid) is None
+    random.Random(which).shuffle(grid)
+    assert "in no part" in (coverage_problem((6, 7), grid[1:]) or "") or not grid[0].numel
+    assert "overlap" in (coverage_problem((6, 7), [*grid, grid[0]]) or "") or not grid[0].numel
+
+
+def test_a_tensor_without_dims_or_elements() -> None:
+    assert coverage_problem((), [whole(())]) is None
+    assert "1 of 1" in (coverage_problem((), []) or "")
+    assert "overlap" in (coverage_problem((), [whole(()), whole(())]) or "")
+    assert coverage_problem((0, 3), []) is None
+    assert "outside" in (coverage_problem((2,), [Box((1,), (2,))]) or "")
+    assert "dims" in (coverage_problem((2,), [Box((), ())]) or "")
+
+
+@given(st.data())
+def test_what_is_taken_puts_a_wanted_part_together(data: st.DataObject) -> None:
+    """Out of parts of one layout, any box; each element from the place in memory where it was put."""
+    shape, mesh, cuts = data.draw(cut_tensors())
+    offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+    lengths = tuple(data.draw(st.integers(0, size - o)) for o, size in zip(offsets, shape, strict=True))
+    wanted = Box(offsets, lengths)
+    full = torch.arange(math.prod(shape)).view(shape)
+    parts = sorted({local_box(shape, mesh, c, cuts) for c in itertools.product(*map(range, mesh))})
+    memory = [full[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in parts]
+    out = torch.full(lengths, -1)
+    for take in takes(wanted, parts):
+        read = memory[take.part][take.first : take.stop]
+        assert len(read) == take.stop - take.first, "nothing outside of the part is read"
+        region = out[tuple(slice(t, t + n) for t, n in zip(take.target, take.lengths, strict=True))]
+        assert (region == -1).all()
+        region.copy_(read.as_strided(take.lengths, take.strides))
+        assert take.contiguous == (read.numel() == region.numel())
+    assert torch.equal(out, full[tuple(slice(o, o + n) for o, n in zip(*wanted, strict=True))])
+
+
+def test_boxes_say_what_they_are() -> None:
+    assert str(Box((0, 3), (2, 2))) == "[0:2, 3:5]"
+    assert overlap(Box((0,), (2,)), Box((2,), (2,))) is None
+    assert row_major((4, 3, 2)) == (6, 2, 1)
+
+
+# ---- writers ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5))
+def test_replicas_are_written_once_and_spread(sizes: list[int], world: int) -> None:
+    """What all ranks hold: each by one of them, and no rank has more than its share and one part."""
+    held = [[Held(f"t{i}", whole((size,)), size) for i, size in enumerate(sizes)] for _ in range(world)]
+    chosen = choose_writers(held)
+    assert sorted(i for indices in chosen for i in indices) == [i for i, size in enumerate(sizes) if size]
+    loads = [sum(sizes[i] for i in indices) for indices in chosen]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_a_shard_is_written_by_its_holder() -> None:
+    held = [[Held("a", Box((rank,), (1,)), 4), Held("b", whole((2,)), 8)] for rank in range(2)]
+    assert choose_writers(held) == [[0, 1], [0]]
+
+
+# ---- what ranks hold, as one -----------------------------------------------------------------------------------
+
+Message = dict[str, list[object]]
+
+
+def message(tensors: list[object] = [], values: list[object] = []) -> Message:  # noqa: B006
+    return {"tensors": list(tensors), "values": list(values)}
+
+
+HALVES = [[["w"], "float32", [4], [[0], [2]]], [["w"], "float32", [4], [[2], [2]]]]
+
+
+def test_shards_and_replicas_and_keys_of_one_rank_are_one_picture() -> None:
+    merged = merge(
+        [
+            message([HALVES[0], [["b"], "int64", [], [[], []]]], [[["step"], "5"]]),
+            message([HALVES[1], [["b"], "int64", [], [[], []]], [["own"], "bool", [1], [[0], [1]]]], [[["s2"], "6"]]),
+        ],
+        (),
+        "saving",
+    )
+    assert sorted(merged.tensors) == ["b", "own", "w"] and merged.tensors["w"].shape == (4,)
+    assert merged.values == {"step": (("step",), 0), "s2": (("s2",), 1)}
+    assert [[part.nbytes for part in parts] for parts in merged.held] == [[8, 8], [8, 8, 1]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([message([HALVES[0]]), message()], "2 of 4 elements are in no part"),
+        ([message([HALVES[0]]), message([[["w"], "float32", [4], [[1], [3]]]])], "overlap"),
+        (
+            [message([HALVES[0]]), message([[["w"], "float16", [4], [[2], [2]]]])],
+            "float32 (4,) on rank 0, float16",
+        ),
+        ([message([HALVES[0]]), message([[["w"], "float32", [5], [[2], [3]]]])], "(5,) on rank 1"),
+        ([message(values=[[["s"], "1"]]), message(values=[[["s"], "2"]])], "s: one value on rank 0, another"),
+        ([message(values=[[["w"], "1"]]), message(HALVES)], "a value on rank 0, a tensor on rank 1"),
+        (
+            [message([[["a", "b"], "bool", [1], None]]), message([[["a.b"], "bool", [1], None]])],
+            "at ['a', 'b'] on rank 0",
+        ),
+    ],
+)
+def test_ranks_that_do_not_fit_are_named(messages: list[Message], says: str) -> None:
+    with pytest.raises(CheckpointMismatch) as caught:
+        merge(messages, (), "saving here")
+    assert says in str(caught.value) and "saving here" in str(caught.value)
+
+
+def test_all_that_does_not_fit_is_in_one_error() -> None:
+    with pytest.raises(CheckpointMismatch) as caught:
+        merge([message([HALVES[0]], [[["s"], "1"]]), message([], [[["s"], "2"]])], (), "saving")
+    assert len(caught.value.problems) == 2
+
+
+def test_the_first_is_taken_where_it_is_asked_for() -> None:
+    merged = merge([message(values=[[["a", "s"], "1"]]), message(values=[[["a", "s"], "2"]])], ["a.*"], "saving")
+    assert merged.values == {"a.s": (("a", "s"), 0)}
