@@ -1,19 +1,23 @@
-"""Bytes that a step writes and sends, counted where torch dispatches operations; and the plan that NCCL gets, on a CPU.
+"""Bytes that a step writes, sends and holds, counted where torch dispatches operations; and NCCL's plan on a CPU.
 
     written    what operations write: new results and tensors changed in place, `.data` writes, list (foreach) copies,
                clones that autograd makes, and the bytes that a storage keeps when it grows (which no operation shows)
     messages   what is given to collectives, by kind; their outputs are written by them and are not in `written`
 
+    held       storages: when each one comes, changes its size, and goes
+
 Nothing is sampled or estimated: an operation whose writes are not known stops the count. What a kernel writes inside of
-itself and throws away is not seen (a CPU sums bfloat16 into float32 by way of a float32 copy; a GPU does not).
+itself and throws away is not seen, neither written nor held (a CPU sums bfloat16 into float32 by way of a float32 copy;
+a GPU does not).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -128,6 +132,103 @@ class ByteCounter(TorchDispatchMode):
             return resize(storage, nbytes)
 
         return resize_
+
+
+class _Event(NamedTuple):
+    """A storage came, changed its size or went; it is named by the order in which storages were first seen."""
+
+    storage: int
+    nbytes: int
+    mark: str
+
+
+class MemoryCounter(TorchDispatchMode):
+    """Follows every storage that operations bring, while it is entered. What is there before is where it counts from.
+
+    `mark` names what happens from now on; `peak` says how much there was at most under a mark.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[_Event] = []
+        self._mark = ""
+        # By the address of the storage's implementation, which is another's once it went.
+        self._names: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._born: dict[int, str] = {}
+        self._resizing: Any = None
+
+    def mark(self, name: str) -> None:
+        self._mark = name
+        self._events.append(_Event(-1, 0, name))
+
+    def peak(self, mark: str, *, without_lasting: tuple[str, ...] = ()) -> int:
+        """The most bytes under `mark`, beyond what was there at the beginning; storages that came under one of
+        `without_lasting` and are still there do not count."""
+        left = {name for name, size in self._sizes.items() if size and self._born.get(name) in without_lasting}
+        there = most = 0
+        for event in self._events:
+            if event.storage not in left:
+                there += event.nbytes
+            if event.mark == mark:
+                most = max(most, there)
+        return most
+
+    def __enter__(self) -> MemoryCounter:
+        resize, counter = torch.UntypedStorage.resize_, self
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            counter._know([storage])
+            result = resize(storage, nbytes)
+            counter._look([storage])
+            return result
+
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._resizing.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._resizing.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [tensor.untyped_storage() for tensor in _tensors([*args, *(kwargs or {}).values()])]
+        self._know(given)
+        result = func(*args, **(kwargs or {}))
+        self._look(given)
+        self._look([tensor.untyped_storage() for tensor in _tensors([result])])
+        return result
+
+    def _know(self, storages: list[torch.UntypedStorage]) -> None:
+        """What was there before is part of the beginning."""
+        for storage in storages:
+            if storage._cdata not in self._names:
+                self._sizes[self._name(storage)] = storage.size()
+
+    def _look(self, storages: list[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            name = self._names.get(storage._cdata)
+            if name is None:
+                name = self._name(storage)
+                self._born[name] = self._mark
+            self._change(name, storage.size())
+
+    def _name(self, storage: torch.UntypedStorage) -> int:
+        name = self._names[storage._cdata] = len(self._sizes)
+        self._sizes[name] = 0
+        weakref.finalize(storage, self._gone, storage._cdata, name)
+        return name
+
+    def _gone(self, address: int, name: int) -> None:
+        if self._names.get(address) == name:
+            del self._names[address]
+        self._change(name, 0)
+
+    def _change(self, name: int, nbytes: int) -> None:
+        if nbytes != self._sizes[name]:
+            self._events.append(_Event(name, nbytes - self._sizes[name], self._mark))
+            self._sizes[name] = nbytes
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -76,3 +76,9 @@ def test_recompute() -> None:
 def test_loss_curve() -> None:
     ways = _last_line("benchmarks.loss_curve")["results"]["ways"]  # type: ignore[index]
     assert all(way["difference"] < 1e-5 for way in ways.values())
+
+
+@pytest.mark.slow
+def test_memory() -> None:
+    for result in _last_line("benchmarks.memory", "--worlds", "2")["results"]:
+        assert all(0 < way["forward"] and 0 < way["backward"] for way in result["ways"].values())
