@@ -253,9 +253,9 @@ def train_beside_oracle(
             assert not missing, f"step {step}: gradients of {sorted(missing)} on one side only"
             for name, gradient in expected.items():
                 allowed = max(eps, oracle.rounding)
-                if replicas > 1 and gradient.numel():
-                    # Added in another order than the oracle's: what counts is the size of what is added, which may
-                    # be much larger than the sum.
+                if (replicas > 1 or oracle.rounding) and gradient.numel():
+                    # Added or rounded in another order than the oracle's: what counts is the size of what is added,
+                    # which may be much larger than the sum.
                     allowed *= max(1.0, 2 * oracle.largest[name] / max(gradient.abs().max().item(), 1e-30))
                 assert_close_to_tensor_max(gradients[name], gradient, allowed, f"step {step}, gradient of {name}")
             # From our gradients: one that is nothing but rounding has any sign, and AdamW makes a whole step of it.

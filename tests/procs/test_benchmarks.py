@@ -39,6 +39,12 @@ def test_overlap() -> None:
 
 
 @pytest.mark.slow
+def test_pairs() -> None:
+    results = _last_line("benchmarks.pairs", "--worlds", "2", "--rounds", "1")["results"]
+    assert [result["kib"] for result in results] == [0.5, 2.0]  # type: ignore[index, attr-defined]
+
+
+@pytest.mark.slow
 def test_host() -> None:
     answer = _last_line("benchmarks.host", "--rounds", "1")
     for result in answer["results"]:

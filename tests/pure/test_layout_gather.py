@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout import GatherPlan, Pack, ShardLayout, Span, direct_indices, plan_gather
+from fullshard.layout import GatherPlan, Pack, ShardLayout, Span, direct_gradients, direct_indices, plan_gather
 from tests.harness.strategies import layout_lists
 
 backends = st.sampled_from(["gloo", "nccl", "fake"])
@@ -99,3 +99,19 @@ def test_wrong_arguments_are_named() -> None:
         GatherPlan(direct=(0,), packed=(0,))
     with pytest.raises(ValueError, match="index"):
         GatherPlan(direct=(0,), packed=(1,)).staged_segment(Pack.build(layouts, 4), 0, 0)
+
+
+def test_from_which_size_ranks_send_to_each_other() -> None:
+    """On gloo what one rank sends decides, whatever the threshold for grouped gathers is; None: one message."""
+    small, large = ShardLayout((256, 256), world=4), ShardLayout((512, 256), world=4)
+    options = {"backend": "gloo", "direct_threshold_nbytes": 1 << 40}
+    assert direct_indices([small, large], 4, **options) == (1,)
+    assert direct_indices([small, large], 2, **options) == ()
+    assert direct_indices([small, large], 4, backend="gloo", direct_threshold_nbytes=None) == ()
+    larger = ShardLayout((1024, 256), world=4)
+    assert direct_gradients([large, larger], 4, backend="gloo") == (1,)
+    assert direct_gradients([large, larger], 2, backend="gloo") == ()
+    assert direct_gradients([large, larger], 4, backend="nccl") == ()
+    # Along another dim the parts for the ranks do not lie behind each other.
+    assert direct_gradients([ShardLayout((1024, 256), dim=1, world=4)], 4, backend="gloo") == ()
+    assert direct_gradients([ShardLayout((1024, 256), world=1)], 4, backend="gloo") == ()

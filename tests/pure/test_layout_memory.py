@@ -1,10 +1,13 @@
 """Expected bytes are sums of named terms; here against sums done by hand."""
 
+import dataclasses
+
 import pytest
 
 from fullshard.layout import (
     GatherPlan,
     Pack,
+    ReduceLayout,
     ShardLayout,
     Term,
     UnitMemory,
@@ -17,6 +20,7 @@ from fullshard.layout import (
     total,
 )
 from fullshard.layout.memory import buffer_terms, sending_terms
+from fullshard.layout.pack import align_up
 
 
 def unit(
@@ -247,3 +251,18 @@ def test_wrong_arguments_are_named() -> None:
         unit("root", 4, world=4, reshard=False, degree=2)
     with pytest.raises(ValueError, match="wire_itemsize of 'root'"):
         UnitMemory("root", units[0].pack, units[0].plan, 4, 4, 0)
+
+
+def test_gradients_that_are_sent_from_where_they_are() -> None:
+    """They need no send buffer, live until they are sent, and this rank's own part does not arrive."""
+    packed = unit("layers.0", 8)
+    pairs = dataclasses.replace(packed, direct_gradients=(0,))
+    segment = packed.pack.segments[0]
+    chunk = ReduceLayout(packed.pack).chunk_numel
+    aligned = align_up(segment.padded_numel, packed.pack.align_numel)
+    assert packed.leaving_nbytes == 0
+    assert pairs.leaving_nbytes == segment.layout.numel * packed.wire_itemsize
+    assert packed.send_nbytes - pairs.send_nbytes == packed.pack.world * aligned * packed.wire_itemsize
+    assert packed.receive_nbytes - pairs.receive_nbytes == chunk * packed.wire_itemsize
+    behind = {term.name: term.nbytes for term in backward_terms([unit("root", 8), pairs], 0)}
+    assert behind["reduction of layers.0"] == pairs.send_nbytes + pairs.leaving_nbytes + pairs.receive_nbytes

@@ -76,6 +76,18 @@ FOUND = {
         tokens=False,
         frozen=(3,),
     ),
+    # An alarm that was false: gradients of a window, kept in bfloat16, that all but cancel.
+    "gradients that cancel in bfloat16": ModelSpec(
+        (
+            BlockSpec(
+                (LeafSpec("dense", 1),), BlockSpec((LeafSpec("dense", 1), LeafSpec("dense", 1)), unit=True), unit=True
+            ),
+        ),
+        width=1,
+        tokens=False,
+        policy="fp32_reduced_in_bf16",
+        sync=(False, False, True),
+    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -101,7 +100,7 @@ def fully_shard(
     device = validate.device_of(mesh)
     offload = resolve_offload(offload_policy, device.type)
     one_message = Options.from_environment().communication == "torch"
-    direct_nbytes = sys.maxsize if one_message else DIRECT_GATHER_NBYTES
+    direct_nbytes = None if one_message else DIRECT_GATHER_NBYTES
     parts = [_part(share, mesh, device, direct_nbytes, offload, shards=shards) for share in shares]
     reshard, degree = validate.degree_of(reshard_after_forward, [part.placing.world for part in parts])
     if degree is not None:
@@ -127,7 +126,13 @@ def fully_shard(
 
 
 def _part(
-    share: Share, unit_mesh: DeviceMesh, device: torch.device, direct_nbytes: int, offload: Offload, *, shards: bool
+    share: Share,
+    unit_mesh: DeviceMesh,
+    device: torch.device,
+    direct_nbytes: int | None,
+    offload: Offload,
+    *,
+    shards: bool,
 ) -> Part:
     own = share.mesh
     # `shards` is about the mesh of the unit.

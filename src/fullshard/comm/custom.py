@@ -22,6 +22,10 @@ class CustomGroup(ShardGroup):
         self.world, self.rank, self.backend = group.world, group.rank, group.backend
         self._comm = comm
 
+    @property
+    def sends_in_pairs(self) -> bool:
+        return False
+
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         # From this rank's place in the output: both ends of the message are memory that `comm` allocated.
         own = out.narrow(0, self.rank * piece.numel(), piece.numel())

@@ -189,10 +189,9 @@ class PlannedGather:
             self._cast.tensor.copy_(source)
             source = self._cast.tensor
         flat = self._full.flat
-        for full_offset, full_numel, offset, numel in self._direct:
-            self._works.append(
-                self._group.gather_into(flat[full_offset : full_offset + full_numel], source[offset : offset + numel])
-            )
+        if self._direct:
+            outs = [flat[start : start + numel] for start, numel, _, _ in self._direct]
+            self._works += self._group.gather_each(outs, [source[start : start + n] for _, _, start, n in self._direct])
         if self._staging is not None:
             self._works.append(
                 self._group.gather_into(self._staging.tensor, source[self._span.start : self._span.stop])

@@ -1,6 +1,7 @@
 """The ranks that share or replicate a unit's parameters, and the messages they exchange.
 
     gather_into       every rank's piece, one behind the other in rank order, on every rank
+    gather_each       several of these, as one group of messages where the backend can
     exchange          piece r of my buffer to rank r; the pieces for me, in rank order
     reduce_scatter    the sum (or mean) over ranks of piece r of their buffers, on rank r
     all_reduce        the sum (or mean) over ranks of their buffers, on every rank
@@ -14,7 +15,7 @@ is issued before the compute that is to hide it (ADR 0003).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,15 +28,13 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from ..layout import PAIRWISE_BACKENDS
+from . import pairs
+from .pairs import Work as Work
+
 # Sums and means over ranks, as backends are asked for them.
 SUM = dist.ReduceOp.SUM
 MEAN = dist.ReduceOp.AVG
-
-
-class Work(Protocol):
-    """A message under way."""
-
-    def wait(self) -> object: ...
 
 
 class ShardGroup:
@@ -58,6 +57,17 @@ class ShardGroup:
         options = AllgatherOptions()
         options.asyncOp = True
         return self.process_group._allgather_base(out, piece, options)
+
+    @property
+    def sends_in_pairs(self) -> bool:
+        """Whether ranks may send to each other without a collective (comm/pairs.py)."""
+        return self.backend in PAIRWISE_BACKENDS and self.device.type == "cpu"
+
+    def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
+        """`gather_into` for each pair, as one group of messages where the backend can."""
+        if self.sends_in_pairs:
+            return pairs.gather_each(self.process_group, outs, pieces)
+        return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int] = ()) -> Work:
         """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r.

@@ -8,6 +8,8 @@
                        computed (wire dtype)        bitwise the same whatever arrives first
     DirectReduce       the same, large gradients    here, in one operation for each          the same, on backends
     (direct.py)        from where they are           message, in the sum dtype: likewise      that group messages
+    PairReduce         large gradients from where   here, in rank order: bitwise what        the same, on gloo, from
+    (pair_reduce.py)   they are, rank to rank       `ExchangeReduce` makes                   a size on
     NativeReduce       one reduce-scatter in the    by the backend                           `communication="torch"`
                        reduce dtype
 
@@ -32,6 +34,7 @@ from .custom import CustomBuffers, CustomGroup
 from .direct import DirectReduce
 from .group import MEAN, SUM, Links, Work
 from .message import MessageReduce
+from .pair_reduce import PairReduce
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, LocalReduce, ReduceChannel
 from .replicate import AfterSum
@@ -193,4 +196,6 @@ def reduce_channel(
         return NativeReduce(group, layout, dtypes, pool, scale, after)
     if sends_directly(group.backend):
         return DirectReduce(group, ReduceLayout(pack, direct), dtypes, pool, scale, after)
+    if direct and group.sends_in_pairs:
+        return PairReduce(group, ReduceLayout(pack, direct), dtypes, pool, scale, after)
     return ExchangeReduce(group, layout, dtypes, pool, scale, after)

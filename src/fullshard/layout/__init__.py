@@ -8,8 +8,10 @@ one tensor), `memory` (expected bytes).
 
 from .dtypes import itemsize as itemsize
 from .dtypes import known_dtypes as known_dtypes
+from .gather import PAIRWISE_BACKENDS as PAIRWISE_BACKENDS
 from .gather import GatherPlan as GatherPlan
 from .gather import Span as Span
+from .gather import direct_gradients as direct_gradients
 from .gather import direct_indices as direct_indices
 from .gather import plan_gather as plan_gather
 from .gather import sends_directly as sends_directly

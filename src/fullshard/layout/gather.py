@@ -1,13 +1,16 @@
 """Which parameters of a unit are gathered straight into final memory, and which travel in one message.
 
+Likewise for their gradients: `direct_gradients`.
+
 A decision as data: made once per unit, from bytes and backend, and executed elsewhere.
 
     direct   one gather per parameter; its output is the padded full parameter; nothing is copied afterwards
     packed   one gather of a contiguous range of the flat local buffer into a staging buffer, then a copy-out
 
-The measured reasons: on gloo one packed gather and its copy-out beat several small gathers; on NCCL gathers
-can be grouped into one launch, so large parameters save the staging bytes and the copy. A world of one
-gathers nothing, so nothing is ever staged there.
+The measured reasons (ADR 0006): gathers can be grouped into one launch on NCCL, and on gloo ranks can send to each
+other without a collective, straight between final memories; so large parameters save the staging bytes and the copy.
+Small ones would pay more for a message of their own than for a copy. A world of one gathers nothing, so nothing is ever
+staged there.
 """
 
 from __future__ import annotations
@@ -21,12 +24,18 @@ from .shard import ShardLayout, require_int
 
 # Backends that can launch many gathers as one grouped operation.
 GROUPING_BACKENDS = frozenset({"nccl"})
+# Backends whose ranks send to each other at the price of a system call (comm/pairs.py), and from which size on, of what
+# one rank sends to another, it pays for a parameter and for a gradient: benchmarks/pairs.py.
+PAIRWISE_BACKENDS = frozenset({"gloo"})
+PAIRWISE_PARAMETER_NBYTES = 128 << 10
+PAIRWISE_GRADIENT_NBYTES = 256 << 10
 
 
 def sends_directly(backend: str) -> bool:
     """Whether gradients that need no packing are sent one by one, and their parts summed in one operation on arrival.
 
-    Elsewhere one message of all of them, whose parts are added one after the other in rank order, is faster.
+    Elsewhere one message of them, whose parts are added one after the other in rank order, is faster; see
+    `direct_gradients` for backends whose ranks send to each other.
     """
     return backend in GROUPING_BACKENDS
 
@@ -88,14 +97,14 @@ class GatherPlan:
 
 
 def direct_indices(
-    layouts: Sequence[ShardLayout], itemsize: int, *, backend: str, direct_threshold_nbytes: int
+    layouts: Sequence[ShardLayout], itemsize: int, *, backend: str, direct_threshold_nbytes: int | None
 ) -> tuple[int, ...]:
     """Positions of the parameters that will be gathered directly: give them to `Pack.build(first=...)`.
 
     `itemsize`: bytes per element of what travels, the compute dtype. `direct_threshold_nbytes` is compared
-    with the bytes of the padded full parameter. A parameter that is alone in its unit is always direct; one
-    whose gathered chunks are not its memory (`ShardLayout.gathers_in_place`) never is, unless nothing is
-    gathered (world 1).
+    with the bytes of the padded full parameter where the backend groups gathers; None: one message is wanted. A
+    parameter that is alone in its unit is always direct; one whose gathered chunks are not its memory
+    (`ShardLayout.gathers_in_place`) never is, unless nothing is gathered (world 1).
 
     >>> layouts = [ShardLayout((8,), world=2), ShardLayout((64, 64), world=2)]
     >>> direct_indices(layouts, 4, backend="nccl", direct_threshold_nbytes=4096)
@@ -104,7 +113,8 @@ def direct_indices(
     ()
     """
     require_int("itemsize", itemsize, 1, "use layout.itemsize(dtype)")
-    require_int("direct_threshold_nbytes", direct_threshold_nbytes, 0, "0 gathers everything directly")
+    if direct_threshold_nbytes is not None:
+        require_int("direct_threshold_nbytes", direct_threshold_nbytes, 0, "0 gathers everything directly")
     if not backend.isidentifier():
         raise ValueError(
             f"backend: expected the name of one backend such as 'gloo' or 'nccl', found {backend!r}; "
@@ -112,17 +122,40 @@ def direct_indices(
         )
     if all(layout.world == 1 for layout in layouts):
         return tuple(range(len(layouts)))
-    if len(layouts) > 1 and backend not in GROUPING_BACKENDS:
+
+    def pays(layout: ShardLayout) -> bool:
+        if len(layouts) == 1:
+            return True
+        if direct_threshold_nbytes is None:
+            return False
+        if backend in PAIRWISE_BACKENDS:
+            return layout.padded_local_numel * itemsize >= PAIRWISE_PARAMETER_NBYTES
+        return backend in GROUPING_BACKENDS and layout.padded_full_numel * itemsize >= direct_threshold_nbytes
+
+    return tuple(index for index, layout in enumerate(layouts) if layout.gathers_in_place and pays(layout))
+
+
+def direct_gradients(layouts: Sequence[ShardLayout], itemsize: int, *, backend: str) -> tuple[int, ...]:
+    """Positions of the parameters whose gradients are sent from where autograd left them, without a send buffer.
+
+    `itemsize`: bytes per element of what travels, the wire dtype. Give them to `Pack.build(first=...)`.
+
+    >>> direct_gradients([ShardLayout((8,), world=2), ShardLayout((512, 512), world=2)], 4, backend="gloo")
+    (1,)
+    """
+    require_int("itemsize", itemsize, 1, "use layout.itemsize(dtype)")
+    if backend not in PAIRWISE_BACKENDS:
         return ()
     return tuple(
         index
         for index, layout in enumerate(layouts)
-        if layout.gathers_in_place
-        and (len(layouts) == 1 or layout.padded_full_numel * itemsize >= direct_threshold_nbytes)
+        if layout.world > 1
+        and layout.gathers_in_place
+        and layout.padded_local_numel * itemsize >= PAIRWISE_GRADIENT_NBYTES
     )
 
 
-def plan_gather(pack: Pack, itemsize: int, *, backend: str, direct_threshold_nbytes: int) -> GatherPlan:
+def plan_gather(pack: Pack, itemsize: int, *, backend: str, direct_threshold_nbytes: int | None) -> GatherPlan:
     """The plan for `pack`; arguments as for `direct_indices`.
 
     Raises `ValueError` when the packed ones are not contiguous: build with `first=direct_indices(...)`.

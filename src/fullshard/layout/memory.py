@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .gather import GatherPlan
-from .pack import Pack, ReduceLayout
+from .pack import Pack, ReduceLayout, align_up
 from .shard import require_int
 
 
@@ -54,6 +54,8 @@ class UnitMemory:
     # Of an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.narrow`), over the
     # ranks of its block.
     kept: Pack | None = None
+    # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
+    direct_gradients: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kept is not None and not self.reshard:
@@ -118,13 +120,26 @@ class UnitMemory:
         """The send buffer of the gradient reduction; one rank in all sends nothing."""
         if self.pack.world == 1 and self.replicas == 1:
             return 0
-        return ReduceLayout(self.pack).numel * self.sent_itemsize
+        # As if the direct ones were the last of the pack: the same bytes.
+        chunk = ReduceLayout(self.pack).chunk_numel - sum(
+            align_up(self.pack.segments[i].padded_numel, self.pack.align_numel) for i in self.direct_gradients
+        )
+        return self.pack.world * chunk * self.sent_itemsize
+
+    @property
+    def leaving_nbytes(self) -> int:
+        """Gradients that live on while they are being sent, because no send buffer has a copy of them."""
+        return sum(self.pack.segments[i].layout.numel for i in self.direct_gradients) * self.wire_itemsize
 
     @property
     def receive_nbytes(self) -> int:
-        """What arrives: the chunks of all ranks when they are added here, one chunk when the backend adds."""
+        """What arrives: the chunks of all ranks when they are added here, one chunk when the backend adds.
+
+        This rank's own chunk does not have to arrive where ranks send to each other."""
         if self.pack.world == 1:
             return 0
+        if self.direct_gradients:
+            return (self.pack.world - 1) * ReduceLayout(self.pack).chunk_numel * self.wire_itemsize
         return self.send_nbytes if self.exchanges else self.send_nbytes // self.pack.world
 
     @property
@@ -189,8 +204,9 @@ def backward_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_f
     """When the gradients of units[current] are ready, before its full parameters are freed and its message is made.
 
     The unit before it is being gathered. `reductions_in_flight` counts the earlier reductions (units current + 1, ...)
-    whose buffers still exist. Their gradients are gone: they were copied into the send buffer. On a mesh that
-    replicates as many more, behind these, are summed over the replicas.
+    whose buffers still exist. Their gradients are gone, copied into the send buffer, unless they are sent from where
+    they are, and live as long as one would. On a mesh that replicates as many more, behind these, are summed over the
+    replicas.
     """
     units_behind = _behind(units, current, reductions_in_flight)
     return [
@@ -299,7 +315,7 @@ def _behind(units: Sequence[UnitMemory], current: int, reductions_in_flight: int
     replicating = [u for u in behind[reductions_in_flight : 2 * reductions_in_flight] if u.replicating_nbytes]
     arrived = [u for u in behind if u not in sending and u not in replicating]
     return [
-        *(Term(f"reduction of {u.name}", u.send_nbytes + u.receive_nbytes) for u in sending),
+        *(Term(f"reduction of {u.name}", u.send_nbytes + u.leaving_nbytes + u.receive_nbytes) for u in sending),
         *(Term(f"all-reduce of {u.name}", u.replicating_nbytes) for u in replicating),
         *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived),
     ]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch_compat import local_of
-from ..layout import Pack, Term, UnitMemory, narrow_pack, peak
+from ..layout import Pack, Term, UnitMemory, direct_gradients, narrow_pack, peak
 from ..param import ParamGroup, ShardedParam
 from ..policy import Options
 from ..runtime import Unit
@@ -69,6 +69,10 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     keeps = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and is_outer)
     exchanges = unit.controls.strategy(communication) != "torch"
     sums_here = exchanges and group.placing.world > 1
+    direct: tuple[int, ...] = ()
+    if exchanges:
+        layouts = [segment.layout for segment in group.pack.segments]
+        direct = direct_gradients(layouts, precision.wire.itemsize, backend=group.placing.backend)
     return UnitMemory(
         name or "root",
         group.pack,
@@ -82,6 +86,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         replicas=1 if replicate is None else replicate.world,
         sum_itemsize=(precision.sum if sums_here else precision.reduce).itemsize,
         kept=_kept_pack(unit, position),
+        direct_gradients=direct,
     )
 
 

@@ -64,7 +64,7 @@ class Placing(NamedTuple):
     # Name of the backend of that axis.
     backend: str
     # Full parameters of at least so many bytes are gathered straight into place, where the backend can group.
-    direct_nbytes: int
+    direct_nbytes: int | None
     full_mesh: FullMesh | None = None
     # The mesh of the unit, where `mesh` is another one, of these parameters alone.
     unit_mesh: DeviceMesh | None = None

@@ -26,7 +26,7 @@ from ..comm import (
     SharedGather,
     reduce_channel,
 )
-from ..layout import GatherPlan, Pack
+from ..layout import GatherPlan, Pack, direct_gradients, sends_directly
 from ..param import ExtensionGroup, NarrowedGroup, OwnedMemory, ParamGroup
 from ..policy import Controls
 
@@ -72,16 +72,18 @@ class Channels(NamedTuple):
     def reduce(self, group: ParamGroup, links: Links) -> ReduceChannel:
         """From gradients of the parameters of `group` that are trainable now to those of the shards."""
         segments = [group.pack.segments[i] for i in group.trainable]
-        # Those that are gathered straight into place may leave straight from where their gradients are.
-        direct = [place for place, i in enumerate(group.trainable) if i in group.plan.direct]
-        pack = Pack.build(
-            [s.layout for s in segments], group.pack.align_numel, first=direct, names=[s.name for s in segments]
-        )
-        precision = group.precision
+        layouts, names = [s.layout for s in segments], [s.name for s in segments]
+        precision, backend = group.precision, links.reducing.backend
+        if sends_directly(backend):
+            # Those that are gathered straight into place leave straight from where their gradients are.
+            direct = tuple(place for place, i in enumerate(group.trainable) if i in group.plan.direct)
+        else:
+            direct = direct_gradients(layouts, precision.wire.itemsize, backend=backend)
+        pack = Pack.build(layouts, group.pack.align_numel, names=names, first=direct)
         channel = reduce_channel(
             links,
             pack,
-            tuple(direct),
+            direct,
             Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage),
             self.pool,
             communication=self.communication,
