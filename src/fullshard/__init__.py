@@ -5,6 +5,7 @@ from .api import FSDPModule as FSDPModule
 from .api import GradScaler as GradScaler
 from .api import Installation as Installation
 from .api import ShardPlacementResult as ShardPlacementResult
+from .api import StepInBackward as StepInBackward
 from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
 from .api import clip_grad_norm_ as clip_grad_norm_
@@ -17,6 +18,7 @@ from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
 from .api import replicate as replicate
 from .api import share_comm_ctx as share_comm_ctx
+from .api import step_in_backward as step_in_backward
 from .api import step_on_shards as step_on_shards
 from .api import uninstall as uninstall
 from .observe import Report as Report
@@ -36,6 +38,7 @@ __all__ = [
     "OffloadPolicy",
     "Report",
     "ShardPlacementResult",
+    "StepInBackward",
     "UnitInfo",
     "UnshardHandle",
     "__version__",
@@ -50,6 +53,7 @@ __all__ = [
     "replicate",
     "report",
     "share_comm_ctx",
+    "step_in_backward",
     "step_on_shards",
     "uninstall",
 ]

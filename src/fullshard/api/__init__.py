@@ -18,3 +18,5 @@ from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
 from .placement import ShardPlacementResult as ShardPlacementResult
 from .replicate import replicate as replicate
+from .step_in_backward import StepInBackward as StepInBackward
+from .step_in_backward import step_in_backward as step_in_backward

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch_compat import dtensor_like, local_of
-from ..param import PendingGrad
+from ..param import PendingGrad, SteppedGrad
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -43,6 +43,10 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 _ATTRIBUTE = "_fullshard_mirrors"
+# What surrounds `step()` where some parameters take theirs in backward (step_in_backward.py).
+AROUND = "_fullshard_around_step"
+# Groups of an optimizer, with those of their parameters that are to be stepped.
+Parts = Sequence[tuple[dict[str, Any], list[Tensor]]]
 _CLASSES: dict[type[Optimizer], type[Optimizer]] = {}
 
 
@@ -80,23 +84,46 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
     return optimizer
 
 
+class Around(Protocol):
+    """Told of the user's `step()`."""
+
+    def before_step(self, *, closure: bool) -> None:
+        """It begins."""
+        ...
+
+    def after_step(self) -> None:
+        """It ended well."""
+        ...
+
+
+def step_parts(optimizer: Optimizer, parts: Parts) -> None:
+    """Take the step of an optimizer that steps on shards with some of its parameters: `parts`. No hooks run."""
+    shards = _Shards(optimizer, parts)
+    try:
+        shards.put()
+        # That of the user's class, below the wrapper that runs the hooks of a step: they are to see the optimizer as
+        # it always is.
+        original: Any = type(optimizer).__bases__[0]
+        getattr(original.step, "__wrapped__", original.step)(optimizer)
+    finally:
+        shards.take_back()
+
+
 def _stepping(original: type[Optimizer]) -> Any:
     made = _CLASSES.get(original)
     if made is None:
-        # Below the wrapper that runs the hooks of a step: they are to see the optimizer as it always is.
-        plain_step = getattr(original.step, "__wrapped__", original.step)
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            around: Around | None = self.__dict__.get(AROUND)
+            if around is not None:
+                around.before_step(closure=closure is not None)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            shards = _Shards(self)
-            try:
-                shards.put()
-                plain_step(self)
-            finally:
-                shards.take_back()
+            step_parts(self, [(group, group["params"]) for group in self.param_groups])
+            if around is not None:
+                around.after_step()
             return loss
 
         step.__doc__ = original.step.__doc__
@@ -159,21 +186,24 @@ class _Mirror:
 
 
 class _Shards:
-    """The exchange around one step."""
+    """The exchange around one step. `parts`: with which parameters, and in which groups."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, parts: Parts) -> None:
         self._optimizer = optimizer
+        self._parts = parts
         self._mirrors: dict[Tensor, _Mirror] = optimizer.__dict__[_ATTRIBUTE]
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._all_groups = optimizer.param_groups
         self._state = optimizer.state
+        self._in_backward = AROUND in optimizer.__dict__
         self._used: list[tuple[Tensor, _Mirror]] = []
 
     def put(self) -> None:
         outer_state = self._state
         inner_state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for group in self._optimizer.param_groups:
+        for group, parameters in self._parts:
             proxies: list[Tensor] = []
-            for parameter in group["params"]:
+            for parameter in parameters:
                 if not isinstance(parameter, DTensor):
                     if parameter in outer_state:
                         inner_state[parameter] = outer_state[parameter]
@@ -187,12 +217,13 @@ class _Shards:
                     mirror.refresh(outer_state[parameter])
                 elif mirror.outer is not None:
                     mirror = self._mirrors[parameter] = _Mirror(local)
-                mirror.proxy.grad = _local_gradient(parameter)
+                mirror.proxy.grad = _local_gradient(parameter, may_be_stepped=self._in_backward)
                 inner_state[mirror.proxy] = mirror.inner
                 proxies.append(mirror.proxy)
                 self._used.append((parameter, mirror))
             self._groups.append((group, group["params"]))
             group["params"] = proxies
+        self._optimizer.param_groups = [group for group, _ in self._groups]
         self._optimizer.state = inner_state
 
     def take_back(self) -> None:
@@ -200,21 +231,22 @@ class _Shards:
         inner_state, outer_state = self._optimizer.state, self._state
         for group, parameters in self._groups:
             group["params"] = parameters
+        self._optimizer.param_groups = self._all_groups
         self._optimizer.state = outer_state
         for parameter, mirror in self._used:
             mirror.proxy.grad = None
             if mirror.inner:
                 mirror.publish(parameter, outer_state[parameter])
         if inner_state is not outer_state:
-            for group, _ in self._groups:
-                for parameter in group["params"]:
+            for _, parameters in self._parts:
+                for parameter in parameters:
                     if not isinstance(parameter, DTensor) and inner_state.get(parameter):
                         outer_state[parameter] = inner_state[parameter]
 
 
-def _local_gradient(parameter: DTensor) -> Tensor | None:
+def _local_gradient(parameter: DTensor, *, may_be_stepped: bool) -> Tensor | None:
     gradient = parameter.grad
-    if gradient is None:
+    if gradient is None or (may_be_stepped and isinstance(gradient, SteppedGrad)):
         return None
     if isinstance(gradient, PendingGrad):
         gradient.to_local()  # refuses, with the reason

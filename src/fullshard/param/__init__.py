@@ -12,6 +12,7 @@ from .group import ParamGroup as ParamGroup
 from .memory import OwnedMemory as OwnedMemory
 from .narrowed import NarrowedGroup as NarrowedGroup
 from .pending import PendingGrad as PendingGrad
+from .pending import SteppedGrad as SteppedGrad
 from .placement import FullMesh as FullMesh
 from .placement import NormMesh as NormMesh
 from .placement import Placing as Placing

@@ -5,6 +5,8 @@ synchronisation left off silently does nothing. A `PendingGrad` has the shape an
 
     zero_grad()                    removes it (or zeroes it): the kept gradient is dropped before the next backward
     step(), clip, any arithmetic   RuntimeError that says what to do
+
+`SteppedGrad` stands there after a step in backward (`step_in_backward`), whose gradient exists no more.
 """
 
 from __future__ import annotations
@@ -82,6 +84,22 @@ class PendingGrad(DTensor):
         )
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+
+class SteppedGrad(PendingGrad):
+    """Stands for a gradient that its optimizer took in backward: what wants to read it comes too late, and is told."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SteppedGrad({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @staticmethod
+    def _refuse(pending: list[PendingGrad]) -> NoReturn:
+        names = ", ".join(dict.fromkeys(gradient.parameter_name for gradient in pending))
+        raise RuntimeError(
+            f"expected a gradient, found that the optimizer took a step with it in backward already and freed it "
+            f"(fullshard.step_in_backward), of {names}: clipping by a global norm and torch.amp.GradScaler decide over "
+            f"all gradients and cannot be combined with it; leave them out, or leave step_in_backward out"
+        )
 
 
 _ZEROING: tuple[Callable[..., Any], ...] = (

@@ -13,7 +13,9 @@ from torch.profiler import record_function
 from .._torch_compat import profiling, with_tensor_hooks
 from ..comm import GatherChannel
 from ..lifecycle import Command, CommandChecker
+from ..param import ShardedParam
 from .shared import InFlight, Shared
+from .stepping import Stepping
 from .unit import Unit
 
 
@@ -31,6 +33,7 @@ class Executor:
         # Units whose partial sums are under way.
         self._carrying: dict[Unit, None] = {}
         self._checker = CommandChecker() if check else None
+        self.stepping = Stepping()
         # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
         self.may_stay_pending: Callable[[], bool] = lambda: False
         self.listeners: list[Callable[[Command], None]] = []
@@ -121,6 +124,7 @@ class Executor:
             channel.issue()
 
     def _wait(self, unit: Unit) -> None:
+        self.stepping.refuse_weights(unit)
         for channel in unit.arriving:
             channel.complete()
         unit.show_full()
@@ -152,6 +156,7 @@ class Executor:
     # ---- gradients -----------------------------------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
+        self.stepping.sends(unit)
         self._touched[unit] = None
         # Only the first message of a backward carries what earlier ones left. The window closes when it ends well.
         accumulated = unit.window_open
@@ -180,7 +185,7 @@ class Executor:
                 partials=[param.live_partial() for param in params] if with_partials else (),
                 keep=keep,
             )
-            self._put(InFlight(self, group, group.trainable, reduction))
+            self._put(InFlight(self, unit, group, group.trainable, reduction))
         while limit is None and len(self.shared.in_flight) > self._limit:
             self._advance_oldest()
 
@@ -218,6 +223,7 @@ class Executor:
         for i, part in zip(flight.trainable, flight.reduction.collect(), strict=True):
             if part is not None:
                 flight.group.params[i].receive(part, partial=flight.reduction.keeps)
+        flight.owner.stepping.collected(flight)
 
     def _finish(self, root: Unit) -> None:
         while self._has_own(self.shared.in_flight):
@@ -227,11 +233,16 @@ class Executor:
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
-        touched = [(group, group.params[i]) for unit in self._touched for group in unit.groups for i in group.trainable]
+        touched = [
+            (unit, group, group.params[i]) for unit in self._touched for group in unit.groups for i in group.trainable
+        ]
         # Before anything is handed over: one that raises leaves the step as if it had not been tried.
-        for i in with_tensor_hooks([param.sharded for _, param in touched]):
-            touched[i][1].run_tensor_hooks()
-        arrived = [param for group, param in touched if param.commit(group.precision.reduce)]
+        for i in with_tensor_hooks([param.sharded for _, _, param in touched]):
+            touched[i][2].run_tensor_hooks()
+        arrived: dict[Unit, list[ShardedParam]] = {}
+        for unit, group, param in touched:
+            if param.commit(group.precision.reduce):
+                arrived.setdefault(unit, []).append(param)
         self._touched.clear()
         for unit in self.units:
             unit.arrived = 0
@@ -242,8 +253,10 @@ class Executor:
         self._closing.clear()
         self._carrying.clear()
         # Last: they are the user's and may raise, and then all gradients are there.
-        for param in arrived:
-            param.run_hooks()
+        for params in arrived.values():
+            for param in params:
+                param.run_hooks()
+        self.stepping.finish(arrived)
 
     def _discard(self, root: Unit) -> None:
         for flights in (self.shared.in_flight, self.shared.replicating):
@@ -256,6 +269,7 @@ class Executor:
         self._touched.clear()
         self._closing.clear()
         self._carrying.clear()
+        self.stepping.discard()
         for unit in self.units:
             unit.arrived = 0
             for param in unit.params:

@@ -34,5 +34,10 @@ def count_optimizer_steps() -> int:
     return threading.get_ident()
 
 
+def note_optimizer_step(thread: int) -> None:
+    """A step that ran no hooks: one in backward."""
+    _steps[thread] += 1
+
+
 def _count(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _steps[threading.get_ident()] += 1

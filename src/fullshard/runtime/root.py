@@ -32,6 +32,7 @@ from .executor import Executor
 from .optimizer_steps import count_optimizer_steps
 from .outside import outside_graphs
 from .shared import Shared
+from .stepping import refuse_half_a_step
 from .uninitialized import has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Unit
 from .watch import Watch
@@ -53,6 +54,7 @@ class Root:
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.run.is_last_backward = self.units[0].is_last_backward
         self.executor.may_stay_pending = lambda: not self.run.is_last_backward
+        self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
         self.watch = Watch(self._weight_needed, always=options.watch == "always")
         self._watches_left = 8
         # Held units that backwards reached in which no weight got a gradient.
@@ -62,7 +64,7 @@ class Root:
         self._spends, self._brought = True, False
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
-        self.thread = count_optimizer_steps()
+        self.thread = self.executor.stepping.thread = count_optimizer_steps()
         self._when_backward_ends = outside_graphs(_BackwardEnd.report)
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
@@ -95,6 +97,8 @@ class Root:
         nested = hooks.running(run.generation)
         if run.forward_root is None and not in_backward:
             self._wait_for_optimizer()
+            if torch.is_grad_enabled():
+                refuse_half_a_step(self.units)
         if self.run.order and record.index == 0 and not in_backward and not nested:
             self._watch_again()
         repeated = in_backward and record.in_backward
@@ -156,6 +160,8 @@ class Root:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
 
     def _weight_needed(self, unit: Unit) -> None:
+        if any(group.shares_memory for group in unit.groups):
+            self.executor.stepping.refuse_weights(unit)
         if unit.record.full is Full.FULL and unit.record.in_backward:
             return
         if unit.record.full is not Full.FULL:

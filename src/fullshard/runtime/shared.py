@@ -15,12 +15,14 @@ from ..param import ParamGroup
 
 if TYPE_CHECKING:
     from .executor import Executor
+    from .unit import Unit
 
 
 class InFlight(NamedTuple):
     """One reduction under way, and the parameters whose gradients it brings."""
 
     owner: Executor
+    unit: Unit
     group: ParamGroup
     trainable: tuple[int, ...]
     reduction: Reduction

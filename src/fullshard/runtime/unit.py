@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .opened import OpenUnit
     from .root import Root
     from .shared import Shared
+    from .stepping import Stepper
 
 _ATTRIBUTE = "_fullshard_unit"
 # Forwards with gradients during which saved weights are watched (runtime/watch.py).
@@ -116,6 +117,8 @@ class Unit:
         # Likewise: with whom its root shares buffers, and what its next forward waits for.
         self.shared: Shared | None = None
         self.post_optim_event: torch.Event | None = None
+        # Takes its gradients in backward.
+        self.stepper: Stepper | None = None
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
         self.window_open = False
         # Likewise with partial sums, which the next message that is all-reduced carries.
