@@ -45,6 +45,7 @@ _WRITES_NOTHING = frozenset(
 # Collectives: the position of the tensors whose bytes are the message.
 _MESSAGES = {
     "_allgather_base_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
     "alltoall_base_": ("all-to-all", 1),
     "allreduce_": ("all-reduce", 0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,12 +44,12 @@ def test_one_rank_writes_nothing_when_dtypes_agree(precision: str, way: str) -> 
 
 
 def _stage_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather_into = ShardGroup.gather_into
+    gather_each = ShardGroup.gather_each
 
-    def staged(self: ShardGroup, out: Tensor, piece: Tensor) -> Any:
-        return gather_into(self, out, piece.clone())
+    def staged(self: ShardGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Any:
+        return gather_each(self, outs, [piece.clone() for piece in pieces])
 
-    monkeypatch.setattr(ShardGroup, "gather_into", staged)
+    monkeypatch.setattr(ShardGroup, "gather_each", staged)
 
 
 def _stage_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:

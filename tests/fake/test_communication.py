@@ -75,7 +75,7 @@ def test_a_world_of_one_communicates_nothing() -> None:
 
 
 def test_the_strategy_may_be_set_after_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where large parameters are gathered by themselves, `set_communication("torch")` makes it one gather a unit."""
+    """Where large parameters arrive in place, `set_communication("torch")` makes it one gather a unit."""
     monkeypatch.setattr("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake"}))
     # The package has a function of the module's name.
     monkeypatch.setattr(sys.modules["fullshard.api.fully_shard"], "DIRECT_GATHER_NBYTES", 0)
@@ -88,8 +88,11 @@ def test_the_strategy_may_be_set_after_sharding(monkeypatch: pytest.MonkeyPatch)
                 model(batch(1, 0)).pow(2).mean().backward()
             counts = _counts(comm)
             scatters = counts.get(C10D._reduce_scatter_base_, 0)
-            counted.append((counts[C10D._allgather_base_], scatters))
+            joined = counts.get(C10D.allgather_into_tensor_coalesced_, 0)
+            counted.append((counts.get(C10D._allgather_base_, 0) + joined, scatters, joined))
             model.zero_grad()
         units = len(list(model.layers)) + 1
-        assert counted[1] == (units + units - 1, units)
-        assert counted[0] == counted[2] and counted[0][0] > counted[1][0] and counted[0][1] == 0
+        gathers = units + units - 1
+        assert counted[1] == (gathers, units, 0)
+        # All large parameters of a unit in one launch.
+        assert counted[0] == counted[2] == (gathers, 0, gathers)

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from ..layout import PAIRWISE_BACKENDS
+from ..layout import PAIRWISE_BACKENDS, groups_messages
 from . import pairs
 from .pairs import Work as Work
 
@@ -67,6 +67,10 @@ class ShardGroup:
         """`gather_into` for each pair, as one group of messages where the backend can."""
         if self.sends_in_pairs:
             return pairs.gather_each(self.process_group, outs, pieces)
+        if len(outs) > 1 and groups_messages(self.backend):
+            options = AllgatherOptions()
+            options.asyncOp = True
+            return [self.process_group.allgather_into_tensor_coalesced(list(outs), list(pieces), options)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int] = ()) -> Work:

@@ -13,6 +13,7 @@ from .gather import GatherPlan as GatherPlan
 from .gather import Span as Span
 from .gather import direct_gradients as direct_gradients
 from .gather import direct_indices as direct_indices
+from .gather import groups_messages as groups_messages
 from .gather import plan_gather as plan_gather
 from .gather import sends_directly as sends_directly
 from .memory import Term as Term

@@ -31,6 +31,11 @@ PAIRWISE_PARAMETER_NBYTES = 128 << 10
 PAIRWISE_GRADIENT_NBYTES = 256 << 10
 
 
+def groups_messages(backend: str) -> bool:
+    """Whether several gathers are one launch there."""
+    return backend in GROUPING_BACKENDS
+
+
 def sends_directly(backend: str) -> bool:
     """Whether gradients that need no packing are sent one by one, and their parts summed in one operation on arrival.
 
