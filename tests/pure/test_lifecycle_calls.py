@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.lifecycle import Phase
+from fullshard.lifecycle import Full, Phase
 from tests.pure.test_lifecycle_rules import before_backward, say, says
 from tests.pure.test_lifecycle_worlds import Report, World, evaluation, setting
 
@@ -94,6 +94,37 @@ def test_recomputation_after_a_forward_that_failed_ends_no_pass() -> None:
     assert say(world, "post_forward root in_backward") == []
     assert [unit.name for unit in world.run.forward_plan] == ["root", "a"]
     assert [unit.name for unit in world.run.order] == ["a", "root"]
+
+
+def test_whoever_catches_a_failure_outside_of_the_model_finds_sharded_parameters() -> None:
+    """Whatever stands full is put aside, kept parts too; what is under way, and the memory, are for `abandon`."""
+    world = World("a", "b", "c", depth=1)
+    world["b"].narrows = True
+    says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
+    says(world, "pre_forward b", "post_forward b inputs outputs", "unshard a", "pre_forward c", "forward_failed c")
+    assert world["b"].full is Full.NARROWED and world["a"].full is Full.PENDING
+    assert say(world, "forward_failed root") == ["shelve root", "shelve b", "shelve c"]
+    assert world["a"].full is Full.PENDING and world.run.has_leftovers
+    assert say(world, "abandon root") == ["free root", "drop a", "free b", "free c", "discard root"]
+
+
+def test_a_loss_from_before_a_forward_that_failed_has_its_backward() -> None:
+    """What was put aside is found again."""
+    world = before_backward("a")
+    says(world, "pre_forward root", "forward_failed root")
+    assert say(world, "pre_backward root") == ["expose root", "gather a"]
+
+
+def test_a_backward_that_failed_leaves_sharded_parameters() -> None:
+    """But for those whose forward it was a part of, and which goes on."""
+    world = before_backward("a", "b")
+    says(world, "pre_backward root", "pre_backward b")
+    assert say(world, "backward_failed root") == ["shelve root", "shelve b"]
+    assert world.run.has_leftovers and world["a"].full is Full.PENDING
+    says(world, "abandon root", "pre_forward root", "pre_forward a", "post_forward a inputs outputs", "pre_forward b")
+    says(world, "pre_backward a")
+    assert say(world, "backward_failed root") == ["shelve a"]
+    assert world["b"].full is world["root"].full is Full.FULL
 
 
 # ---- a backward inside a forward ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
 from tests.harness.behaviours import behaviour
@@ -206,6 +207,78 @@ def test_zero_grad_clears_an_abandoned_window(base: nn.Module, clear: str, impl:
             optimizer.zero_grad(set_to_none=clear == "optimizer")
         _good_step(model, optimizer, rank, 1)
         _good_step(model, optimizer, rank, 2)
+
+    _compare(base, script, _undisturbed, impl)
+
+
+@behaviour(
+    "after a step that raised, its caller finds sharded parameters: names, gradients to clear, an optimizer to build",
+    area="failures",
+    torch="better",
+    reason="full parameters are put aside as soon as the exception leaves forward or backward",
+)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 2}], ids=["freed", "part kept"])
+def test_sharded_parameters_are_found_after_a_failure(
+    base: nn.Module, options: dict[str, Any], impl: Implementation
+) -> None:
+    """Before the next forward, and though nothing was called to clean up."""
+
+    def rank_main(rank: int) -> None:
+        model = shard(copy.deepcopy(base), impl, **options)
+        _loss(model, part(batch(4, 0), rank)).backward()
+        names = [name for name, _ in model.named_parameters()]
+        for where in ("before", "after", "backward"):
+            # The root's own hooks are behind those of fully_shard: for it that forward went well.
+            for name in MODULES if where == "before" else MODULES[1:]:
+                _failing(model, rank, name, where)
+                full = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+                assert not full, f"{where} {name}: {full} are full"
+                assert [n for n, _ in model.named_parameters()] == names
+                assert all(p.placements == (Shard(0),) for p in model.parameters()), f"{where} {name}"
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [p.full_tensor() for p in model.parameters()]
+        _loss(model, part(batch(4, 0), rank)).backward()
+        optimizer.step()
+        moved = [not torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert all(moved)
+
+    run_ranks(4, rank_main)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_loss_from_before_a_failed_forward_has_its_backward(base: nn.Module, where: str) -> None:
+    """The forward of another batch fails between the forward and the backward of a good one."""
+
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(3):
+            loss = _loss(model, part(batch(WORLD, step), rank))
+            handle = _break(model.get_submodule(MODULES[step + 2]), where, Fault)
+            with pytest.raises(Fault):
+                model(part(batch(WORLD, 77), rank))
+            handle.remove()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _compare(base, script, _undisturbed)
+
+
+@behaviour(
+    "`model.zero_grad()` between forward and backward clears all gradients",
+    area="gradients",
+    torch="better",
+    reason="torch's misses those of the root, whose parameters are full then: they add up from step to step, silently",
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_forward_and_backward(base: nn.Module, set_to_none: bool, impl: Implementation) -> None:
+    def script(model: Any, optimizer: Any, rank: int) -> None:
+        for step in range(3):
+            loss = _loss(model, part(batch(WORLD, step), rank))
+            model.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            optimizer.step()
 
     _compare(base, script, _undisturbed, impl)
 

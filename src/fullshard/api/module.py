@@ -224,6 +224,18 @@ class FSDPModule(TorchFSDPModule):
             note_uninitialized(unit)
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`, of the sharded parameters whatever stands on the modules: the root's are full
+        between forward and backward, where many loops call this."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # that of the module's class
+        for unit in self._units(recurse=True):
+            for param in unit.params:
+                gradient = param.sharded.grad
+                if gradient is not None and not set_to_none:
+                    gradient.detach_().zero_()
+                elif gradient is not None:
+                    param.sharded.grad = None
+
     def _get_fsdp_state(self) -> StateView:  # type: ignore[override]
         """The state in the shape in which torch's own code reads it."""
         self._unit()

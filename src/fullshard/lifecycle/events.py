@@ -15,6 +15,7 @@ tables in the documents. The root is written `root`.
     grads_ready      all gradients of the unit's parameters in this backward are there
     inputs_reached   the gradients of the unit's inputs are complete: the backward of this use is over
     backward_end     the whole backward is over
+    backward_failed  it ended with an exception
     unshard, wait_unshard, reshard    the user called these
     abandon          a step did not come to its end; whatever it left is to be discarded
 
@@ -47,6 +48,7 @@ EVENTS = (
     "grads_ready",
     "inputs_reached",
     "backward_end",
+    "backward_failed",
     "unshard",
     "wait_unshard",
     "reshard",

@@ -116,17 +116,21 @@ def post_forward(
 
 
 def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, nested: bool = False) -> Commands:
-    """The forward of `unit` raised. Nothing is freed here: a caller may still catch it inside the root's forward.
+    """The forward of `unit` raised. Inside the root's forward a caller may still catch it, so nothing is freed.
 
     In a backward this is also how recomputation ends once it has what it needs.
     """
+    commands: Commands = []
     if not nested and not (in_backward and unit.in_backward):
         unit.running = False
     if not in_backward and not nested:
         unit.phase = Phase.IDLE
         if unit.begins and not unit.pass_open:
             unit.begins.pop()
-    return _NOTHING
+        if run.forward_root is unit:
+            # [R33] Whoever catches it outside of the model must find sharded parameters.
+            _show_shards(run, commands)
+    return commands
 
 
 # ---- backward -----------------------------------------------------------------------------------------------
@@ -215,6 +219,13 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     run.in_backward = False
     run.keep_full = False
     commands.append(Command("finish", root))
+    return commands
+
+
+def backward_failed(run: RunRecord, root: UnitRecord) -> Commands:
+    """The backward raised. Like a forward that raised, it leaves sharded parameters to look at [R33]."""
+    commands: Commands = []
+    _show_shards(run, commands)
     return commands
 
 
@@ -375,6 +386,16 @@ def _free(unit: UnitRecord, commands: Commands) -> None:
 def _shelve(unit: UnitRecord, commands: Commands) -> None:
     unit.full = Full.SHELVED
     commands.append(Command("shelve", unit))
+
+
+def _show_shards(run: RunRecord, commands: Commands) -> None:
+    """Sharded parameters on all modules, but for those whose forward goes on. Nothing is freed or waited for: that is
+    for `abandon`, on all ranks alike; this rank may be the only one that failed."""
+    for unit in run.units:
+        if unit.full is Full.FULL and not unit.running:
+            _shelve(unit, commands)
+        elif unit.full is Full.NARROWED:
+            commands.append(Command("shelve", unit))
 
 
 def _throw_away(unit: UnitRecord, commands: Commands) -> None:

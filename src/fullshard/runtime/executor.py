@@ -115,7 +115,9 @@ class Executor:
         self._issue(unit, unit.gathers)
 
     def _widen(self, unit: Unit) -> None:
-        # Made of the shards of the last gather, so its versions stay noted.
+        # Made of the shards of the last gather, so its versions stay noted. Should this backward fail, users are to
+        # find shards, as while any other gather is under way.
+        unit.narrowing.show_shards()
         self._issue(unit, unit.narrowing.widens)
 
     def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
@@ -140,8 +142,6 @@ class Executor:
         for channel in unit.arriving:
             channel.cancel()
         if unit.arriving is unit.narrowing.widens:
-            # The kept parts still stand on the modules.
-            unit.show_shards()
             unit.narrowing.release()
 
     def _shelve(self, unit: Unit) -> None:

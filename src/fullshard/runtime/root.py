@@ -10,6 +10,7 @@ discarded (`abandon`), see ADR 0008.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -176,7 +177,7 @@ class Root:
             self.abandon()
         self._spends, self._brought = not keeps_graph(), False
         end = _BackwardEnd(self)
-        self._backward = weakref.ref(end)
+        self._backward = weakref.ref(end, self._backward_lost)
         queue_backward_callback(partial(self._when_backward_ends, end))
 
     def backward_end(self) -> None:
@@ -192,6 +193,13 @@ class Root:
         matters = any(unit.record.pins for unit in self.units)
         commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
         self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
+
+    def _backward_lost(self, which: weakref.ref[_BackwardEnd]) -> None:
+        """The engine is done with a backward. Report that it failed, unless its end was reported.
+
+        Not from a thread of the engine's: the one that ran the model may be in its next forward."""
+        if self._backward is which and self.run.in_backward and threading.get_ident() == self.thread:
+            self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
 
     def reduce_held(self) -> None:
         """Reduce what backwards without synchronisation left, outside of a backward (pipeline schedules).
