@@ -7,11 +7,13 @@
     checkpoint.save(state, checkpoint_id="out/step-100")
 
 Read in this order: `manifest` (what is in a checkpoint), `directory` (how it becomes current), `plan` (who has which
-part), `save`, `load`. docs/checkpoints.md says what is promised.
+part), `saving`, `loading`. docs/checkpoints.md says what is promised.
 """
 
 from .api import CheckpointWriter as CheckpointWriter
 from .api import TensorSpec as TensorSpec
+from .api import async_save as async_save
+from .api import close as close
 from .api import inspect as inspect
 from .api import is_complete as is_complete
 from .api import latest as latest
@@ -40,6 +42,8 @@ __all__ = [
     "CheckpointWriter",
     "Manifest",
     "TensorSpec",
+    "async_save",
+    "close",
     "get_state_dict",
     "inspect",
     "is_complete",

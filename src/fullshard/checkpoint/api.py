@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ..comm import Messenger, alone, messenger
+from .background import background
+from .background import close as close
 from .directory import open_folder, read_current
 from .errors import CheckpointDamaged, CheckpointError
 from .files import doing
 from .keep import latest as _latest
 from .keep import retain as _retain
-from .load import LoadJob, LoadOptions, Rename
+from .loading import LoadJob, LoadOptions, Rename
 from .manifest import Manifest
 from .opened import CheckpointWriter as CheckpointWriter
 from .opened import Opened
 from .opened import TensorSpec as TensorSpec
 from .reader import Reader
-from .save import SaveJob, snapshot
+from .saving import SaveJob, snapshot
 from .tree import flatten
 
 Location = str | os.PathLike[str]
@@ -46,9 +49,32 @@ def save(
     and after any error, it is what it was. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
     differs between ranks, `CheckpointIOError`, `CheckpointBusy`.
     """
-    path = _location("save", checkpoint_id)
+    path, first = _location("save", checkpoint_id), _patterns(take_first)
     _checked("save", state_dict)
-    return SaveJob(path, _messenger(process_group, no_dist), take_first).run(snapshot(flatten(state_dict)))
+    found = _messenger(process_group, no_dist)
+    background(found).settle(found, path)
+    return SaveJob(path, found, first).run(snapshot(flatten(state_dict)))
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: Location,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    take_first: Sequence[str] = (),
+) -> Future[str]:
+    """`save` beside the training: the state is copied to the host, and the call returns; a thread does the rest.
+
+    Arguments and promises are those of `save`. The future's `result()` waits, and is the directory of the generation or
+    raises what went wrong, the same on all ranks. A failure that nobody asked for is raised by the next save of the
+    group, by `close()`, and at the end of the process, whose exit status is 1 then. One save at a time: the next one
+    waits. The memory of the copy is kept for the next; `close()` gives it back.
+    """
+    path, first = _location("async_save", checkpoint_id), _patterns(take_first)
+    _checked("async_save", state_dict)
+    found = _messenger(process_group, no_dist)
+    return background(found).start(state_dict, path, found, first)
 
 
 def load(
@@ -82,7 +108,9 @@ def load(
     path = _location("load", checkpoint_id)
     _checked("load", state_dict)
     options = LoadOptions(cast, _patterns(allow_missing), _patterns(allow_unexpected), rename, manifest_sha256)
-    LoadJob(path, _messenger(process_group, no_dist), options).run(state_dict)
+    found = _messenger(process_group, no_dist)
+    background(found).wait()
+    LoadJob(path, found, options).run(state_dict)
 
 
 # ---- looking, in one process -----------------------------------------------------------------------------------

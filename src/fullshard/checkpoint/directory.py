@@ -217,16 +217,15 @@ class Saving:
         generations stay until the next save.
         """
         try:
-            if self._committed is not None:
-                _clear(self._folder, self._committed)
-            elif self.name in self._folder.names():
-                remove_generation(self._folder, self.name)
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._folder.close)
+                stack.callback(_unlock, self._lock)
+                if self._committed is not None:
+                    _clear(self._folder, self._committed)
+                elif self.name in self._folder.names():
+                    remove_generation(self._folder, self.name)
         except (OSError, CheckpointError) as error:
             _log.warning("fullshard: %s: could not clear what older saves left: %s", self._folder.path, error)
-        finally:
-            _unlock(self._lock)
-            self._lock = None
-            self._folder.close()
 
 
 def _readable_pointer(folder: Folder) -> Pointer | None:

@@ -39,11 +39,12 @@ class CheckpointDamaged(CheckpointError, ValueError):
     """Bytes of a checkpoint are not those that were saved, or it breaks a rule of the format."""
 
 
-class CheckpointNotFound(CheckpointError, FileNotFoundError):
+class CheckpointNotFound(FileNotFoundError, CheckpointError):
     """There is no checkpoint: nothing there, or a save that never came to its end."""
 
 
-class CheckpointIOError(CheckpointError, OSError):
+# OSError comes first, because it is what takes the errno.
+class CheckpointIOError(OSError, CheckpointError):
     """The operating system refused; `errno` says how."""
 
 

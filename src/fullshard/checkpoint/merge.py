@@ -1,6 +1,6 @@
 """What all ranks hold, as one: the tensors and values that a save is about, proven to fit each other.
 
-Each rank says what it has (a message of `save.py`); here the messages become one picture, without torch.
+Each rank says what it has (a message of `saving.py`); here the messages become one picture, without torch.
 """
 
 from __future__ import annotations

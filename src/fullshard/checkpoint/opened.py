@@ -32,7 +32,7 @@ from .manifest import (
 from .plan import Box, whole
 from .reader import Reader
 from .safetensors import Stored, header
-from .save import WRITER
+from .saving import WRITER
 from .tensors import bytes_of, dtype_name, on_host
 from .tree import nested
 from .values import Value, decode, encode

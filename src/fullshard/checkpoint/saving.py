@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
+import threading
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -191,16 +192,46 @@ def write_file(
     order = file_order(stored)
     head = header([stored[i] for i in order], save_id, name)
     found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-    with ThreadPoolExecutor(1, "fullshard-checksums") as pool, folder.writing(name) as file:
+    with Beside() as beside, folder.writing(name) as file:
         file.write(memoryview(head))
         for i in order:
             start, data = file.nbytes, _bytes_of_part(parts[i][1])
-            crcs = pool.submit(checksums, data, BLOCK_NBYTES)
+            beside.submit(data)
             file.write(data)
-            found[i] = (start, len(data), crcs.result())
+            found[i] = (start, len(data), ())
         file.sync()
         entry = FileEntry(name, file.nbytes, len(head), zlib.crc32(head))
+    for i, crcs in zip(order, beside.results, strict=True):
+        found[i] = (*found[i][:2], crcs)
     return entry, [found[i] for i in range(len(parts))]
+
+
+class Beside:
+    """A thread that computes checksums, in the order given, until the `with` block ends. Not an executor: those refuse
+    work when the process is about to end, which is when the last save may still be under way."""
+
+    # Parts that wait: of a tensor on a device each is a copy on the host.
+    _WAITING = 4
+
+    def __init__(self) -> None:
+        self.results: list[tuple[int, ...]] = []
+        self._given: queue.Queue[memoryview | None] = queue.Queue(self._WAITING)
+        self._thread = threading.Thread(target=self._compute, name="fullshard-checksums", daemon=True)
+
+    def submit(self, data: memoryview) -> None:
+        self._given.put(data)
+
+    def _compute(self) -> None:
+        while (data := self._given.get()) is not None:
+            self.results.append(checksums(data, BLOCK_NBYTES))
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._given.put(None)
+        self._thread.join()
 
 
 def _stored(path: Path, part: Part) -> Stored:

@@ -1,0 +1,186 @@
+"""Saves beside the training: the state is copied before the call returns, and a thread does the rest.
+
+One save at a time for a process group: the next save, and the next load, waits for it. A failure that nobody asked the
+future for is raised by the next save, by `close`, and at the end of the process, which then exits with status 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import Messenger
+from .saving import SaveJob, Snapshot, snapshot
+from .together import agree
+from .tree import flatten
+
+
+class SaveFuture(Future[str]):
+    """Of a save in the background; `result()` is the directory of the generation, or raises what went wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = False
+
+    def result(self, timeout: float | None = None) -> str:
+        self._seen |= self.exception(timeout) is not None
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong, or None; waits for the end. Whoever asks knows, and nobody else is told."""
+        error = super().exception(timeout)
+        self._seen |= error is not None
+        return error
+
+    def unseen(self) -> BaseException | None:
+        """Wait, and return a failure that nobody has asked for; the next call does not."""
+        seen = self._seen
+        error = self.exception()
+        return None if seen else error
+
+
+class Background:
+    """The saves of one process group."""
+
+    def __init__(self) -> None:
+        self._last: SaveFuture | None = None
+        # Memory of the last copy, by the position of the tensor: a fresh page costs more than what is copied to it,
+        # and pinned memory much more.
+        self._buffers: dict[int, Tensor] = {}
+
+    def start(
+        self, state_dict: dict[str, Any], path: str, messenger: Messenger, take_first: Sequence[str]
+    ) -> SaveFuture:
+        """Copy, and leave the rest to a thread."""
+        self.settle(messenger, path)
+        copies = _Copies(self._buffers)
+        taken = snapshot(flatten(state_dict), copies.copy)
+        copies.finish()
+        self._buffers = copies.made
+        future = self._last = SaveFuture()
+        _pending.append(future)
+        job = SaveJob(path, messenger, take_first)
+        # Not a daemon: the process waits for it at its end.
+        thread = threading.Thread(target=_run, args=(job, taken, future), name="fullshard-save", daemon=False)
+        thread.start()
+        return future
+
+    def settle(self, messenger: Messenger, path: str) -> None:
+        """Wait for the save that is under way; raise its failure, on all ranks, if some rank has not seen it."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        # `close` may have come before.
+        with contextlib.suppress(ValueError):
+            _pending.remove(last)
+
+        def failed() -> dict[str, Any]:
+            error = last.unseen()
+            if error is not None:
+                raise error
+            return {}
+
+        agree(messenger, f"saving {path}: the save before", failed, lambda _: {})
+
+    def wait(self) -> None:
+        """Until nothing is under way; failures stay for the next save."""
+        if self._last is not None:
+            Future.exception(self._last)
+
+    def release(self) -> None:
+        """Give the memory of copies back."""
+        self._buffers = {}
+
+
+class _Copies:
+    """Copies of tensors on the host, into memory of earlier copies where it fits."""
+
+    def __init__(self, before: dict[int, Tensor]) -> None:
+        self._before = before
+        self.made: dict[int, Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def copy(self, local: Tensor) -> Tensor:
+        number = len(self.made)
+        held = self._before.get(number)
+        if held is None or held.shape != local.shape or held.dtype is not local.dtype:
+            held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+        self.made[number] = held
+        if local.is_cuda:
+            self._devices.add(local.device)
+        with torch.no_grad():
+            return held.copy_(local, non_blocking=local.is_cuda)
+
+    def finish(self) -> None:
+        """What was copied from devices has arrived."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _run(job: SaveJob, taken: Snapshot, future: SaveFuture) -> None:
+    try:
+        path = job.run(taken)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(path)
+
+
+# ---- by process group ------------------------------------------------------------------------------------------
+
+_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
+_alone = Background()
+# Saves that no later one has waited for; they may outlive their group.
+_pending: list[SaveFuture] = []
+_LOCK = threading.Lock()
+
+
+def background(messenger: Messenger) -> Background:
+    """That of the process group of `messenger`."""
+    if messenger.group is None:
+        return _alone
+    with _LOCK:
+        found = _by_group.get(messenger.group)
+        if found is None:
+            found = _by_group[messenger.group] = Background()
+        return found
+
+
+def close() -> None:
+    """Wait for every save in the background, and give their memory back. Raises the first failure nobody has seen."""
+    errors = []
+    while _pending:
+        error = _pending.pop(0).unseen()
+        if error is not None:
+            errors.append(error)
+    for each in [_alone, *_by_group.values()]:
+        each.release()
+    if errors:
+        raise errors[0]
+
+
+def _at_exit() -> None:
+    try:
+        close()
+    except BaseException:
+        print("fullshard: a checkpoint was not saved, and nobody asked whether it was:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # What is raised here does not reach the exit status otherwise.
+        os._exit(1)
+
+
+atexit.register(_at_exit)

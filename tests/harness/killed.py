@@ -1,0 +1,142 @@
+"""Processes that end in the middle of a file operation, as a lost machine would: for tests of checkpoints.
+
+    statuses = run_killed(2, fn, Kill(rank=0, before=7))  # fn(rank) on two forks; rank 0 ends before operation 7
+
+Operations are seen at the operating system's door, by Python's audit hook (open, mkdir, rename, remove, rmdir, flock,
+listdir), not by wrappers of the code under test; or a process ends by the kernel's hand when a file of its own grows
+beyond a byte (RLIMIT_FSIZE). Neither runs any clean-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir"})
+# Exit statuses of a rank.
+DONE, RAISED, BROKE = 0, 3, 4
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Rank `rank` ends `before` its operation of that number (from 0), or when a file grows beyond byte `beyond`."""
+
+    rank: int
+    before: int | None = None
+    beyond: int | None = None
+
+
+def run_killed(world: int, fn: Callable[[int], None], kill: Kill | None, timeout: float = 60.0) -> list[int]:
+    """Run `fn(rank)` on `world` forks joined over gloo. The exit status of each: `DONE`, `RAISED` for an ordinary
+    exception, `BROKE` for another one, minus a signal's number, or 999 for one that did not end in time."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-killed-") as folder:
+        pids = [_fork(rank, world, fn, kill, os.path.join(folder, "rendezvous")) for rank in range(world)]
+        return _wait(pids, timeout)
+
+
+def operations(world: int, fn: Callable[[int], None]) -> list[int]:
+    """How many operations each rank does in `fn(rank)`."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-counted-") as folder:
+
+        def counting(rank: int) -> None:
+            counted = _watch(None)
+            fn(rank)
+            number = counted[0]
+            Path(folder, str(rank)).write_text(str(number))
+
+        assert run_killed(world, counting, None) == [DONE] * world
+        return [int(Path(folder, str(rank)).read_text()) for rank in range(world)]
+
+
+def _watch(fatal: int | None) -> list[int]:
+    """Count operations from now on; end this process before that of number `fatal`."""
+    counted = [0]
+
+    def hook(event: str, _: object) -> None:
+        if event in OPERATIONS:
+            if counted[0] == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            counted[0] += 1
+
+    sys.addaudithook(hook)
+    return counted
+
+
+def _fork(rank: int, world: int, fn: Callable[[int], None], kill: Kill | None, rendezvous: str) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    status = BROKE
+    try:
+        status = _rank_main(rank, world, fn, kill, rendezvous)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _rank_main(rank: int, world: int, fn: Callable[[int], None], kill: Kill | None, rendezvous: str) -> int:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    _clear_sharding_prop_cache()
+    if world > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=30),
+        )
+    if kill is not None and kill.rank == rank:
+        if kill.before is not None:
+            _watch(kill.before)
+        if kill.beyond is not None:
+            # Python ignores this signal, which makes an error of it.
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (kill.beyond, kill.beyond))
+    try:
+        fn(rank)
+    except Exception:
+        if kill is None:
+            traceback.print_exc()
+        return RAISED
+    return DONE
+
+
+def _wait(pids: list[int], timeout: float) -> list[int]:
+    found: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    while len(found) < len(pids):
+        for pid in pids:
+            if pid not in found:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    found[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    found[pid] = 999
+        time.sleep(0.003)
+    return [found[pid] for pid in pids]

@@ -1,0 +1,142 @@
+"""Ranks that are killed in the middle of a save: the previous checkpoint loads, or the new one, whole; never a mixture.
+
+Each point is a world of forks, one of which ends before one of its file operations, or at a byte of a file. Then the
+checkpoint is loaded here, by one process, and a later save has to succeed and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fullshard import checkpoint
+from tests.harness.killed import DONE, RAISED, Kill, operations, run_killed
+
+SHAPE = (5, 3)  # uneven on 2 ranks, one rank without rows on 4
+
+
+def state(version: int) -> dict[str, Any]:
+    """What a rank saves; a mixture of two versions is seen in any of it."""
+    full = torch.full(SHAPE, float(version))
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded: torch.Tensor = distribute_tensor(full, mesh, [Shard(0)])
+    else:
+        sharded = full
+    return {"model": {"w": sharded, "b": torch.full((7,), version)}, "step": version}
+
+
+def saving(folder: Path, version: int, how: str) -> Any:
+    def save(rank: int) -> None:
+        if how == "async":
+            checkpoint.async_save(state(version), checkpoint_id=folder).result()
+        else:
+            checkpoint.save(state(version), checkpoint_id=folder)
+
+    return save
+
+
+def version_of(folder: Path) -> int | None:
+    """Which version loads; None when there is no checkpoint. Anything but one whole version fails the test."""
+    found: dict[str, Any] = {"model": {"w": torch.zeros(SHAPE), "b": torch.zeros(7, dtype=torch.int64)}, "step": 0}
+    try:
+        checkpoint.load(found, checkpoint_id=folder)
+    except checkpoint.CheckpointNotFound:
+        return None
+    step = found["step"]
+    assert (found["model"]["w"] == step).all() and (found["model"]["b"] == step).all(), f"a mixture: {found}"
+    checkpoint.verify(folder)
+    return int(step)
+
+
+def check(tmp_path: Path, world: int, how: str, kill: Kill, before: Path | None) -> int | None:
+    """One point. `before`: a whole checkpoint of version 1 that is overwritten with 2, or None for a first save."""
+    folder = tmp_path / "c"
+    shutil.rmtree(folder, ignore_errors=True)
+    if before is not None:
+        shutil.copytree(before, folder)
+    statuses = run_killed(world, saving(folder, 2, how), kill)
+    assert statuses[kill.rank] in (-signal.SIGKILL, -signal.SIGXFSZ, DONE), statuses
+    others = [status for rank, status in enumerate(statuses) if rank != kill.rank]
+    assert set(others) <= {DONE, RAISED}, f"{kill}: {statuses}"
+    found = version_of(folder)
+    if before is not None:
+        assert found in (1, 2), f"{kill}: the previous checkpoint is lost"
+    assert found == 2 or statuses[kill.rank] != DONE
+    # The next save finds its way, and clears what was left.
+    checkpoint.save(state(3), checkpoint_id=folder)
+    assert version_of(folder) == 3
+    names = sorted(os.listdir(folder))
+    assert names[0] == "CURRENT" and names[1] == "LOCK" and len(names) == 3, names
+    return found
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    checkpoint.save(state(1), checkpoint_id=tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+def counted(tmp_path: Path, world: int, how: str, before: Path | None) -> list[int]:
+    """Operations of each rank in a save that nobody disturbs."""
+    folder = tmp_path / "counted"
+    if before is not None:
+        shutil.copytree(before, folder)
+    found = operations(world, saving(folder, 2, how))
+    assert version_of(folder) == 2
+    shutil.rmtree(folder)
+    return found
+
+
+def test_one_process_killed_before_every_operation(tmp_path: Path, whole: Path) -> None:
+    (count,) = counted(tmp_path, 1, "sync", whole)
+    assert count >= 15
+    found = [check(tmp_path, 1, "sync", Kill(0, before=n), whole) for n in range(count)]
+    assert found == sorted(found) and set(found) == {1, 2}, "old until the pointer moves, new from then on"
+
+
+def test_a_first_save_is_whole_or_absent(tmp_path: Path) -> None:
+    (count,) = counted(tmp_path, 1, "sync", None)
+    found = [check(tmp_path, 1, "sync", Kill(0, before=n), None) for n in range(count)]
+    assert found[0] is None and found[-1] == 2 and 1 not in found
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_rank_of_two_killed_before_some_operations(how: str, tmp_path: Path, whole: Path) -> None:
+    counts = counted(tmp_path, 2, how, whole)
+    assert counts[1] >= 3, "the rank that does not commit opens and writes its own file"
+    for number in range(1, counts[0], 4):
+        check(tmp_path, 2, how, Kill(0, before=number), whole)
+    for number in range(counts[1]):
+        assert check(tmp_path, 2, how, Kill(1, before=number), whole) == 1
+
+
+def test_killed_at_bytes_of_a_file(tmp_path: Path, whole: Path) -> None:
+    """0: at once. Up to some hundred: in a data file; then in the manifest, which is the largest of these files."""
+    found = [check(tmp_path, 1, "sync", Kill(0, beyond=n), whole) for n in (0, 1, 8, 100, 300, 600, 1000)]
+    assert found[:6] == [1] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(1500)
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("first", [False, True])
+def test_every_rank_killed_before_every_operation(
+    world: int, how: str, first: bool, tmp_path: Path, whole: Path
+) -> None:
+    before = None if first else whole
+    counts = counted(tmp_path, world, how, before)
+    points = [Kill(rank, before=n) for rank, count in enumerate(counts) for n in range(count)]
+    points += [Kill(rank, beyond=n) for rank in range(world) for n in (0, 1, 7, 8, 64, 200, 400, 700)]
+    for kill in points:
+        check(tmp_path, world, how, kill, before)
