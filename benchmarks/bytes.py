@@ -5,10 +5,11 @@
 A chain of blocks of nine parameters, as in Llama, runs forward and backward; the fourth step is counted, and what the
 bare model (in the compute dtype) writes in the same step is taken off. Both figures are bytes per element of the
 parameters (`P`). "sent" is the size of the messages: the output of an all-gather, the input of a reduce-scatter or an
-all-to-all; each rank sends (W - 1) / W of it.
+all-to-all; each rank sends (W - 1) / W of it. What goes from rank to rank is told in the same measure.
 
     fsdp2        torch's fully_shard
-    gloo plan    ours, as it is on a CPU: one packed message, buffers kept from step to step
+    gloo plan    ours, as it is on a CPU for blocks of an 8B model: matrices go from rank to rank, norms are packed,
+                 buffers are kept from step to step
     NCCL plan    ours, as it is on a GPU for blocks of an 8B model: matrices travel by themselves, norms are packed, no
                  buffers are kept
 """
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import ModelShape, print_json
-from benchmarks.counting import ByteCounter, nccl_plan
+from benchmarks.counting import ByteCounter, gloo_plan, nccl_plan
 from benchmarks.host import Chain
 
 # Rows divide by 64 ranks, so that padding is not what is measured.
@@ -63,7 +64,8 @@ def count(way: str, shape: ModelShape, precision: str) -> ByteCounter:
     """What one step writes and sends, once buffers exist and the order is known."""
     storage, compute, _ = PRECISIONS[precision]
     norm_nbytes = shape.width * (compute or storage).itemsize
-    with nccl_plan(norm_nbytes + 1) if way == "NCCL plan" else nullcontext():
+    plans = {"NCCL plan": nccl_plan, "gloo plan": gloo_plan}
+    with plans[way](norm_nbytes + 1) if way in plans else nullcontext():
         model = build(way, shape, precision)
         x = torch.randn(1, 4, shape.width, dtype=compute or storage)
         for _ in range(3):
@@ -85,12 +87,14 @@ def figures(shape: ModelShape, precision: str, world: int) -> dict[str, dict[str
     try:
         for way in WAYS:
             counter = count(way, shape, precision)
+            if world > 1:
+                counter.messages["send"] = counter.messages["send"] * world // (world - 1)
             beyond = {name: nbytes - bare.written[name] for name, nbytes in counter.written.items()}
             found[way] = {
                 "written": round((counter.written_nbytes - bare.written_nbytes) / numel, 4),
                 "sent": round(counter.messages_nbytes / numel, 4),
                 "written_by": {name: round(n / numel, 3) for name, n in beyond.items() if abs(n) >= numel / 500},
-                "sent_by": {kind: round(n / numel, 3) for kind, n in counter.messages.items()},
+                "sent_by": {kind: round(n / numel, 3) for kind, n in counter.messages.items() if n},
             }
     finally:
         dist.destroy_process_group()

@@ -49,6 +49,8 @@ _MESSAGES = {
     "_reduce_scatter_base_": ("reduce-scatter", 1),
     "alltoall_base_": ("all-to-all", 1),
     "allreduce_": ("all-reduce", 0),
+    # Between two ranks: counted where it leaves.
+    "send": ("send", 0),
     "broadcast_": ("broadcast", 0),
 }
 
@@ -109,7 +111,7 @@ class ByteCounter(TorchDispatchMode):
 
     def _count_message(self, func: Any, args: Any) -> None:
         name = func._schema.name.removeprefix("c10d::")
-        if name == "barrier":
+        if name in ("barrier", "recv_"):
             return
         kind, position = _MESSAGES[name]
         self.messages[kind] += sum(map(_nbytes, _tensors([args[position]])))
@@ -255,7 +257,22 @@ def nccl_plan(direct_nbytes: int) -> Iterator[None]:
 
     with (
         mock.patch("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake", "gloo", "threaded"})),
+        mock.patch("fullshard.layout.gather.PAIRWISE_BACKENDS", frozenset()),
         mock.patch("fullshard.api.fully_shard.DIRECT_GATHER_NBYTES", direct_nbytes),
         mock.patch("fullshard.runtime.root.Shared", lambda *, keep: Shared(keep=False)),
+    ):
+        yield
+
+
+@contextmanager
+def gloo_plan(direct_nbytes: int) -> Iterator[None]:
+    """What is sharded and first run here gets the plan of gloo, whatever the backend.
+
+    Parameters and gradients of which a rank sends at least `direct_nbytes` go from rank to rank, the others packed.
+    """
+    with (
+        mock.patch("fullshard.layout.gather.PAIRWISE_BACKENDS", frozenset({"fake", "gloo"})),
+        mock.patch("fullshard.layout.gather.PAIRWISE_PARAMETER_NBYTES", direct_nbytes),
+        mock.patch("fullshard.layout.gather.PAIRWISE_GRADIENT_NBYTES", direct_nbytes),
     ):
         yield

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from ..layout import PAIRWISE_BACKENDS, groups_messages
+from ..layout import groups_messages, sends_in_pairs
 from . import pairs
 from .pairs import Work as Work
 
@@ -61,7 +61,7 @@ class ShardGroup:
     @property
     def sends_in_pairs(self) -> bool:
         """Whether ranks may send to each other without a collective (comm/pairs.py)."""
-        return self.backend in PAIRWISE_BACKENDS and self.device.type == "cpu"
+        return sends_in_pairs(self.backend) and self.device.type == "cpu"
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages where the backend can."""

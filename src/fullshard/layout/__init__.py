@@ -8,7 +8,6 @@ one tensor), `memory` (expected bytes).
 
 from .dtypes import itemsize as itemsize
 from .dtypes import known_dtypes as known_dtypes
-from .gather import PAIRWISE_BACKENDS as PAIRWISE_BACKENDS
 from .gather import GatherPlan as GatherPlan
 from .gather import Span as Span
 from .gather import direct_gradients as direct_gradients
@@ -16,6 +15,7 @@ from .gather import direct_indices as direct_indices
 from .gather import groups_messages as groups_messages
 from .gather import plan_gather as plan_gather
 from .gather import sends_directly as sends_directly
+from .gather import sends_in_pairs as sends_in_pairs
 from .memory import Term as Term
 from .memory import UnitMemory as UnitMemory
 from .memory import backward_terms as backward_terms

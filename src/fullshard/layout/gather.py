@@ -31,6 +31,11 @@ PAIRWISE_PARAMETER_NBYTES = 128 << 10
 PAIRWISE_GRADIENT_NBYTES = 256 << 10
 
 
+def sends_in_pairs(backend: str) -> bool:
+    """Whether ranks send to each other there, without a collective."""
+    return backend in PAIRWISE_BACKENDS
+
+
 def groups_messages(backend: str) -> bool:
     """Whether several gathers are one launch there."""
     return backend in GROUPING_BACKENDS
