@@ -1,0 +1,55 @@
+"""Other people's checkpoints: DCP directories, Hugging Face safetensors, `torch.save` files, read and written.
+
+| file | what |
+|---|---|
+| `detect` | which format a path holds |
+| `source` | what every format looks like to those who copy from it: tensors of which parts can be read |
+| `pickle_tree` | a reader of pickles that calls nothing; below it `dcp_index`, `torch_archive`, and `dcp` on top of
+both | | `safetensors_file`, `hf` | single files; a folder of them with its index | | `torch_file` | full state dicts of
+`torch.save` | | `names` | whose parameter is called what; parts of a source under other names |
+"""
+
+from __future__ import annotations
+
+from .convert import FORMATS, Format, convert, open_found, open_source
+from .dcp import DcpSource, FlatParameterCheckpoint, ShardedTensorCheckpoint
+from .detect import Found, RefusedCheckpoint, UnknownCheckpoint, detect
+from .hf import HfSource
+from .names import STYLES, UNWRAPPED, Chosen, Renaming, head_dim_of, llama, read_config, strip_wrappers
+from .pickle_tree import PickleRefused
+from .source import Source, TensorInfo, nbytes_of
+from .torch_file import TorchSaveRefused, TorchSource
+
+# What is known and not read; every text says the way out.
+REFUSALS = (PickleRefused, RefusedCheckpoint, FlatParameterCheckpoint, ShardedTensorCheckpoint, TorchSaveRefused)
+
+__all__ = [
+    "FORMATS",
+    "REFUSALS",
+    "STYLES",
+    "UNWRAPPED",
+    "Chosen",
+    "DcpSource",
+    "FlatParameterCheckpoint",
+    "Format",
+    "Found",
+    "HfSource",
+    "PickleRefused",
+    "RefusedCheckpoint",
+    "Renaming",
+    "ShardedTensorCheckpoint",
+    "Source",
+    "TensorInfo",
+    "TorchSaveRefused",
+    "TorchSource",
+    "UnknownCheckpoint",
+    "convert",
+    "detect",
+    "head_dim_of",
+    "llama",
+    "nbytes_of",
+    "open_found",
+    "open_source",
+    "read_config",
+    "strip_wrappers",
+]
