@@ -14,10 +14,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fullshard.train.cli import main
+from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
+from fullshard.cli import main
 from fullshard.train.config_load import load_config
 from fullshard.train.data import read_corpus
-from fullshard.train.safetensors_file import read_safetensors
 
 TINY = (
     "model.layers=2",
@@ -88,7 +88,7 @@ def test_metrics_have_a_line_per_step(finished: Finished) -> None:
 def test_the_folder_holds_everything(finished: Finished) -> None:
     names = {path.name for path in finished.run_dir.iterdir()}
     expected = {"config.toml", "manifest.json", "metrics.jsonl", "model.safetensors", "sample.txt", "loss.png"}
-    assert names == expected | {"tensorboard"}
+    assert names == expected | {"tensorboard", "checkpoints"}
     assert (finished.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert list((finished.run_dir / "tensorboard").iterdir())
 
@@ -142,10 +142,13 @@ def test_generate_continues_the_prompt(finished: Finished, capsys: pytest.Captur
 
 
 def test_a_used_folder_is_refused(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run never writes into another run's folder; one line, exit 2."""
-    assert main(command(finished.run_dir)) == 2
+    """A run that ended well is not run again, and none goes on as another one; one line, exit 2."""
+    assert main(command(finished.run_dir, "--set", "training.steps=6")) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "run.dir" in error and f"{finished.run_dir.name}-2" in error
+    assert main(command(finished.run_dir, "--set", "model.heads=2")) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "going on must not change it; nearest valid: 4" in error
 
 
 def test_under_torchrun_it_is_the_same_run(finished: Finished, tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ ROOMS: dict[str, frozenset[str]] = {
     "planner": frozenset({"layout", "lifecycle", "policy"}),
     "observe": LOWER | {"runtime", "planner", ""},
     "migrate": frozenset({""}),
-    "train": frozenset({""}),
+    "train": frozenset({"", "checkpoint"}),
     "__init__": frozenset({"_version", "api", "policy", "observe", "checkpoint"}),
-    "__main__": frozenset({"train"}),
+    "cli": frozenset({"", "checkpoint", "train"}),
+    "__main__": frozenset({"cli"}),
 }
 # Decided without torch, so that they run anywhere and in microseconds. Modules that do not exist yet are pure once
 # they do.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.train import cli
+from fullshard import cli
 from fullshard.train.config_load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -99,11 +99,11 @@ def test_the_two_commands_are_in_the_readme() -> None:
 
 
 @pytest.mark.parametrize("path", OURS, ids=_name)
-def test_commands_of_the_trainer_are_accepted(path: Path) -> None:
+def test_commands_are_accepted(path: Path) -> None:
     """Options by its parser, keys and values of `--set` by its configuration."""
     for command in commands(path, "fullshard"):
         words = shlex.split(command.split(">")[0])[1:]
-        arguments: argparse.Namespace = cli._parser().parse_args(words)
+        arguments: argparse.Namespace = cli.parser().parse_args(words)
         if arguments.command == "train":
             load_config(None, arguments.set)
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter, read_safetensors
 from fullshard.train import console, optional, plot
 from fullshard.train.artifacts import close_manifest, discard_run_dir, make_run_dir, open_manifest, remove_parts
 from fullshard.train.config import ConfigError
 from fullshard.train.config_load import load_config
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, read_metrics
-from fullshard.train.safetensors_file import Entry, SafetensorsWriter, read_safetensors
 
 
 def record(step: int, **changes: Any) -> StepRecord:
@@ -136,10 +136,13 @@ def test_the_folder_must_be_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = load_config(None, [f"run.dir={tmp_path}/a/run"])
     path = make_run_dir(config)
     assert load_config(path / "config.toml") == config
+    assert make_run_dir(config) == path  # a run that did not end goes on in its folder
+    (path / "config.toml").rename(path / "notes.toml")
     with pytest.raises(ConfigError) as caught:
         make_run_dir(config)
     nearest = json.loads(str(caught.value).rpartition("nearest valid: ")[2])
     assert make_run_dir(load_config(None, [f"run.dir={nearest}"])) == Path(nearest)
+    (path / "notes.toml").rename(path / "config.toml")
     discard_run_dir(path)
     assert make_run_dir(config) == path
     dated = [make_run_dir(load_config(None)) for _ in range(3)]  # within one second or two

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fullshard import UnitInfo, __version__
+from fullshard.cli import main
 from fullshard.train import launch
 from fullshard.train.artifacts import open_manifest
-from fullshard.train.cli import main
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.config_load import load_config
 from fullshard.train.launch import Failure

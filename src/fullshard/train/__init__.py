@@ -13,5 +13,6 @@ this room. Every file has one subject:
 | `shard`, `loop` | model -> sharded model; the steps |
 | `metrics`, `console`, `plot` | what is recorded, shown and drawn |
 | `table`, `facts` | bytes per rank, expected and measured; FLOP and peak rates |
-| `artifacts`, `safetensors_file`, `sample` | the run folder; trained weights; text from a model |
+| `resume` | checkpoints of a run; what a run that goes on may change, and where it begins |
+| `artifacts`, `sample` | the run folder and the trained weights; text from a model |
 """

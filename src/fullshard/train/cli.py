@@ -1,7 +1,7 @@
-"""The command `fullshard`: what can be asked of it, and how it answers.
+"""`fullshard train` and `fullshard generate`: what can be asked of them, and how they answer.
 
-Exit codes: 0 the run ended well, 1 it failed, 2 the command or the configuration cannot be run, 128 + n it was
-interrupted by signal n (130 for Ctrl-C, 143 for SIGTERM).
+Exit codes: 0 the run ended well, 1 it failed, 2 the command or the configuration cannot be run, 75 it stopped behind a
+step when SIGTERM asked for it, with a checkpoint, 128 + n it was interrupted by signal n (130 for Ctrl-C).
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fullshard import __version__
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.config_load import load_config, to_toml
+
+_NEWEST = object()
 
 _EXAMPLES = """\
 examples:
@@ -23,43 +27,39 @@ examples:
   fullshard train my.toml --nproc 4                a configuration of your own on four processes
   fullshard train --set training.steps=50 --set data.corpus=path:book.txt
   fullshard train --print-config > my.toml         every key, its value and its meaning
+  fullshard train --resume runs/20260102-030405    go on from the newest checkpoint of a run
   torchrun --nproc-per-node 2 -m fullshard train   the same under torchrun
   fullshard generate runs/20260102-030405 --prompt "The "
 
-exit codes: 0 well, 1 failed, 2 cannot be run as asked, 130 interrupted by Ctrl-C, 143 by SIGTERM
+exit codes: 0 well, 1 failed, 2 cannot be run as asked, 75 stopped by SIGTERM with a checkpoint (run it again to go
+on), 130 interrupted by Ctrl-C, 143 by SIGTERM where there was nothing to save
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    """Run `train` or `generate` with `argv` (default: the process's own) and return the exit code."""
+    top = argparse.ArgumentParser(prog="fullshard")
+    add_commands(top.add_subparsers(dest="command", required=True, metavar="{train,generate}"))
     try:
-        if arguments.command == "train":
-            return _train(arguments)
-        return _generate(arguments)
+        return run(top.parse_args(argv))
+    except KeyboardInterrupt:
+        print("fullshard: interrupted by SIGINT", file=sys.stderr)
+        return 130
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what was asked and return the exit code."""
+    try:
+        return _train(arguments) if arguments.command == "train" else _generate(arguments)
     except ConfigError as error:
         # Under torchrun every rank finds the same mistake; one tells it.
         if str(error) and os.environ.get("RANK", "0") == "0":
             print(f"fullshard: {error}", file=sys.stderr, flush=True)
         return 2
-    except KeyboardInterrupt:
-        print("fullshard: interrupted by SIGINT", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output is gone, `| head` for instance
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="fullshard",
-        description="Train a language model whose parameters, gradients and optimizer state are sharded.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    top.add_argument("--version", action="version", version=f"fullshard {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{train,generate}")
-
+def add_commands(commands: Any) -> None:
+    """Add `train` and `generate` to the parser of the command line."""
     train = commands.add_parser(
         "train",
         help="train a model",
@@ -70,6 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", nargs="?", type=Path, metavar="config.toml", help="keys that differ from the default")
     train.add_argument(
         "--set", action="append", default=[], metavar="section.key=value", help="change one key; repeatable"
+    )
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const=_NEWEST,
+        metavar="RUN",
+        help="go on with the run in this folder, with its configuration (default: the newest unfinished one in runs/)",
     )
     train.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per CUDA device, else 2)")
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
@@ -88,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
         help="among the k most likely, 0 = all (default: the run's)",
     )
     generate.add_argument("--seed", type=_at_least_0, default=0, help="another seed gives another text (default: 0)")
-    return top
 
 
 def _at_least_0(text: str) -> int:
@@ -101,7 +107,7 @@ def _at_least_0(text: str) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from fullshard.train import launch
 
-    config = load_config(arguments.config, arguments.set)
+    config = _config(arguments)
     inside = launch.joined_from_outside()
     if inside and not arguments.print_config:
         world = int(os.environ["WORLD_SIZE"])
@@ -123,6 +129,20 @@ def _train(arguments: argparse.Namespace) -> int:
     check_data(config.data)
     run_dir = make_run_dir(config)
     return launch.launch(config, run_dir, world)
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    if arguments.resume is None:
+        return load_config(arguments.config, arguments.set)
+    from fullshard.train.resume import is_run, newest_unfinished
+
+    if arguments.config is not None:
+        raise ConfigError("--resume takes the configuration of the run: leave config.toml away, change keys with --set")
+    path = newest_unfinished() if arguments.resume is _NEWEST else Path(arguments.resume)
+    if not is_run(path):
+        raise ConfigError(f"--resume {path}: expected the folder of a run, with its config.toml")
+    config = load_config(path / "config.toml", arguments.set)
+    return replace(config, run=replace(config.run, dir=str(path)))
 
 
 def _automatic(config: Config, world: int) -> dict[str, str]:
@@ -147,22 +167,28 @@ def _be_one_of(config: Config) -> int:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from fullshard.train import launch
-    from fullshard.train.process import Interrupted, joined_world, leave, stop_on_signals
+    from fullshard.train.process import Interrupted, Stopped, joined_world, leave, stop_on_signals
 
     run_dir: Path | None = None
     stop_on_signals()
     try:
+        from fullshard.train.resume import sole_user
         from fullshard.train.run import agreed_run_dir, train
 
         with joined_world(config) as world:
             run_dir = agreed_run_dir(config, world)
-            train(config, world, run_dir)
+            with sole_user(run_dir) if world.rank == 0 else nullcontext():
+                train(config, world, run_dir)
         return 0
     except ConfigError as error:
         if run_dir is None or launch.RUN_DIR not in os.environ:
             raise
         get_error_handler().record_exception(error)  # the launcher tells it
         leave(launch.EXIT_USAGE)
+    except Stopped as stop:
+        if run_dir is not None and _speaks_for_the_run():
+            print(f"fullshard: {stop}; the same command goes on", file=sys.stderr, flush=True)
+        leave(launch.EXIT_STOPPED)
     except Interrupted as stop:
         if run_dir is not None and _speaks_for_the_run():
             launch.tell_end(run_dir, "interrupted", f"interrupted by {stop}")

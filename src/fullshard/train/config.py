@@ -144,6 +144,14 @@ class MetricsKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointKeys:
+    every: int = _key(100, "steps between two checkpoints; 0 = only at the end, and when stopped by SIGTERM", least=0)
+    keep_last: int = _key(2, "how many of the newest checkpoints are kept", least=1)
+    keep_every: int = _key(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
+    grace_seconds: float = _key(60.0, "a process that has not stopped so long after SIGTERM is ended", above=0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class SampleKeys:
     prompt: str = _key("The ", "beginning of the text generated at the end")
     tokens: int = _key(200, "tokens to generate; 0 = none", least=0)
@@ -163,6 +171,7 @@ class Config:
     precision: PrecisionKeys = field(default_factory=PrecisionKeys)
     data: DataKeys = field(default_factory=DataKeys)
     metrics: MetricsKeys = field(default_factory=MetricsKeys)
+    checkpoint: CheckpointKeys = field(default_factory=CheckpointKeys)
     sample: SampleKeys = field(default_factory=SampleKeys)
 
     @property

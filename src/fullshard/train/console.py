@@ -18,8 +18,8 @@ class Console(Protocol):
         """A line (or several) that stays."""
         ...
 
-    def begin(self, steps: int) -> None:
-        """Training of `steps` steps begins now."""
+    def begin(self, steps: int, after: int = 0) -> None:
+        """Training up to step `steps` begins now, behind step `after`."""
         ...
 
     def step(self, record: StepRecord) -> None: ...
@@ -70,7 +70,7 @@ class SilentConsole:
 
     def say(self, text: str) -> None: ...
 
-    def begin(self, steps: int) -> None: ...
+    def begin(self, steps: int, after: int = 0) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -81,20 +81,20 @@ class PlainConsole:
     """One line every `log_every` steps, at the first and last step, and wherever a step validates."""
 
     def __init__(self, log_every: int) -> None:
-        self._log_every, self._steps, self._begun = log_every, 0, 0.0
+        self._log_every, self._steps, self._after, self._begun = log_every, 0, 0, 0.0
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def begin(self, steps: int) -> None:
-        self._steps, self._begun = steps, time.monotonic()
+    def begin(self, steps: int, after: int = 0) -> None:
+        self._steps, self._after, self._begun = steps, after, time.monotonic()
 
     def step(self, record: StepRecord) -> None:
         last = record.step == self._steps
-        if record.step % self._log_every and record.step != 1 and not last and record.val_loss is None:
+        if record.step % self._log_every and record.step != self._after + 1 and not last and record.val_loss is None:
             return
         elapsed = time.monotonic() - self._begun
-        left = clock(elapsed / record.step * (self._steps - record.step))
+        left = clock(elapsed / (record.step - self._after) * (self._steps - record.step))
         width = len(str(self._steps))
         self.say(f"step {record.step:>{width}}/{self._steps}  {summary(record)}  left {left}")
 
@@ -115,7 +115,7 @@ class ProgressConsole:
         else:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, after: int = 0) -> None:
         progress, live = optional.find("rich.progress"), optional.find("rich.live")
         assert progress is not None and live is not None
         self._progress = progress.Progress(
@@ -125,7 +125,7 @@ class ProgressConsole:
             progress.TimeRemainingColumn(compact=True),
             expand=True,
         )
-        self._task = self._progress.add_task("", total=steps)
+        self._task = self._progress.add_task("", total=steps, completed=after)
         self._live = live.Live(self._lines(""), transient=True)
         self._live.start()
 

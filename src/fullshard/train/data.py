@@ -144,6 +144,10 @@ class SampleOrder:
             found.append(offset + int(permutation[place]) * self.sequence_length)
         return found
 
+    def digest(self, step: int, global_batch: int) -> str:
+        """Twelve digits that differ when the windows of a step do."""
+        return hashlib.sha256(repr(self.starts(step, global_batch)).encode()).hexdigest()[:12]
+
     def _draw_epoch(self, epoch: int) -> tuple[int, Tensor]:
         digest = hashlib.sha256(f"{self.seed}:epoch:{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

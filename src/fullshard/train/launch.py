@@ -6,7 +6,9 @@ stays on this machine: the processes meet through a file, and gloo and NCCL are 
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -27,6 +29,8 @@ LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 RUN_DIR = "FULLSHARD_RUN_DIR"  # set by the launcher: the run folder, already made
 
 EXIT_FAILED = 1
+EXIT_STOPPED = 75  # told to stop, and did so behind a step, with a checkpoint (EX_TEMPFAIL of sysexits.h: try again)
+STOPPED = "stopped"  # the status of such a run
 EXIT_USAGE = 2  # and 128 + number of the signal for an interrupted run: 130 for Ctrl-C, 143 for SIGTERM
 
 # What a process runs. SIGINT gets its plain meaning first, so that Ctrl-C during the import of torch ends the process
@@ -108,7 +112,7 @@ def launch(config: Config, run_dir: Path, world: int) -> int:
             elastic_launch(agent, sys.executable)("-c", _PROGRAM, "train", str(run_dir / "config.toml"))
             return 0
         except SignalException as stop:
-            return _interrupted(run_dir, int(stop.sigval))
+            return _tell_stopped(run_dir) or _interrupted(run_dir, int(stop.sigval))
         except ChildFailedError as error:
             return ended_badly(run_dir, [Failure.of(rank, f) for rank, f in error.failures.items()])
 
@@ -124,7 +128,7 @@ def _prepare_environment(config: Config, run_dir: Path, world: int, store: Path)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     # A process that does not end by itself (stopped, or stuck in the kernel) is killed after this.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.checkpoint.grace_seconds) + 10))
 
 
 class Failure(NamedTuple):
@@ -162,6 +166,8 @@ class Failure(NamedTuple):
 
 def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
     """Find the cause among all that went wrong, tell it in one line, and return the exit code of the command."""
+    if any(f.exit_code == EXIT_STOPPED for f in failures) and (code := _tell_stopped(run_dir)):
+        return code
     cause = min(failures, key=lambda f: f.order)
     if cause.exit_code == EXIT_USAGE:
         discard_run_dir(run_dir)
@@ -178,6 +184,18 @@ def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
         what = f"failed: {cause.message}" if cause.message else f"ended with code {cause.exit_code}"
     tell_end(run_dir, "failed", f"rank {cause.rank} {what}")
     return EXIT_FAILED
+
+
+def _tell_stopped(run_dir: Path) -> int:
+    """The exit code of a run that stopped with a checkpoint, which is told; 0 for one that did not."""
+    path = run_dir / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.exists() else {}
+    if manifest.get("status") != STOPPED:
+        return 0
+    remove_parts(run_dir)
+    what = f"{manifest['reason']}; to go on: fullshard train --resume {run_dir}"
+    print(f"fullshard: {what}", file=sys.stderr, flush=True)
+    return EXIT_STOPPED
 
 
 def _interrupted(run_dir: Path, signum: int) -> int:

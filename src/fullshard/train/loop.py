@@ -11,7 +11,9 @@ The mathematics does not know how many ranks there are: the global batch is fixe
 
 from __future__ import annotations
 
+import hashlib
 import math
+import signal
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +29,8 @@ from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, wi
 from fullshard.train.facts import flop_per_token, memory_nbytes, peak_flop_per_second
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, bits_per_byte
 from fullshard.train.model import Llama
-from fullshard.train.process import World
+from fullshard.train.process import Stopped, World, stop_requested
+from fullshard.train.resume import Checkpoints
 from fullshard.train.shard import as_fsdp, compute_dtype
 from fullshard.train.table import StateBytes, measured_local
 from fullshard.train.tokenizer import Tokenizer
@@ -52,7 +55,7 @@ class Loss(NamedTuple):
 class Outcome(NamedTuple):
     """What the loop hands back."""
 
-    last: StepRecord
+    last: StepRecord | None  # None where no step was left to make
     seconds: float
     held: StateBytes  # parameters, gradients and optimizer of this rank, counted after the first step's update
 
@@ -89,6 +92,13 @@ def learning_rate(config: Config, step: int) -> float:
     return keys.lr * (keys.min_lr_ratio + (1 - keys.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch's random numbers for a step: a function of (seed, step, rank) alone, so that they are the same after a
+    stop as without one, and defined on any number of ranks."""
+    digest = hashlib.sha256(f"{seed}:step:{step}:rank:{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
 class Trainer:
     """Model, optimizer and data of one rank, and what is done with them in a step."""
 
@@ -115,25 +125,40 @@ class Trainer:
         self.flop_per_token = flop_per_token(model.shape, sum(p.numel() for p in model.parameters()))
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
         self.held = StateBytes(0, 0, 0)
+        self.stopped_by = 0  # the signal that some rank got before the last step's figures were summed
 
-    def run(self, outputs: Outputs) -> Outcome:
-        """All steps. Raises `FloatingPointError`, before the update, when loss or gradient is not finite."""
+    def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
+        """All steps behind step `after`, with checkpoints between them.
+
+        Raises `FloatingPointError`, before the update, when loss or gradient is not finite, and `Stopped` when a rank
+        was told to stop: behind a step, the same one on all ranks, with its checkpoint made.
+        """
         begun = time.monotonic()
         steps = self.config.training.steps
-        outputs.console.begin(steps)
-        for step in range(1, steps + 1):
+        outputs.console.begin(steps, after)
+        record = None
+        for step in range(after + 1, steps + 1):
             record = self.step(step)
             outputs.step(record)
+            if checkpoints is not None and (self.stopped_by or checkpoints.due(step, steps)):
+                checkpoints.save(step)
+            if self.stopped_by and checkpoints is not None:
+                raise Stopped(self.stopped_by, step)
+        if record is None:
+            self.held = measured_local(self.model, self.optimizer)
         return Outcome(record, time.monotonic() - begun, self.held)
 
     def step(self, step: int) -> StepRecord:
         begun = time.monotonic()
         keys = self.config.training
+        seed_step(keys.seed, step, self.world.rank)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
         norm = float(clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
-        nats, nbytes = self.world.total([nats, nbytes])
+        # What some rank was told travels with the figures, so that all stop behind the same step.
+        nats, nbytes, signals = self.world.total([nats, nbytes, float(stop_requested() != 0)])
+        self.stopped_by = signal.SIGTERM if signals else 0
         tokens = keys.global_batch * keys.sequence_length
         loss = Loss(nats, tokens, round(nbytes))
         if not (math.isfinite(nats) and math.isfinite(norm)):
@@ -142,7 +167,7 @@ class Trainer:
                 "A lower optimizer.lr or a longer optimizer.warmup_steps may help"
             )
         self.optimizer.step()
-        if step == 1:
+        if not self.held.total:
             self.held = measured_local(self.model, self.optimizer)
         self.optimizer.zero_grad()
         seconds = time.monotonic() - begun
@@ -162,6 +187,7 @@ class Trainer:
             tflop_per_second=flop_per_second / 1e12,
             mfu=flop_per_second / (peak * self.world.size) if peak else None,
             memory_bytes=memory_nbytes(self.world.device),
+            samples=self.order.digest(step - 1, keys.global_batch),
             val_loss=val.per_token if val else None,
             val_bits_per_byte=val.bits_per_byte if val else None,
         )

@@ -27,6 +27,7 @@ class StepRecord:
     tflop_per_second: float  # see `facts.flop_per_token`
     mfu: float | None  # part of the devices' peak rate; None where the peak is not known
     memory_bytes: int  # rank 0, see `facts.memory_nbytes`
+    samples: str = ""  # a digest of which windows of the corpus the step saw
     val_loss: float | None = None  # nats per token, after the update; None where this step does not validate
     val_bits_per_byte: float | None = None
 
@@ -61,11 +62,12 @@ class MetricsFile:
 class TensorBoard:
     """The same figures as TensorBoard scalars."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int = 1) -> None:
+        """Figures from `first_step` on that an earlier run left are dropped."""
         optional.silence_tensorboard()
         module = optional.find("torch.utils.tensorboard")
         assert module is not None
-        self._writer: Any = module.SummaryWriter(log_dir=str(folder))
+        self._writer: Any = module.SummaryWriter(log_dir=str(folder), purge_step=first_step)
 
     @staticmethod
     def installed() -> bool:
@@ -73,7 +75,7 @@ class TensorBoard:
 
     def write(self, record: StepRecord) -> None:
         for name, value in asdict(record).items():
-            if name != "step" and value is not None:
+            if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ A process finds its rank in the environment, whoever started it: `fullshard trai
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +31,34 @@ from fullshard.train.launch import LAUNCHER_PID, STORE_PATH, device_kind, thread
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 4.0
+
+
+@dataclass(slots=True)
+class _Stop:
+    """What SIGTERM does. While steps are taken it is noted, and the step is finished; else it ends the process."""
+
+    noting: bool = False
+    signum: int = 0  # of the signal that was noted
+    grace_seconds: float = 60.0
+
+
+_stop = _Stop()
+
+
+@contextmanager
+def noting_stops(grace_seconds: float) -> Iterator[None]:
+    """Inside, SIGTERM ends nothing: `stop_requested` tells of it. A process that is still there `grace_seconds` later
+    is ended all the same."""
+    _stop.signum, _stop.grace_seconds, _stop.noting = 0, grace_seconds, True
+    try:
+        yield
+    finally:
+        _stop.noting = False
+
+
+def stop_requested() -> int:
+    """The signal by which this process was told to stop after the step, 0 without one."""
+    return _stop.signum
 
 
 class Store(Protocol):
@@ -118,6 +148,14 @@ def _store(size: int) -> Any:  # one of torch's stores
     return next(iter(rendezvous("env://")))[0]
 
 
+class Stopped(BaseException):
+    """The run stopped where it was asked to, behind a step, with a checkpoint. Not an `Exception`, as `Interrupted`."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, with a checkpoint")
+        self.signum, self.step = signum, step
+
+
 class Interrupted(BaseException):
     """This process was told to stop. Not an `Exception`: nothing between the signal and `main` may swallow it."""
 
@@ -148,21 +186,28 @@ def stop_on_signals() -> None:
 
 
 def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
+    if _stop.noting and signum == signal.SIGTERM:
+        _stop.signum = signum
+        return
     for other in STOP_SIGNALS:  # once is enough: a second signal must not break the clean-up that the first began
         signal.signal(other, signal.SIG_IGN)
     raise Interrupted(signum)
 
 
 def _watch(read_end: int, launcher: int) -> None:
-    while True:
-        readable, _, _ = select.select([read_end], [], [], 1.0)
+    deadline, code = math.inf, 0
+    while time.monotonic() < deadline:
+        readable, _, _ = select.select([read_end], [], [], min(1.0, max(deadline - time.monotonic(), 0.0)))
         if readable:
-            received = [s for s in os.read(read_end, 64) if s in STOP_SIGNALS]
-            if received:
-                time.sleep(_GRACE_SECONDS)
-                os._exit(128 + received[0])
-        elif launcher and os.getppid() != launcher:
+            for received in os.read(read_end, 64):
+                if received in STOP_SIGNALS:
+                    noted = _stop.noting and received == signal.SIGTERM
+                    until = time.monotonic() + (_stop.grace_seconds if noted else _GRACE_SECONDS)
+                    if until < deadline:
+                        deadline, code = until, 128 + received
+        elif launcher and deadline == math.inf and os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(code)
 
 
 def leave(code: int) -> None:

@@ -16,15 +16,18 @@ from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for
 from fullshard.train.data import Corpus, TokenSplit, read_corpus, tokenize
 from fullshard.train.facts import in_units, peak_memory_nbytes
-from fullshard.train.launch import RUN_DIR
+from fullshard.train.launch import RUN_DIR, STOPPED
 from fullshard.train.loop import Outcome, Outputs, Trainer
 from fullshard.train.metrics import MetricsFile, TensorBoard, read_metrics
 from fullshard.train.model import Llama
-from fullshard.train.process import World
+from fullshard.train.process import Stopped, World, noting_stops
+from fullshard.train.resume import FOLDER, Checkpoints, forget_steps_after, last_record
 from fullshard.train.sample import generate
 from fullshard.train.shard import adamw, as_fsdp, sharded_model
 from fullshard.train.table import add, expected_local, expected_unsharded, memory_lines, unit_table
 from fullshard.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
+
+_NO_DIR = "-"  # not "": who gets an empty value from a TCPStore waits for ever
 
 
 def train(config: Config, world: World, run_dir: Path) -> None:
@@ -38,15 +41,35 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     optimizer = adamw(model, config.optimizer)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
     _introduce(console, world, corpus, split, model)
+    facts = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
+    checkpoints = Checkpoints(run_dir, config.checkpoint, world, model, optimizer, facts)
+    after = _resumed(console, world, checkpoints)
     outputs = Outputs(console)
     if world.rank == 0:
-        open_manifest(run_dir, _facts(config, world, corpus, split, model))
-        outputs = _outputs(config, console, run_dir)
+        forget_steps_after(run_dir, after)
+        open_manifest(run_dir, {**_facts(config, world, corpus, split, model), "resumed_after_step": after})
+        outputs = _outputs(config, console, run_dir, after)
     try:
-        outcome = trainer.run(outputs)
+        with noting_stops(config.checkpoint.grace_seconds):
+            outcome = trainer.run(outputs, checkpoints, after=after)
+    except Stopped as stop:
+        if world.rank == 0:
+            close_manifest(run_dir, STOPPED, reason=str(stop), last_step=stop.step)
+        world.total([0.0])  # nobody leaves before it is written: the first that ends is the end of all
+        raise
     finally:
         outputs.close()
     _finish(config, world, console, run_dir, model, tokenizer, outcome)
+
+
+def _resumed(console: Console, world: World, checkpoints: Checkpoints) -> int:
+    """The step behind which the run begins: that of the newest whole checkpoint, which is loaded; 0 without one."""
+    newest = checkpoints.newest()
+    if newest is None:
+        return 0
+    step = checkpoints.load(newest)
+    console.say(f"going on behind step {step}, from {newest}")
+    return step
 
 
 def agreed_run_dir(config: Config, world: World) -> Path:
@@ -60,12 +83,12 @@ def agreed_run_dir(config: Config, world: World) -> Path:
         try:
             path = make_run_dir(config)
         except ConfigError:
-            world.store.set("run.dir", "")
+            world.store.set("run.dir", _NO_DIR)
             raise
         world.store.set("run.dir", str(path))
         return path
     answer = world.store.get("run.dir").decode()
-    if not answer:
+    if answer == _NO_DIR:
         raise ConfigError("")
     return Path(answer)
 
@@ -90,11 +113,11 @@ def _introduce(console: Console, world: World, corpus: Corpus, split: TokenSplit
     console.say(unit_table(units, world.rank))
 
 
-def _outputs(config: Config, console: Console, run_dir: Path) -> Outputs:
+def _outputs(config: Config, console: Console, run_dir: Path, after: int) -> Outputs:
     outputs = Outputs(console, MetricsFile(run_dir / "metrics.jsonl"))
     if config.metrics.tensorboard:
         if TensorBoard.installed():
-            outputs.tensorboard = TensorBoard(run_dir / "tensorboard")
+            outputs.tensorboard = TensorBoard(run_dir / "tensorboard", after + 1)
         else:
             console.say(optional.missing("tensorboard", "tb", "there are no TensorBoard files"))
     return outputs
@@ -143,7 +166,8 @@ def _finish(
     text = _sample(config, world, model, tokenizer)
     if world.rank != 0:
         return
-    last, files = outcome.last, ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors"]
+    last = outcome.last or last_record(run_dir)
+    files = ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors", FOLDER]
     console.say("")
     for line in memory_lines(expected, unsharded, outcome.held):
         console.say(f"rank 0: {line}")

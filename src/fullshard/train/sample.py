@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
 from fullshard.train.config import Config
 from fullshard.train.config_load import load_config
 from fullshard.train.model import Llama, LlamaShape
-from fullshard.train.safetensors_file import read_safetensors
 from fullshard.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 
 

@@ -1,0 +1,174 @@
+"""Checkpoints of a run, and how a later run goes on from one.
+
+```
+run folder/checkpoints/step-50    model, AdamW, step, data, schedule: all that the steps after it depend on
+```
+
+The order of samples is a function of (seed, step), random numbers of (seed, step, rank), the learning rate of the step:
+so a run that goes on from step 50 does what the undisturbed one did, bit for bit on as many processes, and on any other
+number with the same samples.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.train.artifacts import write_text
+from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, show
+from fullshard.train.config_load import load_config
+from fullshard.train.metrics import StepRecord, read_metrics
+from fullshard.train.process import World
+
+FOLDER = "checkpoints"
+
+# What decides which numbers a run computes. Everything else may differ when it goes on.
+_FIXED_SECTIONS = ("model", "data", "precision", "optimizer")
+_FIXED_KEYS = ("global_batch", "sequence_length", "seed", "clip_norm")
+
+
+class Checkpoints:
+    """Those of one run, as each rank has them."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        keys: CheckpointKeys,
+        world: World,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        facts: dict[str, Any],
+    ) -> None:
+        self.folder, self.keys, self.world = run_dir / FOLDER, keys, world
+        self.model, self.optimizer = model, optimizer
+        self.facts = facts  # what must be the same when the run goes on: the corpus, the seed
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, by its step; what a save left that did not come to its end is passed over. Rank
+        0 looks, and tells the others."""
+        found = checkpoint.latest(self.folder) if self.world.rank == 0 else None
+        (step,) = self.world.largest([-1.0 if found is None else float(found.name.removeprefix("step-"))])
+        return self.folder / f"step-{step:.0f}" if step >= 0 else None
+
+    def load(self, path: Path) -> int:
+        """Bring model and optimizer to where they were, and return the step. Collective.
+
+        Raises `CheckpointError`, and `RuntimeError` where the run was another one; then nothing has changed.
+        """
+        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        found = checkpoint.inspect(path)
+        held = {key.removeprefix("run."): entry.value for key, entry in found.values.items() if key.startswith("run.")}
+        wrong = [
+            f"{key}: {held.get(key)!r} there, {value!r} here"
+            for key, value in self.facts.items()
+            if held.get(key) != value
+        ]
+        if wrong:
+            raise RuntimeError(f"{path} is of another run: {'; '.join(wrong)}. Use the same data, or another run.dir")
+        state = {"model": model_state, "optimizer": optimizer_state, "run": {**self.facts, "step": 0, "world": 0}}
+        checkpoint.load(state, checkpoint_id=path)
+        checkpoint.set_state_dict(
+            self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+        step = state["run"]["step"]
+        assert isinstance(step, int)
+        return step
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether a checkpoint is made after `step` of `last`."""
+        return step == last or bool(self.keys.every and step % self.keys.every == 0)
+
+    def save(self, step: int) -> Path:
+        """Make the checkpoint of `step`, whole when this returns, and let old ones go. Collective."""
+        path = self.folder / f"step-{step}"
+        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        run = {**self.facts, "step": step, "world": self.world.size}
+        checkpoint.save({"model": model_state, "optimizer": optimizer_state, "run": run}, checkpoint_id=path)
+        if self.world.rank == 0:
+            checkpoint.retain(self.folder, keep_last=self.keys.keep_last, keep_every=self.keys.keep_every or None)
+        return path
+
+
+# ---- the folder of a run that goes on --------------------------------------------------------------------------
+
+
+def check_resumable(path: Path, config: Config) -> None:
+    """Raise `ConfigError` unless `path` is the folder of a run that `config` may go on with."""
+    try:
+        old = load_config(path / "config.toml")
+    except ConfigError as error:
+        raise ConfigError(f"run.dir = {show(str(path))}: its config.toml cannot be read: {error}") from None
+    for section in _FIXED_SECTIONS:
+        _check_equal(path, section, asdict(getattr(old, section)), asdict(getattr(config, section)))
+    before, now = asdict(old.training), asdict(config.training)
+    _check_equal(path, "training", {k: before[k] for k in _FIXED_KEYS}, {k: now[k] for k in _FIXED_KEYS})
+    manifest = path / "manifest.json"
+    if manifest.exists():
+        found = json.loads(manifest.read_text())
+        done = found.get("last_step", 0)
+        if found.get("status") == "completed" and done >= config.training.steps:
+            problem = f"the run in it ended well after {done} steps, and training.steps asks for no more"
+            raise invalid("run.dir", str(path), problem, json.dumps(str(path) + "-2"))
+
+
+def _check_equal(path: Path, section: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        if value != old[key]:
+            problem = f"the run in {path} has {show(old[key])}, and going on must not change it"
+            raise invalid(f"{section}.{key}", value, problem, show(old[key]))
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is the folder of a run of ours."""
+    return (path / "config.toml").is_file()
+
+
+def newest_unfinished(folder: Path = Path("runs")) -> Path:
+    """The newest run in `folder` that did not end well. Raises `ConfigError` where there is none."""
+    runs = [path for path in folder.glob("*") if is_run(path)] if folder.is_dir() else []
+    open_runs = []
+    for path in runs:
+        manifest = path / "manifest.json"
+        if not manifest.exists() or json.loads(manifest.read_text()).get("status") != "completed":
+            open_runs.append(path)
+    if not open_runs:
+        raise ConfigError(f"--resume: there is no unfinished run in {folder}/; name the folder of one, --resume FOLDER")
+    return max(open_runs, key=lambda path: (path / "config.toml").stat().st_mtime_ns)
+
+
+def forget_steps_after(run_dir: Path, step: int) -> None:
+    """Drop the lines of `metrics.jsonl` behind `step`: those steps are made again."""
+    path = run_dir / "metrics.jsonl"
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        write_text(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def last_record(run_dir: Path) -> StepRecord:
+    """The last line of `metrics.jsonl`, for a run that goes on behind its last step."""
+    return StepRecord(**read_metrics(run_dir / "metrics.jsonl")[-1])
+
+
+@contextmanager
+def sole_user(run_dir: Path) -> Iterator[None]:
+    """Hold the folder for this process. Raises `ConfigError` where another one trains in it."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = "another process is training in this folder"
+            raise invalid("run.dir", str(run_dir), problem, json.dumps(str(run_dir) + "-2")) from None
+        yield
+    finally:
+        os.close(descriptor)

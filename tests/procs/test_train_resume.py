@@ -1,0 +1,372 @@
+"""A run that was stopped goes on as if it had not been: bit for bit on as many processes, with the same samples on "
+"others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fullshard import checkpoint
+from fullshard.cli import main
+from fullshard.train import process
+from fullshard.train.artifacts import close_manifest, make_run_dir, open_manifest
+from fullshard.train.config import Config, ConfigError
+from fullshard.train.config_load import load_config
+from fullshard.train.console import SilentConsole
+from fullshard.train.launch import EXIT_STOPPED
+from fullshard.train.loop import Outputs, seed_step
+from fullshard.train.metrics import MetricsFile, StepRecord, read_metrics
+from fullshard.train.process import Stopped, noting_stops
+from fullshard.train.resume import (
+    FOLDER,
+    Checkpoints,
+    check_resumable,
+    forget_steps_after,
+    newest_unfinished,
+    sole_user,
+)
+from tests.harness.pool import pool
+from tests.procs.test_train_cli import children_of, command, environment, linux_only, metrics_of
+from tests.procs.test_train_world import TINY, full, trainer_of
+
+STEPS = 20
+FACTS = {"corpus_sha256": "x", "vocab": 259, "seed": 0}
+
+
+class Ran(NamedTuple):
+    """What a run leaves: figures of its steps, then parameters and AdamW's state, full, on the CPU."""
+
+    figures: list[tuple[Any, ...]]
+    tensors: dict[str, torch.Tensor]
+    stopped_after: int  # 0: not
+
+
+def config_of(*overrides: str) -> Config:
+    tiny = [o for o in TINY if not o.startswith("metrics.eval_every")]
+    return load_config(
+        None, (*tiny, "metrics.eval_every=7", "checkpoint.every=6", f"training.steps={STEPS}", *overrides)
+    )
+
+
+def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int = 0) -> Ran:
+    """A run in this process, from its newest checkpoint to the end; told to stop on one rank during step `stop_at`."""
+    trainer = trainer_of(rank, config)
+    checkpoints = Checkpoints(
+        Path(folder), config.checkpoint, trainer.world, trainer.model, trainer.optimizer, dict(FACTS)
+    )
+    newest = checkpoints.newest()
+    after = 0 if newest is None else checkpoints.load(newest)
+    records = _Records(stop_at if rank == stop_rank else 0)
+    stopped = 0
+    try:
+        with noting_stops(60.0):
+            trainer.run(records, checkpoints, after=after)
+    except Stopped as stop:
+        stopped = stop.step
+    tensors = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
+    for name, parameter in trainer.model.named_parameters():
+        tensors |= {f"{name}.{key}": full(value).clone() for key, value in trainer.optimizer.state[parameter].items()}
+    return Ran([_figures(record) for record in records.records], tensors, stopped)
+
+
+class _Records(Outputs):
+    """Keeps what each step reports; asks to stop behind the step before `stop_at`, as a signal between two steps "
+    "does."""
+
+    def __init__(self, stop_at: int) -> None:
+        super().__init__(SilentConsole())
+        self.records: list[StepRecord] = []
+        self.stop_at = stop_at
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+        if record.step + 1 == self.stop_at:
+            process._stop.signum = signal.SIGTERM
+
+
+def _figures(record: StepRecord) -> tuple[Any, ...]:
+    return (record.step, record.samples, record.loss, record.grad_norm, record.lr, record.tokens, record.val_loss)
+
+
+@cache
+def undisturbed(world: int) -> Ran:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        results: list[Ran] = pool(world).run(ran, config_of(), folder, timeout=60)
+    return results[0]
+
+
+def goes_on(world: int, then: int, folder: Path, stop_at: int, stop_rank: int, *overrides: str) -> tuple[Ran, Ran]:
+    first = pool(world).run(ran, config_of(*overrides), str(folder), stop_at, stop_rank, timeout=60)
+    assert [one.stopped_after for one in first] == [stop_at] * world, "all ranks stop behind the same step"
+    assert checkpoint.is_complete(folder / FOLDER / f"step-{stop_at}")
+    second = pool(then).run(ran, config_of(*overrides), str(folder), timeout=60)
+    return first[0], second[0]
+
+
+def assert_bitwise(first: Ran, second: Ran, world: int) -> None:
+    expected = undisturbed(world)
+    assert first.figures + second.figures == expected.figures
+    assert second.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(second.tensors[name], tensor), name
+
+
+# A stop in the first step, behind an evaluation, beside a checkpoint at its interval, and in the last step but one.
+STOPS = [(1, 2, 1), (2, 8, 1), (2, 12, 0), (4, 19, 3)]
+MANY = [(world, stop, stop % world) for world in (1, 2) for stop in range(2, STEPS)] + [
+    (4, stop, 1) for stop in (2, 3, 7, 13)
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "stop_at", "stop_rank"),
+    [*((w, s, min(r, w - 1)) for w, s, r in STOPS), *(pytest.param(*one, marks=pytest.mark.slow) for one in MANY)],
+)
+def test_a_stop_at_any_step_changes_no_bit(world: int, stop_at: int, stop_rank: int, tmp_path: Path) -> None:
+    """Losses, norms, samples, validations, parameters and AdamW's state are those of a run that nobody stopped."""
+    assert_bitwise(*goes_on(world, world, tmp_path, stop_at, stop_rank), world)
+
+
+@pytest.mark.parametrize(
+    ("world", "then"),
+    [(2, 1), (1, 4), *(pytest.param(a, b, marks=pytest.mark.slow) for a, b in ((1, 2), (2, 4), (4, 1), (4, 2)))],
+)
+def test_it_goes_on_with_another_number_of_processes(world: int, then: int, tmp_path: Path) -> None:
+    first, second = goes_on(world, then, tmp_path, 7, 0, "checkpoint.keep_every=7")
+    found, expected = first.figures + second.figures, undisturbed(world).figures
+    assert [one[:2] for one in found] == [one[:2] for one in expected]  # steps, and the samples of each
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[2] == pytest.approx(theirs[2], rel=1e-5)
+        assert (ours[6] or 0) == pytest.approx(theirs[6] or 0, rel=1e-5)
+    # At the moment of the stop nothing has been rounded yet: what was loaded is what was saved.
+    loaded = pool(then).run(_loaded, config_of(), str(tmp_path / FOLDER / "step-7"))[0]
+    for name, tensor in first.tensors.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def _loaded(rank: int, config: Config, path: str) -> dict[str, torch.Tensor]:
+    trainer = trainer_of(rank, config)
+    checkpoints = Checkpoints(
+        Path(path).parents[1], config.checkpoint, trainer.world, trainer.model, trainer.optimizer, dict(FACTS)
+    )
+    assert checkpoints.load(Path(path)) == 7
+    tensors = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
+    for name, parameter in trainer.model.named_parameters():
+        tensors |= {f"{name}.{key}": full(value).clone() for key, value in trainer.optimizer.state[parameter].items()}
+    return tensors
+
+
+def test_what_a_kill_leaves_is_passed_over(tmp_path: Path) -> None:
+    """Killed while it saved step 12, with step 6 whole: it goes on from there."""
+    pool(2).run(ran, config_of(), str(tmp_path), 13, 0, timeout=60)
+    torn = tmp_path / FOLDER / "step-13"
+    (torn / "CURRENT").unlink()
+    results = pool(2).run(ran, config_of(), str(tmp_path), timeout=60)
+    assert results[0].figures == undisturbed(2).figures[12:]
+    for name, tensor in undisturbed(2).tensors.items():
+        assert torch.equal(results[0].tensors[name], tensor), name
+
+
+def test_old_checkpoints_go_and_the_last_is_kept(tmp_path: Path) -> None:
+    config = config_of("checkpoint.every=3", "checkpoint.keep_every=6")
+    pool(2).run(ran, config, str(tmp_path), timeout=60)
+    # Two newest, and the multiples of six.
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["step-12", "step-18", "step-20", "step-6"]
+    again = pool(1).run(ran, config, str(tmp_path))[0]
+    assert again.figures == [] and again.stopped_after == 0
+
+
+def _refuses(rank: int, config: Config, folder: str) -> str:
+    trainer = trainer_of(rank, config)
+    before = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
+    facts = {**FACTS, "corpus_sha256": "another"}
+    checkpoints = Checkpoints(Path(folder), config.checkpoint, trainer.world, trainer.model, trainer.optimizer, facts)
+    newest = checkpoints.newest()
+    assert newest is not None
+    try:
+        checkpoints.load(newest)
+    except RuntimeError as error:
+        assert all(torch.equal(full(p), before[name]) for name, p in trainer.model.named_parameters())
+        return str(error)
+    return ""
+
+
+def test_another_corpus_is_refused(tmp_path: Path) -> None:
+    config = config_of("training.steps=2")
+    pool(2).run(ran, config, str(tmp_path), timeout=60)
+    for text in pool(2).run(_refuses, config, str(tmp_path)):
+        assert "is of another run: corpus_sha256: 'x' there, 'another' here" in text
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_rank() -> None:
+    def draw(*key: int) -> float:
+        seed_step(*key)
+        return float(torch.rand(()))
+
+    assert draw(0, 1, 0) == draw(0, 1, 0)
+    keys: Iterable[tuple[int, int, int]] = [(s, t, r) for s in range(2) for t in range(3) for r in range(3)]
+    assert len({draw(*key) for key in keys}) == 18
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------
+
+
+def test_what_may_change_and_what_not(tmp_path: Path) -> None:
+    folder = f"run.dir={tmp_path}/run"
+    make_run_dir(load_config(None, [folder]))
+    for allowed in (
+        "training.steps=900",
+        "training.micro_batch=2",
+        "parallelism.reshard_after_forward=always",
+        "checkpoint.every=7",
+        "metrics.log_every=3",
+        "training.recompute=block",
+    ):
+        check_resumable(tmp_path / "run", load_config(None, [folder, allowed]))
+    for refused in (
+        "model.dim=64",
+        "training.seed=3",
+        "training.global_batch=32",
+        "optimizer.lr=0.1",
+        "data.tokenizer=bpe",
+    ):
+        with pytest.raises(ConfigError, match="going on must not change it; nearest valid"):
+            make_run_dir(load_config(None, [folder, refused]))
+    assert load_config(tmp_path / "run" / "config.toml") == load_config(None, [folder])  # as it was
+    open_manifest(tmp_path / "run", {"world": {"processes": 2}})
+    close_manifest(tmp_path / "run", "completed", last_step=300)
+    with pytest.raises(ConfigError, match="ended well after 300 steps"):
+        make_run_dir(load_config(None, [folder]))
+    make_run_dir(load_config(None, [folder, "training.steps=301"]))
+    open_manifest(tmp_path / "run", {"world": {"processes": 4}})
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["status"] == "running" and len(manifest["sittings"]) == 1
+    assert manifest["sittings"][0]["last_step"] == 300 and manifest["sittings"][0]["world"] == {"processes": 2}
+
+
+def test_one_process_at_a_time_has_the_folder(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}/run"])
+    path = make_run_dir(config)
+    with sole_user(path), pytest.raises(ConfigError, match="another process is training in this folder"):
+        make_run_dir(config)
+    make_run_dir(config)
+
+
+def test_the_newest_unfinished_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume"]) == 2
+    assert main(["train", "--resume", "nowhere"]) == 2
+    for name in ("a", "b", "c"):
+        make_run_dir(load_config(None, [f"run.dir=runs/{name}"]))
+        os.utime(f"runs/{name}/config.toml", ns=(1, ord(name)))
+    open_manifest(Path("runs/c"), {})
+    close_manifest(Path("runs/c"), "completed", last_step=300)
+    assert newest_unfinished() == Path("runs/b")
+    assert main(["train", "x.toml", "--resume"]) == 2
+
+
+def test_lines_of_steps_that_are_made_again_go(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.close()
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    forget_steps_after(tmp_path, 2)
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    forget_steps_after(tmp_path, 0)
+    assert path.read_text() == ""
+
+
+# ---- real processes and signals --------------------------------------------------------------------------------
+
+
+def launched(run_dir: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
+    words = command(run_dir, "--set", f"training.steps={steps}", "--set", "metrics.plot=false", *arguments)
+    return subprocess.Popen(
+        [sys.executable, "-m", "fullshard", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run_dir / "metrics.jsonl").exists() and len(metrics_of(run_dir)) >= count:
+            return
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(f"no step {count} within 60 s: {process.communicate()[1]}")
+
+
+@linux_only
+@pytest.mark.parametrize(
+    "told", ["rank 1", pytest.param("launcher", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)]
+)
+def test_sigterm_to_one_process_stops_the_run_with_a_checkpoint(told: str, tmp_path: Path) -> None:
+    """Within one more step, exit code 75, and `--resume` goes on from there to the end."""
+    run_dir = tmp_path / "run"
+    process = launched(run_dir, 100_000)
+    wait_for_steps(process, run_dir, 2)
+    ranks = children_of(process)
+    before = len(metrics_of(run_dir))
+    for pid in {"rank 1": ranks[1:2], "launcher": [process.pid], "all": [process.pid, *ranks]}[told]:
+        os.kill(pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_STOPPED == 75
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    last = manifest["last_step"]
+    assert manifest["status"] == "stopped" and errors.count("\n") == 1
+    assert f"stopped by SIGTERM after step {last}, with a checkpoint" in errors and f"--resume {run_dir}" in errors
+    assert last == len(metrics_of(run_dir)) and last >= before
+    assert checkpoint.latest(run_dir / FOLDER) == run_dir / FOLDER / f"step-{last}"
+    checkpoint.verify(run_dir / FOLDER / f"step-{last}")
+    words = ["train", "--resume", str(run_dir), "--set", f"training.steps={last + 2}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard", *words], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"going on behind step {last}" in done.stdout
+    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, last + 3))
+    assert json.loads((run_dir / "manifest.json").read_text())["sittings"][0]["status"] == "stopped"
+
+
+@linux_only
+@pytest.mark.slow
+def test_a_killed_run_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    """SIGKILL of everything at some moment, again and again; the end is that of a run that nobody killed."""
+    straight = tmp_path / "straight"
+    assert launched(straight, 60, "--set", "checkpoint.every=5").wait(timeout=100) == 0
+    run_dir = tmp_path / "run"
+    kills = 0
+    for attempt in range(20):
+        process = launched(run_dir, 60, "--set", "checkpoint.every=5")
+        target = 7 + 9 * attempt
+        try:
+            wait_for_steps(process, run_dir, min(target, 57))
+        except AssertionError:
+            assert process.returncode == 0
+            break
+        for pid in [process.pid, *children_of(process)]:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    assert kills >= 3
+    keys = ("step", "loss", "samples", "grad_norm", "val_loss")
+    found, expected = ([tuple(r.get(k) for k in keys) for r in metrics_of(path)] for path in (run_dir, straight))
+    assert found == expected
+    assert (run_dir / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
