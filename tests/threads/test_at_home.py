@@ -32,7 +32,7 @@ from tests.harness.implementations import (
     run,
     sharded,
 )
-from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.models import adamw, assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks
 
 # Other test modules of this process imported torch's functions; the test that is about that says so itself.
@@ -278,20 +278,7 @@ def test_fully_shard_after_replicate(impl: Implementation) -> None:
     run(job, impl)
 
 
-# ---- torch.optim, torch.nn.utils, EMA ------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Adadelta": {},
-    "Adagrad": {},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"foreach": False},
-    "Adamax": {},
-    "ASGD": {"lambd": 0.1},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "SGD": {"momentum": 0.9, "nesterov": True},
-}
+# ---- torch.nn.utils, EMA ------------------------------------------------------------------------
 
 
 def _small() -> nn.Module:
@@ -307,28 +294,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ranks: 
         (model(_inputs(step, rank)).square().mean() / len(ranks)).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@behaviour("the optimizers of torch.optim that work on DTensors, with a scheduler: values and state", area="training")
-@for_each_implementation
-def test_families_of_optimizers(impl: Implementation) -> None:
-    """Compared with plain training. Adafactor, LBFGS and Rprop fail on any uneven DTensor, torch's or ours."""
-
-    def train(name: str, model: nn.Module, ranks: range) -> Trained:
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, weight_decay=0.1, **OPTIMIZERS[name])
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=4, cycle_momentum=False)
-        for step in range(3):
-            _step(model, optimizer, step, ranks)
-            schedule.step()
-        return collect(model, optimizer)
-
-    expected = {name: train(name, _small(), range(2)) for name in OPTIMIZERS}
-
-    def job(rank: int, impl: Implementation) -> None:
-        for name in OPTIMIZERS:
-            assert_same_training(train(name, sharded(impl, _small()), range(rank, rank + 1)), expected[name], 200)
-
-    run(job, impl)
 
 
 @behaviour("`clip_grad_value_`, `get_total_norm`, `clip_grads_with_norm_` of torch.nn.utils", area="clipping")

@@ -1,0 +1,142 @@
+"""Every optimizer of torch.optim on sharded parameters: those that work are as in plain training, the others are named.
+
+What works is decided by the operators that DTensor has, so it is the same for both implementations.
+`fullshard.step_on_shards` (test_optimizer.py) does without them, for optimizers that treat each element by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness.behaviours import behaviour
+from tests.harness.implementations import Implementation, for_each_implementation, run, sharded
+from tests.harness.models import Trained, assert_close_to_tensor_max, assert_same_training, collect, seeded
+
+# Each as it is used where it is not at its simplest; in all ways that torch has on a CPU.
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "ASGD": {"lambd": 0.1},
+    "Adadelta": {},
+    "Adagrad": {"lr_decay": 0.1},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+}
+WAYS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+FUSED = ("Adam", "AdamW")  # on DTensors
+CASES = [(name, way) for name in ELEMENTWISE for way in WAYS if way != "fused" or name in FUSED]
+# (optimizer, way, even shapes): torch has no operator on DTensors.
+REFUSED = [
+    ("Adafactor", "loop", True),
+    ("Adafactor", "foreach", True),
+    ("Rprop", "loop", True),
+    ("Rprop", "foreach", True),
+    ("SGD", "fused", True),
+    ("Adagrad", "fused", True),
+    ("LBFGS", "", False),
+]
+STEPS = 3
+
+
+def _model(*, even: bool) -> nn.Module:
+    """Two matrices and two vectors; `even`: their rows are cut in halves."""
+    width, out = (6, 4) if even else (5, 3)
+    return seeded(lambda: nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, out)))
+
+
+def _train(name: str, model: nn.Module, ranks: range, **options: Any) -> Trained:
+    """`STEPS` steps under a scheduler, by a closure, as LBFGS wants it; Muon has the matrices alone."""
+    kind = getattr(torch.optim, name)
+    optimizer = kind([p for p in model.parameters() if name != "Muon" or p.ndim == 2], **options)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=4, cycle_momentum=False)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros(())
+            for rank in ranks:
+                inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+                loss = model(inputs).square().mean() / len(ranks)
+                loss.backward()
+                total = total + loss.detach()
+            return total
+
+        optimizer.step(closure)
+        schedule.step()
+    return collect(model, optimizer)
+
+
+@behaviour(
+    "torch.optim, each element by itself: ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD; "
+    "loop, foreach, Adam and AdamW also fused; with a scheduler: values and state",
+    area="training",
+)
+@for_each_implementation
+def test_elementwise_optimizers(impl: Implementation) -> None:
+    def train(name: str, way: str, model: nn.Module, ranks: range) -> Trained:
+        return _train(name, model, ranks, lr=1e-2, weight_decay=0.1, **ELEMENTWISE[name], **WAYS[way])
+
+    expected = {case: train(*case, _model(even=False), range(2)) for case in CASES}
+
+    def job(rank: int, impl: Implementation) -> None:
+        for case in CASES:
+            model = sharded(impl, _model(even=False))
+            assert_same_training(train(*case, model, range(rank, rank + 1)), expected[case], 200)
+
+    run(job, impl)
+
+
+@behaviour("torch.optim: LBFGS, where rows divide by the ranks", area="training")
+@for_each_implementation
+def test_lbfgs(impl: Implementation) -> None:
+    """Its line of search is over all parameters as one vector. Each rank's closure has the loss of its own rows."""
+    expected = _train("LBFGS", _model(even=True), range(2), lr=0.1, max_iter=3)
+
+    def job(rank: int, impl: Implementation) -> None:
+        found = _train("LBFGS", sharded(impl, _model(even=True)), range(rank, rank + 1), lr=0.1, max_iter=3)
+        for name, value in expected.params.items():
+            assert_close_to_tensor_max(found.params[name], value, 200, name)
+
+    run(job, impl)
+
+
+@behaviour("torch.optim: Muon, on the whole matrices", area="training")
+@for_each_implementation
+@pytest.mark.parametrize("even", [True, False])
+def test_muon(even: bool, impl: Implementation) -> None:
+    """It makes a matrix orthogonal in bfloat16, so a bit of its gradient is a hundredth of its step."""
+    start = collect(_model(even=even), torch.optim.SGD(_model(even=even).parameters())).params
+    expected = _train("Muon", _model(even=even), range(2), lr=1e-2, weight_decay=0.1)
+
+    def job(rank: int, impl: Implementation) -> None:
+        found = _train("Muon", sharded(impl, _model(even=even)), range(rank, rank + 1), lr=1e-2, weight_decay=0.1)
+        for name, value in expected.params.items():
+            moved = value - start[name]
+            assert ((found.params[name] - start[name]) - moved).norm() <= 0.02 * moved.norm()
+        for name, value in expected.state.items():
+            assert_close_to_tensor_max(found.state[name], value, 2**17, name)
+
+    run(job, impl)
+
+
+@behaviour("torch.optim, refused by DTensor, which lacks an operator: Adafactor, Rprop, fused SGD and Adagrad; "
+           "LBFGS where rows do not divide", area="training")  # fmt: skip
+@for_each_implementation
+def test_refused_optimizers(impl: Implementation) -> None:
+    """Red when torch has learned one of them: it goes to the others then, and out of docs/at-home.md."""
+
+    def job(rank: int, impl: Implementation) -> None:
+        for name, way, even in REFUSED:
+            with pytest.raises(
+                (RuntimeError, NotImplementedError), match="sharding strategy|placement changes|unevenly sharded"
+            ):
+                _train(name, sharded(impl, _model(even=even)), range(rank, rank + 1), lr=1e-2, **WAYS.get(way, {}))
+
+    run(job, impl)
