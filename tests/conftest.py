@@ -21,6 +21,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.harness import hang, recording  # noqa: E402
+from tests.harness.worlds import OTHER_WORLD  # noqa: E402
 
 HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "procs": 120.0, "gpu": 120.0}
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
@@ -45,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the ranks of the threads tier are; gloo: processes, slower (tests/harness/forked.py)",
     )
     parser.addoption(
+        "--world",
+        type=int,
+        default=2,
+        help="how many ranks the tests of the threads tier have that hold with any number (WORLD in "
+        "tests/harness/threads.py); those that ask for another number are skipped",
+    )
+    parser.addoption(
         "--record-behaviours",
         default="",
         help="run the tests with a behaviour mark only, for torch too, and write what came of them to this file "
@@ -59,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_SkipsNeedAReason(config), "fullshard-skips")
     config.addinivalue_line("markers", "behaviour(title, area, torch, reason): tests/harness/behaviours.py")
     config.addinivalue_line("markers", "threads_only(reason): left out where ranks are gloo processes (--ranks=gloo)")
+    if config.getoption("--world") != 2:
+        from tests.harness import threads
+
+        threads.WORLD = config.getoption("--world")
     if config.getoption("--ranks") != "threads":
         from tests.harness import threads
 
@@ -136,8 +148,12 @@ class _SkipsNeedAReason:
         self.patterns = [line.split("#")[0].strip() for line in lines]
         self.patterns = [pattern for pattern in self.patterns if pattern]
         self.unexplained: list[str] = []
+        # With --world, those that ask for another number of ranks than that are left out.
+        self.other_world = config.getoption("--world") != 2
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if self.other_world and report.skipped and f"Skipped: {OTHER_WORLD} " in str(report.longrepr):
+            return
         if report.skipped:  # an expected failure is a kind of skip to pytest, and to us
             if not any(fnmatch.fnmatchcase(report.nodeid, pattern) for pattern in self.patterns):
                 self.unexplained.append(report.nodeid)

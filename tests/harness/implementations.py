@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from tests.harness.models import CASES, seeded
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,6 @@ def kinds(model: nn.Module) -> set[type]:
     return {DTensor if isinstance(p, DTensor) else nn.Parameter for p in model.parameters()}
 
 
-def run(fn: Callable[..., Any], impl: Implementation, *, world: int = 2) -> list[Any]:
-    """`fn(rank, impl)` on `world` ranks that are threads."""
+def run(fn: Callable[..., Any], impl: Implementation, *, world: int = WORLD) -> list[Any]:
+    """`fn(rank, impl)` on `world` ranks that are threads; by default any number will do."""
     return run_ranks(world, fn, impl)

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -39,6 +40,9 @@ from tests.harness.errors import RankReport, RanksFailed, format_stacks
 _RELEASE_SECONDS = 3.0
 # "threads", or "gloo": ranks are forks of this process (`pytest --ranks=gloo`, see forked.py).
 RANKS = "threads"
+# How many ranks a test asks for that holds with any number. `pytest --world=4` sets it, before tests are imported, and
+# then those that ask for another number are left out.
+WORLD = 2
 # Old and new name of the same method of a process group; real groups answer to both.
 _SAME_METHODS = (
     ("_allgather_base", "all_gather_single"),
@@ -53,6 +57,11 @@ for _pair in _SAME_METHODS:
             setattr(threaded.ProcessLocalGroup, _want, vars(threaded.ProcessLocalGroup)[_have])
 
 
+def several() -> int:
+    """As WORLD, for what holds with any number but one."""
+    return max(2, WORLD)
+
+
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call `fn(rank, *args)` on `world` threads joined in one process group; return the results in rank order.
 
@@ -65,6 +74,8 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
             "run_ranks expects that this process has no process group, but one is initialised; "
             "leave fake_world() or call destroy_process_group() first"
         )
+    if world != WORLD and WORLD != 2:
+        pytest.skip(f"{worlds.OTHER_WORLD} {world} ranks, not {WORLD}")
     if RANKS == "gloo":
         from tests.harness.forked import run_forks
 

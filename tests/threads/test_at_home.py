@@ -33,7 +33,7 @@ from tests.harness.implementations import (
     sharded,
 )
 from tests.harness.models import adamw, assert_same_training, collect, seeded
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks
 
 # Other test modules of this process imported torch's functions; the test that is about that says so itself.
 pytestmark = pytest.mark.filterwarnings("ignore:install. expected no module:UserWarning")
@@ -121,9 +121,9 @@ def test_an_unmodified_program_runs_on_fullshard(put_back: dict[tuple[str, str],
         return collect(model, optimizer)
 
     for path in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):
-        expected = run_ranks(2, job, _program(path), 2, False)
+        expected = run_ranks(WORLD, job, _program(path), WORLD, False)
         with fullshard.install():
-            found = run_ranks(2, job, _program(path), 2, True)
+            found = run_ranks(WORLD, job, _program(path), WORLD, True)
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_training(ours, theirs, 40)
 
@@ -239,7 +239,7 @@ def test_the_class_of_the_module_stands_where_torch_has_it() -> None:
         part = type(model)(3)
         assert type(part) is Scaled and part.applied == 0
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 # ---- other data parallelism ----------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_an_average_of_weights(impl: Implementation) -> None:
         return {"out": out, **collect(average.module, adamw(average.module.parameters())).params}
 
     plain = _small()
-    expected = train(plain, averaged(plain), range(2))
+    expected = train(plain, averaged(plain), range(WORLD))
 
     def job(rank: int, impl: Implementation) -> None:
         model = _small()
@@ -360,7 +360,7 @@ def test_checkpoint_wrapper(inside: bool, impl: Implementation) -> None:
     plain = _small()
     optimizer = adamw(plain.parameters())
     for step in range(2):
-        _step(plain, optimizer, step, range(2))
+        _step(plain, optimizer, step, range(WORLD))
     expected = collect(plain, optimizer)
 
     def job(rank: int, impl: Implementation) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.harness import threads
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks, several
 from tests.threads.programs import WIDTH, Block, batch, compare_gradients, of_blocks, part, shard
 from tests.threads.uses import USES, check_use
 
@@ -165,7 +165,7 @@ def test_writes_inside_forward(how: str, impl: Implementation) -> None:
 
     def rank_main(rank: int) -> None:
         model = shard(copy.deepcopy(base), impl)
-        tokens = part(batch(2, 0), rank)
+        tokens = part(batch(WORLD, 0), rank)
         with pytest.raises(RuntimeError, match=r"layers\.0.* up\.weight written"):
             for _ in range(2):
                 model(tokens)
@@ -174,11 +174,11 @@ def test_writes_inside_forward(how: str, impl: Implementation) -> None:
             for layer in module.layers:
                 layer.left = 100
         model(tokens).pow(2).mean().backward()
-        for r in range(2):
-            (reference(part(batch(2, 0), r)).pow(2).mean() / 2).backward()
+        for r in range(WORLD):
+            (reference(part(batch(WORLD, 0), r)).pow(2).mean() / WORLD).backward()
         compare_gradients(model, reference, 0)
 
-    run_ranks(2, rank_main)
+    run_ranks(several(), rank_main)
 
 
 def test_writes_last_where_full_parameters_are_the_shards() -> None:
@@ -222,4 +222,4 @@ def test_a_method_that_was_not_registered(impl: Implementation) -> None:
         for layer in model.layers[:2]:
             assert layer.encode(x).shape == (2, 2 * WIDTH + 1)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)

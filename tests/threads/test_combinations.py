@@ -29,7 +29,7 @@ from tests.harness.models import (
 )
 from tests.harness.moved import links, moved
 from tests.harness.parity import assert_same_bits
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks
 from tests.threads.test_extensions import Kept, Master, Model, expected_training, inputs, values
 
 assert moved  # a fixture
@@ -268,8 +268,8 @@ def test_extensions_on_a_mesh_that_replicates(kind: Any, impl: Implementation) -
 @pytest.mark.parametrize("kind", [Master, Kept], ids=lambda kind: kind.__name__)
 @for_each_implementation
 def test_extensions_and_offload(kind: Any, impl: Implementation) -> None:
-    expected = expected_training(kind, 4, 2, torch.float32, STEPS)
-    models = [seeded(lambda: Model(kind, 4)) for _ in range(2)]
+    expected = expected_training(kind, 4, WORLD, torch.float32, STEPS)
+    models = [seeded(lambda: Model(kind, 4)) for _ in range(WORLD)]
 
     def rank_main(rank: int, impl: Implementation) -> None:
         policy = impl.namespace.CPUOffloadPolicy(pin_memory=False)

@@ -20,7 +20,7 @@ from fullshard.runtime import unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import seeded
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks
 
 aten = torch.ops.aten
 # Operations whose results are of the class again: what sharding, saving and optimizers do with a shard.
@@ -232,8 +232,8 @@ def values(model: nn.Module) -> list[Tensor]:
 @for_each_implementation
 def test_training_through_the_methods(dtype: torch.dtype | None, kind: type[Wrapper], impl: Implementation) -> None:
     """Three steps, freed after forward, equal to plain training with the same quantisation on each shard."""
-    expected = expected_training(kind, 4, 2, dtype or torch.float32, 3)
-    models = [seeded(lambda: Model(kind, 4)) for _ in range(2)]
+    expected = expected_training(kind, 4, WORLD, dtype or torch.float32, 3)
+    models = [seeded(lambda: Model(kind, 4)) for _ in range(WORLD)]
     Master.calls.clear()
 
     def rank_main(rank: int, impl: Implementation) -> None:
@@ -314,10 +314,10 @@ def test_memory_comes_and_goes(kind: type[Wrapper]) -> None:
             model(inputs(step, rank)).sum().backward()
             fulls.add(id(group.params[0].full))
             assert group.memory.live_nbytes == 0
-        sent = 4 * 3 + 2 * 4
+        sent = 4 * 3 + WORLD * 4
         assert len(fulls) == 1 and set(live) == {0, sent + (0 if kind is Kept else 4 * 3 * 4)}
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_evaluation_frozen_accumulation_and_a_retry() -> None:
@@ -346,7 +346,7 @@ def test_evaluation_frozen_accumulation_and_a_retry() -> None:
         model(inputs(0, rank)).sum().backward()
         assert model.first.weight.grad is None and model.second.weight.grad is not None
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def _raise(_: Tensor) -> None:
@@ -425,4 +425,4 @@ def test_what_is_returned_is_checked() -> None:
         with pytest.raises(TypeError, match=r"weight: expected fsdp_pre_all_gather to return \(tensors to send"):
             model(torch.ones(1, 3))
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)

@@ -22,7 +22,7 @@ import fullshard
 from fullshard import full_params, fully_shard
 from tests.harness.behaviours import behaviour
 from tests.harness.models import BY_NAME, adamw, assert_close_to_tensor_max, assert_same_training, collect, seeded
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks, several
 from tests.threads.test_tensor_parallel import batch, blocks, plan_tp
 
 EPS = 64
@@ -147,7 +147,7 @@ def test_write_back_takes_what_stands_there_at_the_end_also_when_the_block_raise
         assert model.head.weight.full_tensor().eq(1).all()
         case.loss(model, case.batch(0, rank)).backward()
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 @behaviour(
@@ -217,7 +217,7 @@ def test_without_recursion_only_the_unit_itself() -> None:
         case.loss(model, case.batch(0, rank)).backward()
         assert_sharded(model)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_tensor_parallel_parameters_are_whole_as_well() -> None:
@@ -265,7 +265,7 @@ def test_contexts_nest() -> None:
 
     def rank_main(rank: int) -> None:
         model: Any = case.shard(case.build(), fully_shard)
-        before = [p.full_tensor() for p in model.parameters()]
+        before = [p.full_tensor().detach().clone() for p in model.parameters()]
         with full_params(model):
             outer = model[0].up.weight
             with full_params(model[0], writeback=True), torch.no_grad():
@@ -285,7 +285,7 @@ def test_contexts_nest() -> None:
         for (name, p), old in zip(model.named_parameters(), before, strict=True):
             assert torch.equal(p.full_tensor(), old + 1 if name == "0.up.weight" else old), name
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_between_forward_and_backward_in_a_window_and_in_inference_mode() -> None:
@@ -315,12 +315,12 @@ def test_between_forward_and_backward_in_a_window_and_in_inference_mode() -> Non
         loss.backward()
         ours.step()
         for step in (0, 1):
-            for other in range(2):
-                (case.loss(plain, case.batch(step, other)) / 2).backward()
+            for other in range(WORLD):
+                (case.loss(plain, case.batch(step, other)) / WORLD).backward()
         theirs.step()
         assert_same_training(collect(model, ours), collect(plain, theirs), EPS)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_mixed_precision_shows_the_storage_dtype() -> None:
@@ -337,7 +337,7 @@ def test_mixed_precision_shows_the_storage_dtype() -> None:
             assert torch.equal(model(x), plain(x)), "nothing is cast"
         assert model(x).dtype is torch.bfloat16
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_what_is_refused_inside_and_then_works_outside() -> None:
@@ -375,7 +375,7 @@ def test_what_is_refused_inside_and_then_works_outside() -> None:
         model.reshard()
         assert_sharded(model)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_inside_a_step_it_is_refused() -> None:
@@ -406,7 +406,7 @@ def test_inside_a_step_it_is_refused() -> None:
             assert_sharded(model)
         model(torch.ones(2, 4), "").sum().backward()
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_arguments_as_fsdp1_and_modules() -> None:
@@ -440,7 +440,7 @@ def test_arguments_as_fsdp1_and_modules() -> None:
         with full_params(empty):
             assert all(p.device.type == "cpu" for p in empty.parameters())
 
-    run_ranks(2, rank_main)
+    run_ranks(several(), rank_main)
 
 
 def test_nothing_is_left_when_the_gather_of_a_unit_fails() -> None:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.harness.errors import RanksFailed
 from tests.harness.threads import run_ranks
 
+pytestmark = pytest.mark.threads_only(reason="what is tested here is the threads")
+
 
 def _sum_of_ranks(rank: int) -> float:
     value = torch.full((3,), float(rank))

@@ -16,7 +16,7 @@ import fullshard
 from fullshard import fully_shard
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks, several
 from tests.threads.programs import Frozen, Model, Tied, batch, part, shard
 
 # torch says of every view output that an in-place edit of it would be wrong there.
@@ -144,7 +144,7 @@ def test_conversions_after_sharding(impl: Implementation, swap: bool) -> None:
             assert {p.grad.dtype for p in model.parameters()} == {out.dtype}
 
     with swapping(swap):
-        run_ranks(2, job)
+        run_ranks(WORLD, job)
 
 
 @behaviour("`.to(device)` of a model on the meta device is refused", area="initialisation")
@@ -154,7 +154,7 @@ def test_meta_parameters_cannot_be_moved(impl: Implementation) -> None:
         with pytest.raises(NotImplementedError, match="to_empty"):
             shard(on_meta(Model), impl=impl).to("cpu")
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 # ---- parameters that nobody wrote ----------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_what_was_written_in_any_way_is_not_accused(write: Callable[[DTensor, DT
                 write(p, dtensor(value, p))
             model(part(batch(2, 0), rank))
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 @pytest.mark.parametrize("emptied", [False, True])
@@ -257,7 +257,7 @@ def test_a_loaded_checkpoint_is_not_accused(assign: bool, emptied: bool) -> None
             assert torch.allclose(model(tokens), base(tokens), rtol=1e-5, atol=1e-6)
             assert model.head.weight is model.embedding.weight
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_rows_that_some_ranks_did_not_write_are_a_warning_with_their_name() -> None:
@@ -273,12 +273,12 @@ def test_rows_that_some_ranks_did_not_write_are_a_warning_with_their_name() -> N
                     p.to_local().data.copy_(dtensor(base.get_parameter(name), p).to_local())
             if meant:
                 fullshard.mark_initialized(model)
-                model(part(batch(2, 0), rank))
+                model(part(batch(several(), 0), rank))
             else:  # warnings are errors in the tests
                 with pytest.raises(UserWarning, match=r"^head\.weight: some ranks wrote"):
-                    model(part(batch(2, 0), rank))
+                    model(part(batch(several(), 0), rank))
 
-    run_ranks(2, job)
+    run_ranks(several(), job)
 
 
 class Unread(nn.Identity):
@@ -302,7 +302,7 @@ def test_what_is_marked_as_initialised_is_not_looked_for() -> None:
         with pytest.raises(ValueError, match="call fully_shard first"):
             fullshard.mark_initialized(nn.Linear(2, 2))
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -328,7 +328,7 @@ def test_converting_the_dtype_does_not_hide_what_was_not_written(convert: str, s
             assert out.isfinite().all()
 
     with swapping(swap):
-        run_ranks(2, job)
+        run_ranks(WORLD, job)
 
 
 class Odd(nn.Module):
@@ -370,7 +370,7 @@ def test_every_dtype_is_known() -> None:
         model(torch.ones(2))
         assert named["tiny"] == 0  # too small to be told from a value
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_a_unit_of_which_only_a_part_is_on_the_meta_device() -> None:
@@ -387,7 +387,7 @@ def test_a_unit_of_which_only_a_part_is_on_the_meta_device() -> None:
         assert torch.equal(model[0].weight.full_tensor(), value)
         assert model(torch.ones(1, 3)).isfinite().all()
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -415,7 +415,7 @@ def test_memory_may_be_given_module_by_module(swap: bool) -> None:
         assert torch.allclose(model(tokens), base(tokens), rtol=1e-5, atol=1e-6)
 
     with swapping(swap):
-        run_ranks(2, job)
+        run_ranks(WORLD, job)
 
 
 def test_emptying_a_model_in_use_is_noticed_too() -> None:
@@ -430,7 +430,7 @@ def test_emptying_a_model_in_use_is_noticed_too() -> None:
             model(tokens)
         assert "layers.0" not in str(caught.value) and "head" not in str(caught.value)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 # ---- buffers -------------------------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_buffers_that_have_data_keep_it(swap: bool) -> None:
         assert torch.allclose(model(X), base(X), rtol=1e-5, atol=1e-6)
 
     with swapping(swap):
-        run_ranks(2, job)
+        run_ranks(WORLD, job)
 
 
 @behaviour(
@@ -542,7 +542,7 @@ def test_buffers_without_data_are_computed_or_named(kind: type[Attending], how: 
         assert torch.equal(torch.random.get_rng_state(), before)
         assert torch.equal(model[0].rope.inv_freq, base[0].rope.inv_freq)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_persistent_buffers_that_the_checkpoint_lacks_are_named() -> None:
@@ -557,7 +557,7 @@ def test_persistent_buffers_that_the_checkpoint_lacks_are_named() -> None:
         model[1].norm.reset_running_stats()
         model(X)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 class HalfLoaded(nn.Module):
@@ -586,7 +586,7 @@ def test_a_hook_changes_nothing_but_what_has_no_value() -> None:
         assert model(torch.zeros(1, 3)).tolist() == [[5.0, 6.0, 7.0]]
         assert model[1].learned is learned
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 class Positions(nn.Linear):
@@ -614,7 +614,7 @@ def test_a_hook_that_would_draw_parameters_is_not_called() -> None:
         model[0].table.zero_()
         assert model(torch.ones(1, 3)).tolist() == [[4.0, 4.0, 4.0]]
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_ignored_parameters_are_judged_by_every_rank() -> None:
@@ -629,4 +629,4 @@ def test_ignored_parameters_are_judged_by_every_rank() -> None:
         with pytest.raises(RuntimeError, match=r": 1\.weight; "):
             model(torch.ones(1, 3))
 
-    run_ranks(2, job)
+    run_ranks(several(), job)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
 from tests.harness.behaviours import behaviour
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks, several
 from tests.threads.programs import Frozen, Model, Tied, batch, part, shard
 from tests.threads.test_initialisation import AttendingResetting, X, dtensor, on_meta
 
@@ -81,7 +81,7 @@ def test_the_ambient_seed_and_ranks_that_differ() -> None:
             fullshard.materialize(model, seed="0")  # type: ignore[arg-type]
         assert all(p.is_meta for p in model.parameters())
 
-    run_ranks(2, job)
+    run_ranks(several(), job)
 
 
 def test_values_are_drawn_in_the_dtype_of_storage() -> None:
@@ -93,7 +93,7 @@ def test_values_are_drawn_in_the_dtype_of_storage() -> None:
         fullshard.materialize(model, seed=1)
         assert_same(model, reference)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 @behaviour(
@@ -239,7 +239,7 @@ def test_which_initialisers_are_called() -> None:
         with pytest.raises(ValueError, match="init_weights reaches into 1 other units"):
             fullshard.materialize(model)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_an_initialiser_that_fails_or_leaves_its_unit() -> None:
@@ -282,7 +282,7 @@ def test_an_initialiser_that_fails_or_leaves_its_unit() -> None:
                 assert_same(model, reference)
             model(part(batch(2, 0), rank))
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_what_has_values_keeps_them_and_a_checkpoint_may_bring_the_rest() -> None:
@@ -310,7 +310,7 @@ def test_what_has_values_keeps_them_and_a_checkpoint_may_bring_the_rest() -> Non
         assert_same(model, base)
         model(part(batch(2, 0), rank))
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_buffers_and_what_is_outside_of_units() -> None:
@@ -339,7 +339,7 @@ def test_buffers_and_what_is_outside_of_units() -> None:
             assert_same(model, reference)
             assert torch.allclose(model(X), copy.deepcopy(reference)(X), rtol=1e-5, atol=1e-6)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_a_model_in_use() -> None:
@@ -357,7 +357,7 @@ def test_a_model_in_use() -> None:
         assert_same(model, reference)
         assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_the_device() -> None:
@@ -367,15 +367,15 @@ def test_the_device() -> None:
             fullshard.materialize(model, device="meta")
         fullshard.materialize(model, device="cpu")
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_an_optimizer_that_was_built_before_goes_on() -> None:
     reference = plain(Model, seed=9)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     for seed in range(2):
-        for rank in range(2):
-            (reference(part(batch(2, seed), rank)).pow(2).mean() / 2).backward()
+        for rank in range(WORLD):
+            (reference(part(batch(WORLD, seed), rank)).pow(2).mean() / WORLD).backward()
         theirs.step()
         theirs.zero_grad()
 
@@ -384,13 +384,13 @@ def test_an_optimizer_that_was_built_before_goes_on() -> None:
         ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
         fullshard.materialize(model, seed=9)
         for seed in range(2):
-            model(part(batch(2, seed), rank)).pow(2).mean().backward()
+            model(part(batch(WORLD, seed), rank)).pow(2).mean().backward()
             ours.step()
             ours.zero_grad()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.allclose(p.full_tensor(), q, rtol=1e-5, atol=1e-6)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 class TwoLinears(nn.Module):
@@ -449,7 +449,7 @@ def test_beside_offload() -> None:
         assert_same(fullshard.materialize(model, seed=4), reference)
         model(part(batch(2, 0), rank)).sum().backward()
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_shards_of_another_dim() -> None:

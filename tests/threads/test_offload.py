@@ -23,7 +23,7 @@ from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
 from tests.harness.models import BY_NAME, assert_same_training, collect
 from tests.harness.moved import links, moved
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks
 
 assert moved  # a fixture
 CASE = BY_NAME["transformer"]
@@ -45,12 +45,12 @@ def train(rank: int, model: Any, *, steps: int = 3, clip: Any = None, micro: int
 @behaviour("CPUOffloadPolicy on a mesh of CPUs moves nothing and changes nothing", area="offload")
 @for_each_implementation
 def test_on_a_cpu_mesh_offload_changes_nothing(impl: Implementation) -> None:
-    models = [CASE.build() for _ in range(4)]
+    models = [CASE.build() for _ in range(2 * WORLD)]
 
     def rank_main(rank: int, impl: Implementation) -> None:
         plain = train(rank, CASE.shard(models[rank], impl.fully_shard), clip=impl.clip)
         policy = impl.namespace.CPUOffloadPolicy(pin_memory=False)
-        model = CASE.shard(models[2 + rank], impl.fully_shard, offload_policy=policy)
+        model = CASE.shard(models[WORLD + rank], impl.fully_shard, offload_policy=policy)
         offloaded = train(rank, model, clip=impl.clip)
         assert_same_training(offloaded, plain, 0)
         assert all(p.to_local().device.type == "cpu" for p in model.parameters() if isinstance(p, DTensor))
@@ -68,7 +68,7 @@ def test_torch_s_policy_is_accepted_and_others_are_not() -> None:
         with pytest.raises(TypeError, match="expected an OffloadPolicy, found True; leave it out"):
             fullshard.fully_shard(nn.Linear(3, 3), offload_policy=True)  # type: ignore[arg-type]
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 # ---- as on a device ------------------------------------------------------------------------------------------
@@ -102,13 +102,13 @@ def test_one_copy_each_way_for_each_gather_and_reduction(world: int, policy: Any
 def test_gradients_are_read_only_after_their_copies_are_complete(moved: None) -> None:
     """Copies that fill their target only when they are waited for: hooks after accumulation, an optimizer in backward,
     `.grad` that is added to, and a unit that is reduced twice in one backward all see the right values."""
-    models = [CASE.build() for _ in range(4)]
+    models = [CASE.build() for _ in range(2 * WORLD)]
 
     def rank_main(rank: int) -> None:
         results = []
         for offload in (False, True):
             options = {"offload_policy": fullshard.CPUOffloadPolicy()} if offload else {}
-            model: Any = CASE.shard(models[2 * offload + rank], fullshard.fully_shard, **options)
+            model: Any = CASE.shard(models[WORLD * offload + rank], fullshard.fully_shard, **options)
             for link in links(model):
                 late(link)
             seen: list[Tensor] = []
@@ -122,7 +122,7 @@ def test_gradients_are_read_only_after_their_copies_are_complete(moved: None) ->
         for plain, offloaded in zip(*results, strict=True):
             assert torch.equal(plain, offloaded)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def late(link: HostLink) -> None:
@@ -156,13 +156,13 @@ def _downloads(link: HostLink) -> bool:
 
 def test_a_failed_backward_and_a_retry(moved: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_REDUCTIONS", "1")
-    models = [CASE.build() for _ in range(4)]
+    models = [CASE.build() for _ in range(2 * WORLD)]
 
     def rank_main(rank: int) -> None:
         grads = []
         for fail in (False, True):
             model: Any = CASE.shard(
-                models[2 * fail + rank], fullshard.fully_shard, offload_policy=fullshard.CPUOffloadPolicy()
+                models[WORLD * fail + rank], fullshard.fully_shard, offload_policy=fullshard.CPUOffloadPolicy()
             )
             if fail:
                 # Behind the last unit in backward: what comes before it was reduced, and is on its way to the host.
@@ -175,7 +175,7 @@ def test_a_failed_backward_and_a_retry(moved: None, monkeypatch: pytest.MonkeyPa
             grads.append([p.grad.full_tensor() for p in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def first_unit(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from fullshard.api.optimizer import ELEMENTWISE
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.models import seeded
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
@@ -211,7 +211,7 @@ def test_hooks_schedulers_closures_and_plain_parameters_see_what_they_always_see
             if p.requires_grad:
                 assert isinstance(optimizer.state[p]["exp_avg"], DTensor)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_full_parameters_that_are_kept_are_gathered_again_after_a_step() -> None:
@@ -232,7 +232,7 @@ def test_full_parameters_that_are_kept_are_gathered_again_after_a_step() -> None
             optimizer.zero_grad()
         assert not torch.equal(*outputs)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_a_failing_step_puts_everything_back() -> None:
@@ -254,7 +254,7 @@ def test_a_failing_step_puts_everything_back() -> None:
         model.set_requires_gradient_sync(True)  # type: ignore[operator]
         _train(model, optimizer, range(1, 2), rank, 2)
 
-    run_ranks(2, rank_main)
+    run_ranks(WORLD, rank_main)
 
 
 def test_others_are_refused_by_name() -> None:
@@ -306,7 +306,7 @@ def test_an_optimizer_from_before_is_refused(trained_before: bool, impl: Impleme
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert not torch.equal(model[3].weight.full_tensor(), before[-2])
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_a_parameter_from_before_that_another_model_trains_is_left_alone() -> None:
@@ -320,7 +320,7 @@ def test_a_parameter_from_before_that_another_model_trains_is_left_alone() -> No
         optimizer.step()
         assert not torch.equal(other.weight, before)
 
-    run_ranks(2, job)
+    run_ranks(WORLD, job)
 
 
 def test_nothing_is_remembered_of_parameters_that_nobody_holds() -> None:

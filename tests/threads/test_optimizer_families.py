@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run, sharded
 from tests.harness.models import Trained, assert_close_to_tensor_max, assert_same_training, collect, seeded
+from tests.harness.threads import WORLD
 
 # Each as it is used where it is not at its simplest; in all ways that torch has on a CPU.
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def test_elementwise_optimizers(impl: Implementation) -> None:
     def train(name: str, way: str, model: nn.Module, ranks: range) -> Trained:
         return _train(name, model, ranks, lr=1e-2, weight_decay=0.1, **ELEMENTWISE[name], **WAYS[way])
 
-    expected = {case: train(*case, _model(even=False), range(2)) for case in CASES}
+    expected = {case: train(*case, _model(even=False), range(WORLD)) for case in CASES}
 
     def job(rank: int, impl: Implementation) -> None:
         for case in CASES:
@@ -97,7 +98,7 @@ def test_elementwise_optimizers(impl: Implementation) -> None:
 @for_each_implementation
 def test_lbfgs(impl: Implementation) -> None:
     """Its line of search is over all parameters as one vector. Each rank's closure has the loss of its own rows."""
-    expected = _train("LBFGS", _model(even=True), range(2), lr=0.1, max_iter=3)
+    expected = _train("LBFGS", _model(even=True), range(WORLD), lr=0.1, max_iter=3)
 
     def job(rank: int, impl: Implementation) -> None:
         found = _train("LBFGS", sharded(impl, _model(even=True)), range(rank, rank + 1), lr=0.1, max_iter=3)
@@ -113,7 +114,7 @@ def test_lbfgs(impl: Implementation) -> None:
 def test_muon(even: bool, impl: Implementation) -> None:
     """It makes a matrix orthogonal in bfloat16, so a bit of its gradient is a hundredth of its step."""
     start = collect(_model(even=even), torch.optim.SGD(_model(even=even).parameters())).params
-    expected = _train("Muon", _model(even=even), range(2), lr=1e-2, weight_decay=0.1)
+    expected = _train("Muon", _model(even=even), range(WORLD), lr=1e-2, weight_decay=0.1)
 
     def job(rank: int, impl: Implementation) -> None:
         found = _train("Muon", sharded(impl, _model(even=even)), range(rank, rank + 1), lr=1e-2, weight_decay=0.1)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, each_world, for_each_implementation, run
+from tests.harness.threads import WORLD
 from tests.threads.programs import Model, batch, compare_gradients, part, shard
 
 
@@ -164,7 +165,7 @@ def test_what_hooks_return() -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         reference = copy.deepcopy(base)
         model = shard(copy.deepcopy(base), impl)
-        tokens = part(batch(2, 0), rank)
+        tokens = part(batch(WORLD, 0), rank)
         for what, (hook, error, message) in WRONG.items():
             handle = model.head.weight.register_hook(hook)
             with pytest.raises(error, match=message):
@@ -188,8 +189,8 @@ def test_what_hooks_return() -> None:
         for micro_batch in range(2):
             _loss(model, tokens).backward()
             assert model.head.weight.grad.placements == (Shard(0),)
-            for r in range(2):
-                (_loss(reference, part(batch(2, 0), r)) / 2).backward()
+            for r in range(WORLD):
+                (_loss(reference, part(batch(WORLD, 0), r)) / WORLD).backward()
             if micro_batch == 0:
                 copies = [tensor.full_tensor().clone() for tensor in kept]
         compare_gradients(model, reference, 0)

@@ -17,7 +17,7 @@ import fullshard
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import seeded
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -75,7 +75,7 @@ def test_the_fields_of_a_policy(policy: dict[str, Any], impl: Implementation) ->
     casts = policy.get("cast_forward_inputs", True) and "param_dtype" in policy
     reference = layers().to(compute)
     outputs, total = [], [torch.zeros(p.shape, dtype=reduce) for p in reference.parameters()]
-    for rank in range(2):
+    for rank in range(WORLD):
         reference.zero_grad()
         x = sample(rank, 0)
         for layer in reference:
@@ -85,7 +85,7 @@ def test_the_fields_of_a_policy(policy: dict[str, Any], impl: Implementation) ->
         for sum_, p in zip(total, reference.parameters(), strict=True):
             assert p.grad is not None
             sum_ += p.grad.to(reduce)
-    models = [layers() for _ in range(2)]
+    models = [layers() for _ in range(WORLD)]
 
     def rank_main(rank: int, impl: Implementation) -> None:
         model: Any = models[rank]
@@ -101,7 +101,7 @@ def test_the_fields_of_a_policy(policy: dict[str, Any], impl: Implementation) ->
         eps = max(torch.finfo(reduce).eps, torch.finfo(F32).eps)
         for p, expected in zip(model.parameters(), total, strict=True):
             assert p.dtype is F32 and p.grad.dtype is F32 and p.grad.placements == p.placements
-            mean = (expected / 2).float()
+            mean = (expected / WORLD).float()
             torch.testing.assert_close(p.grad.full_tensor(), mean, rtol=4 * eps, atol=4 * eps * float(mean.abs().max()))
 
     run(rank_main, impl)
@@ -121,11 +121,11 @@ def test_inf_on_one_shard_skips_on_all_ranks(impl: Implementation) -> None:
     for step in range(3):
         if step != 1:
             plain.zero_grad()
-            for rank in range(2):
-                (reference(sample(rank, step)).square().sum() / 2).backward()
+            for rank in range(WORLD):
+                (reference(sample(rank, step)).square().sum() / WORLD).backward()
             plain.step()
         expected.append([p.detach().clone() for p in reference.parameters()])
-    models = [layers() for _ in range(2)]
+    models = [layers() for _ in range(WORLD)]
 
     def rank_main(rank: int, impl: Implementation) -> None:
         model: Any = models[rank]
@@ -140,12 +140,13 @@ def test_inf_on_one_shard_skips_on_all_ranks(impl: Implementation) -> None:
             loss = model(sample(rank, step)).square().sum()
             scaler.scale(loss).backward()
             if step == 1:
-                # What an overflow in the last row of the first weight, of rank 1, comes to.
+                # What an overflow in the last row of the first weight, of its last owner, comes to.
                 weight = model[0].linear.weight
-                if rank == 1:
+                owner = len(weight.full_tensor().chunk(WORLD)) - 1
+                if rank == owner:
                     weight.grad.to_local()[-1, 0] = math.inf
                 own = bool(torch.isfinite(weight.grad.to_local()).all())
-                assert own == (rank == 0), "the overflow is to be seen by one rank alone"
+                assert own == (rank != owner), "the overflow is to be seen by one rank alone"
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
@@ -170,7 +171,7 @@ def test_float16_gradients_are_summed_without_overflow(communication: str, monke
         torch.testing.assert_close(model.weight.grad.full_tensor(), expected, rtol=1e-3, atol=0)
 
     for reduce in (None, F32):
-        run_ranks(2, rank_main, reduce)
+        run_ranks(WORLD, rank_main, reduce)
 
 
 @behaviour(
@@ -285,7 +286,7 @@ def test_unfrozen_parameters_are_reduced_in_the_reduce_dtype(impl: Implementatio
         model(torch.tensor([[256.0 if rank == 0 else 1.0]])).sum().backward()
         assert torch.equal(model[0].weight.grad.full_tensor(), torch.full((2, 1), 257.0 / 2))
 
-    run(rank_main, impl)
+    run(rank_main, impl, world=2)
 
 
 @behaviour("a frozen parameter of another dtype than the trained ones", area="mixed precision")
@@ -303,10 +304,10 @@ def test_a_frozen_parameter_of_another_dtype(impl: Implementation) -> None:
             return self.base(x.to(BF16)).float() + self.adapter(x)
 
     reference = seeded(Adapted)
-    x = [torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    for rank in range(2):
-        (reference(x[rank]).square().sum() / 2).backward()
-    models = [seeded(Adapted) for _ in range(2)]
+    x = [torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(WORLD)]
+    for rank in range(WORLD):
+        (reference(x[rank]).square().sum() / WORLD).backward()
+    models = [seeded(Adapted) for _ in range(WORLD)]
 
     def rank_main(rank: int, impl: Implementation) -> None:
         model: Any = impl.fully_shard(models[rank])

@@ -18,10 +18,8 @@ import fullshard
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation
-from tests.harness.threads import run_ranks
+from tests.harness.threads import WORLD, run_ranks, several
 from tests.threads.programs import WIDTH, Model, Tied, batch, part, shard
-
-WORLD = 2
 
 
 def _base(seed: int, make: Callable[[], nn.Module] = Model) -> nn.Module:
@@ -431,7 +429,7 @@ def test_full_parameters_are_freed(prefetch: str, monkeypatch: pytest.MonkeyPatc
         assert all(len(names - {""}) <= 1 for names in seen), max(seen, key=len)
         assert any("layers.1" in names for names in seen)
 
-    run_ranks(WORLD, job)
+    run_ranks(several(), job)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -37,6 +37,7 @@ from tests.harness.implementations import (
     sharded,
 )
 from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, train_reference
+from tests.harness.threads import WORLD
 
 # Compared after a few steps, each of which may differ from plain training by 2 eps of a tensor's maximum.
 EPS = 64
@@ -137,8 +138,8 @@ def test_state_dicts_are_sharded_at_any_moment_without_a_message(impl: Implement
         plain_optimizer = adamw(plain.parameters())
         for micro_batches in ((0,), (1, 2)):
             for step in micro_batches:
-                for other in range(2):
-                    (case.loss(plain, case.batch(step, other)) / 2).backward()
+                for other in range(WORLD):
+                    (case.loss(plain, case.batch(step, other)) / WORLD).backward()
             plain_optimizer.step()
             plain_optimizer.zero_grad()
         assert_same_training(collect(model, optimizer), collect(plain, plain_optimizer), EPS)
@@ -178,7 +179,7 @@ def test_saved_values_are_those_of_this_rank_and_no_more(impl: Implementation) -
 def test_the_next_steps_after_loading_are_those_of_plain_training(name: str, impl: Implementation) -> None:
     """In place or assigned, before the first forward or in the middle of training, before the optimizer or after."""
     case = BY_NAME[name]
-    expected = reference(name, 2)
+    expected = reference(name, WORLD)
 
     def rank_main(rank: int, impl: Implementation) -> None:
         source, source_optimizer = trained(case, impl, rank)
@@ -417,7 +418,7 @@ def test_what_dcp_gets_is_what_it_gets_of_torch_s_model() -> None:
 @for_each_implementation
 def test_ties_survive_loading_saving_and_to_empty(impl: Implementation) -> None:
     case = BY_NAME["tied"]
-    expected = reference("tied", 2)
+    expected = reference("tied", WORLD)
 
     def tied(model: Any) -> bool:
         return model.head.weight is model.embedding.weight
@@ -449,7 +450,7 @@ def test_copies_of_parameters_and_refusals_of_copies_of_models(impl: Implementat
     import pickle
 
     def rank_main(rank: int, impl: Implementation) -> None:
-        model: Any = impl.fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5)))
+        model: Any = impl.fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)))
         model(torch.ones(1, 5)).sum().backward()
         with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
             copy.deepcopy(model)

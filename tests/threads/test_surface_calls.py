@@ -25,6 +25,7 @@ from tests.harness.implementations import (
     sharded,
 )
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.threads import WORLD, several
 
 
 def _batch(step: int, rank: int) -> Tensor:
@@ -92,7 +93,7 @@ def test_roots_share_buffers_and_the_limit_of_reductions(late: bool) -> None:
         assert (alone_peak, shared_peak) == (4, 2)
         assert shared_nbytes < alone_nbytes
 
-    run(rank_main, FULLSHARD)
+    run(rank_main, FULLSHARD, world=several())
 
 
 def test_a_failure_of_one_root_discards_its_own_reductions() -> None:
@@ -146,7 +147,7 @@ def _train_tokens(model: Any, ranks: list[int]) -> Trained:
 @behaviour("set_unshard_in_backward(False): an embedding is not gathered in backward", area="communication")
 @for_each_implementation
 def test_an_embedding_is_not_gathered_in_backward(impl: Implementation) -> None:
-    expected = _train_tokens(seeded(Tokens), [0, 1])
+    expected = _train_tokens(seeded(Tokens), list(range(WORLD)))
 
     def rank_main(rank: int, impl: Implementation) -> None:
         model: Any = sharded(impl, seeded(Tokens))
@@ -175,7 +176,7 @@ def test_an_embedding_is_not_gathered_in_backward(impl: Implementation) -> None:
     reason="saved weights are watched, and gathered where they are read; torch fails in the backward",
 )
 def test_weights_that_backward_reads_all_the_same(impl: Implementation) -> None:
-    expected = _train_tokens(seeded(Tokens), [0, 1])
+    expected = _train_tokens(seeded(Tokens), list(range(WORLD)))
 
     def rank_main(rank: int, impl: Implementation) -> None:
         model: Any = sharded(impl, seeded(Tokens))

@@ -27,6 +27,7 @@ from tests.harness.implementations import (
     run,
 )
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.threads import WORLD
 
 # Forward and backward of one batch, the loss multiplied with the last argument.
 Program = Callable[[Any, Tensor, float], None]
@@ -245,7 +246,7 @@ PROGRAMS = {
 @for_each_implementation
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_list_trains_as_plain_modules_do(program: str, impl: Implementation) -> None:
-    _assert_trains_as_plain(impl, PROGRAMS[program], 2)
+    _assert_trains_as_plain(impl, PROGRAMS[program], WORLD)
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
@@ -297,7 +298,7 @@ def test_inputs_and_outputs_of_each_module_of_a_list_are_cast(impl: Implementati
 
 def test_an_exception_between_the_modules_of_a_list_leaves_nothing() -> None:
     """The next step is what it would have been."""
-    expected = _train(seeded(Model), _whole, [0, 1])
+    expected = _train(seeded(Model), _whole, list(range(WORLD)))
 
     def failing(model: Any, x: Tensor, scale: float) -> None:
         with pytest.raises(AttributeError, match="no_such"):
@@ -332,7 +333,7 @@ def _tokens(model: Any, x: Tensor, scale: float) -> None:
 @behaviour("a list holds tied weights together", area="training")
 @for_each_implementation
 def test_a_list_holds_tied_weights_together(impl: Implementation) -> None:
-    expected = _train(seeded(Tied), _tokens, [0, 1])
+    expected = _train(seeded(Tied), _tokens, list(range(WORLD)))
 
     def rank_main(rank: int, impl: Implementation) -> None:
         model: Any = seeded(Tied)

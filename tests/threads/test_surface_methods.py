@@ -26,6 +26,7 @@ from tests.harness.implementations import (
     run,
 )
 from tests.harness.models import Trained, adamw, assert_same_training, collect, seeded
+from tests.harness.threads import WORLD
 
 
 def _batch(step: int, rank: int) -> Tensor:
@@ -98,7 +99,12 @@ def _generate(talker: Any, x: Tensor) -> Tensor:
 
 
 def _assert_method_trains(
-    impl: Implementation, method: Callable[[Any, Tensor], Tensor], *, root: bool = True, world: int = 2, **options: Any
+    impl: Implementation,
+    method: Callable[[Any, Tensor], Tensor],
+    *,
+    root: bool = True,
+    world: int = WORLD,
+    **options: Any,
 ) -> None:
     plain = seeded(Inheriting)
     expected = _train_method(plain if root else nn.Sequential(plain), plain, method, list(range(world)))
@@ -178,10 +184,10 @@ def test_an_exception_in_a_registered_method(impl: Implementation) -> None:
         if impl is not FULLSHARD:
             model.reset_iter_state()
         model.encode(_batch(0, rank)).sum().backward()
-        plain = [seeded(Talker) for _ in range(2)]
+        plain = [seeded(Talker) for _ in range(WORLD)]
         for other, talker in enumerate(plain):
             talker.encode(_batch(0, other)).sum().backward()
-        expected = (plain[0].scale.grad + plain[1].scale.grad) / 2  # type: ignore[operator]
+        expected = sum(talker.scale.grad for talker in plain) / WORLD  # type: ignore[misc]
         assert torch.allclose(model.scale.grad.full_tensor(), expected)
 
     run(rank_main, impl)

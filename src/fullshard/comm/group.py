@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import (
 from ..layout import groups_messages, sends_in_pairs
 from . import pairs
 from .pairs import Work as Work
+from .pairs import carried
 
 # Sums and means over ranks, as backends are asked for them.
 SUM = dist.ReduceOp.SUM
@@ -56,7 +57,7 @@ class ShardGroup:
         """`piece` (n,) of all ranks into `out` (world * n,); both contiguous, the same dtype."""
         options = AllgatherOptions()
         options.asyncOp = True
-        return self.process_group._allgather_base(out, piece, options)
+        return self.process_group._allgather_base(carried(out), carried(piece), options)
 
     @property
     def sends_in_pairs(self) -> bool:
@@ -70,7 +71,8 @@ class ShardGroup:
         if len(outs) > 1 and groups_messages(self.backend):
             options = AllgatherOptions()
             options.asyncOp = True
-            return [self.process_group.allgather_into_tensor_coalesced(list(outs), list(pieces), options)]
+            known = [carried(out) for out in outs], [carried(piece) for piece in pieces]
+            return [self.process_group.allgather_into_tensor_coalesced(*known, options)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int] = ()) -> Work:
@@ -80,8 +82,10 @@ class ShardGroup:
         """
         options = AllToAllOptions()
         options.asyncOp = True
+        out, pieces, ratio = carried(out), carried(pieces), out.element_size() // carried(out).element_size()
+        numels = [ratio * numel for numel in numels]
         arriving = [numels[self.rank]] * self.world if numels else []
-        return self.process_group.alltoall_base(out, pieces, arriving, list(numels), options)
+        return self.process_group.alltoall_base(out, pieces, arriving, numels, options)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
