@@ -154,7 +154,7 @@ class _Counting(Source):
         raise AssertionError
 
 
-@pytest.mark.parametrize("target", ["fullshard", "dcp", "hf"])
+@pytest.mark.parametrize("target", ["fullshard", "dcp", "hf", "torch"])
 def test_one_tensor_is_in_memory_at_a_time(target: Any, tmp_path: Path) -> None:
     source = _Counting(20)
     done: list[str] = []

@@ -94,6 +94,9 @@ class LoadJob:
     def _match_all(self, state_dict: dict[str, Any], pointer: Pointer, found: Message) -> Message:
         where = f"{self.path}/{pointer.generation}/{MANIFEST_NAME}"
         self._manifest = proven(pointer, found["manifest"].encode(), where, self.options.manifest_sha256)
+        return self._match(state_dict)
+
+    def _match(self, state_dict: dict[str, Any]) -> Message:
         self._tree, self._wanted = flatten(state_dict), Wanted()
         wanted, manifest = self._wanted, self._manifest
         wanted.problems += self._tree.problems

@@ -4,9 +4,13 @@
 |---|---|
 | `detect` | which format a path holds |
 | `source` | what every format looks like to those who copy from it: tensors of which parts can be read |
-| `pickle_tree` | a reader of pickles that calls nothing; below it `dcp_index`, `torch_archive`, and `dcp` on top of
-both | | `safetensors_file`, `hf` | single files; a folder of them with its index | | `torch_file` | full state dicts of
-`torch.save` | | `names` | whose parameter is called what; parts of a source under other names |
+| `pickle_tree` | a reader of pickles that calls nothing |
+| `dcp_index`, `torch_archive`, `dcp`, `dcp_write` | DCP: its metadata, its data, both as a source; writing it |
+| `safetensors_file`, `hf` | single files; a folder of them with its index |
+| `torch_file`, `torch_write` | full state dicts of `torch.save`, read and written |
+| `names` | whose parameter is called what; parts of a source under other names |
+| `ours`, `convert` | our own format as a source and target; any of them to any other, tensor by tensor |
+| `sharded` | from any of them into a sharded model, and from that to full files |
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from .detect import Found, RefusedCheckpoint, UnknownCheckpoint, detect
 from .hf import HfSource
 from .names import STYLES, UNWRAPPED, Chosen, Renaming, head_dim_of, llama, read_config, strip_wrappers
 from .pickle_tree import PickleRefused
+from .sharded import export_full, load_into
 from .source import Source, TensorInfo, nbytes_of
 from .torch_file import TorchSaveRefused, TorchSource
 
@@ -45,8 +50,10 @@ __all__ = [
     "UnknownCheckpoint",
     "convert",
     "detect",
+    "export_full",
     "head_dim_of",
     "llama",
+    "load_into",
     "nbytes_of",
     "open_found",
     "open_source",

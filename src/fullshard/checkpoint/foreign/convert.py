@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointMismatch
-from ..tree import nested
 from ..values import encode
 from .dcp import DcpSource
 from .dcp_write import write_dcp
@@ -20,6 +18,7 @@ from .hf import DEFAULT_MAX_NBYTES, HfSource, entries_of, write_hf
 from .ours import OursSource, write_ours
 from .source import Source
 from .torch_file import TorchSource
+from .torch_write import write_torch
 
 Format = Literal["fullshard", "dcp", "hf", "torch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -65,7 +64,7 @@ def convert(
     | `fullshard` | a checkpoint of ours; a new generation where there is one already | the largest tensor |
     | `dcp` | a folder that `torch.distributed.checkpoint` loads, which must be new | the largest tensor |
     | `hf` | a folder with safetensors files of at most `max_file_nbytes`, without a model in it | the largest tensor |
-    | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | all of it |
+    | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | the largest tensor |
 
     Raises `CheckpointMismatch` with everything that the format has no place for, before anything is written, and
     `FileExistsError`.
@@ -87,7 +86,7 @@ def convert(
         case "hf":
             return write_hf(target, entries_of(source), read, max_nbytes=max_file_nbytes)
         case "torch":
-            return _write_torch(target, source, read)
+            return write_torch(target, source, read)
     raise ValueError(f"format: expected one of {', '.join(FORMATS)}, found {format!r}")
 
 
@@ -110,21 +109,3 @@ def refuse_what_has_no_place(source: Source, format: Format) -> None:
             problems,
             "Choose what to take with only=[...] and skip=[...] of `Chosen` (--only, --skip)",
         )
-
-
-def _write_torch(target: Path, source: Source, read: Callable[[str], Tensor]) -> list[Path]:
-    if target.exists():
-        raise FileExistsError(f"{target} exists: choose another name, or remove it first")
-    leaves: dict[tuple[str | int, ...], Any] = {info.path: read(key) for key, info in source.tensors.items()}
-    leaves |= {path: source.value(key) for key, path in source.values.items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.new")
-    try:
-        with part.open("wb") as file:
-            torch.save(nested(leaves), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-    return [target]

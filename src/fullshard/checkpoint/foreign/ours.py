@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..errors import CheckpointMismatch
 from ..plan import Box
-from .source import Source, TensorInfo
+from ..tree import flatten, nested
+from .source import KeyPath, Source, TensorInfo
 
 
 class OursSource(Source):
@@ -44,12 +47,22 @@ class OursSource(Source):
         self._opened.close()
 
 
+def regrouped(source: Source, values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """`values` of `source` as our own save would have stored them: DCP takes every list apart, we those alone that hold
+    tensors. So `param_groups.0.lr` and what is beside it become one value again."""
+    leaves: dict[KeyPath, Any] = {info.path: torch.empty(0) for info in source.tensors.values()}
+    tree = flatten(nested({**leaves, **values}))
+    if tree.problems:
+        raise CheckpointMismatch(f"{source.path}: not all of it can be stored", tree.problems)
+    return {leaf.path: leaf.value for leaf in tree.values.values()}
+
+
 def write_ours(folder: Path, source: Source, read: Callable[[str], Tensor]) -> list[Path]:
     """Write all of `source` as a checkpoint of ours, one tensor in memory at a time."""
     from .. import CheckpointWriter, TensorSpec
 
     specs = [TensorSpec(info.path, info.dtype, info.shape) for info in source.tensors.values()]
-    values = {path: source.value(key) for key, path in source.values.items()}
+    values = regrouped(source, {path: source.value(key) for key, path in source.values.items()})
     with CheckpointWriter(folder, specs, values) as writer:
         for key in source.tensors:
             writer.write(key, read(key))

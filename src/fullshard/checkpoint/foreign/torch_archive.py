@@ -58,6 +58,11 @@ _ALLOWED = frozenset(
 _MAX_DEPTH = 64
 
 
+def storage_name(dtype: torch.dtype) -> str | None:
+    """The class of torch that stands for a storage of `dtype` in a pickle; None for those that are pickled as bytes."""
+    return next((name for name, known in _STORAGES.items() if known is dtype), None)
+
+
 class ArchiveDamaged(CheckpointDamaged):
     """An archive that is not whole, or whose bytes are not those that were written."""
 

@@ -1,0 +1,188 @@
+"""Between checkpoints of other programs and a model that is sharded, without a full model anywhere.
+
+| from | to | |
+|---|---|---|
+| any source | the shards of a state dict | `load_into`: each rank reads its rows |
+| the shards of a state dict | one file, or a Hugging Face folder | `export_full`: gathered tensor by tensor |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...comm import alone, messenger
+from ..errors import CheckpointError, CheckpointMismatch
+from ..loading import LoadJob, LoadOptions, Rename, write
+from ..manifest import Manifest, TensorEntry, ValueEntry, key_of
+from ..plan import Box, whole
+from ..tensors import dtype_name
+from ..together import Message, agree
+from ..tree import flatten
+from ..values import encode
+from .hf import DEFAULT_MAX_NBYTES, entries_of, write_hf
+from .names import Chosen, Renaming
+from .ours import regrouped
+from .source import Source, TensorInfo, place
+from .torch_write import write_torch
+
+
+def load_into(
+    state_dict: dict[str, Any],
+    source: Source,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    cast: bool = False,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    rename: Rename | None = None,
+) -> None:
+    """`fullshard.checkpoint.load` from a checkpoint of any format: in place, all or nothing, on every rank.
+
+    Every rank of `process_group` calls it, each with the same checkpoint opened (`open_source`). A rank reads the rows
+    that it holds and no others; what is in memory beside the model is this rank's part of the state.
+
+        model_state, _ = checkpoint.get_state_dict(model)
+        with open_source("Llama-3.2-1B") as source:
+            load_into(model_state, Chosen(source, renaming=llama("hf", "fullshard")))
+
+    Options and errors are those of `load`.
+    """
+    options = LoadOptions(cast, tuple(allow_missing), tuple(allow_unexpected), rename)
+    job = _ImportJob(source, alone() if no_dist else messenger(process_group), options)
+    job.run(state_dict)
+
+
+class _ImportJob(LoadJob):
+    """A load whose manifest and tensors come out of a source."""
+
+    def __init__(self, source: Source, messages: Any, options: LoadOptions) -> None:
+        super().__init__(str(source.path), messages, options)
+        self._source = source
+
+    def run(self, state_dict: dict[str, Any]) -> None:
+        agree(self.messenger, self.what, lambda: self._match_source(state_dict), self._refuse_differences)
+        agree(self.messenger, self.what, self._read_parts, lambda _: {})
+        write(self._tree, self._wanted, self._staged)
+
+    def _match_source(self, state_dict: dict[str, Any]) -> Message:
+        source = self._source
+        tensors = {key: TensorEntry(i.path, i.dtype, i.shape, ()) for key, i in source.tensors.items()}
+        readable, unreadable = {}, {}
+        for key, path in source.values.items():
+            try:
+                value = source.value(key)
+                encode(value)
+                readable[path] = value
+            except (CheckpointError, TypeError, ValueError) as error:
+                unreadable[key] = str(error)  # nobody may ever ask for it
+        values = {key_of(path): ValueEntry(path, value) for path, value in regrouped(source, readable).items()}
+        values |= {key: ValueEntry(source.values[key], None) for key in unreadable}
+        self._manifest = Manifest("", 1, source.kind, tensors, values, ())
+        found = self._match(state_dict)
+        found["problems"] += [unreadable[key] for key in found["keys"] if key in unreadable]
+        return found
+
+    def _read_parts(self) -> Message:
+        self._staged = [
+            torch.empty(0) if part.box is None else self._source.read(entry.key, part.box)
+            for entry, part in self._wanted.tensors
+        ]
+        return {}
+
+
+# ---- the other way ---------------------------------------------------------------------------------------------
+
+
+class StateSource(Source):
+    """A state dict of this program as a source. `read` of a DTensor gathers it: all ranks of its mesh read the same
+    keys in the same order."""
+
+    kind, path = "state", Path("the state dict")
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        tree = flatten(state_dict)
+        if tree.problems:
+            raise CheckpointMismatch("exporting: expected tensors and plain values, found", tree.problems)
+        self._tensors = {key: leaf.value for key, leaf in tree.tensors.items()}
+        self._values = {key: leaf.value for key, leaf in tree.values.items()}
+        self.tensors = {
+            key: TensorInfo(leaf.path, dtype_name(leaf.value.dtype), tuple(leaf.value.shape))
+            for key, leaf in tree.tensors.items()
+        }
+        self.values = {key: leaf.path for key, leaf in tree.values.items()}
+
+    @torch.no_grad()
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        tensor = self._tensors[key].detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return full if box is None else place(full, whole(tuple(full.shape)), box)
+
+    def value(self, key: str) -> Any:
+        return self._values[key]
+
+
+def export_full(
+    state_dict: dict[str, Any],
+    target: str | os.PathLike[str],
+    format: Literal["hf", "torch"],
+    *,
+    renaming: Renaming | None = None,
+    max_file_nbytes: int = DEFAULT_MAX_NBYTES,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the full tensors of a sharded state dict: "hf", a folder of safetensors files; "torch", a file for
+    `torch.load`.
+
+    Every rank of `process_group` calls it; the first writes. Tensors are gathered one by one, none is kept:
+    no rank ever holds more than the largest. On an error, which all ranks raise, nothing is there that looks whole:
+    `CheckpointMismatch` for names without a rule and for entries that the format has no place for, `CheckpointIOError`.
+    """
+    messages = messenger(process_group)
+    what = f"exporting to {target}"
+    chosen: list[Chosen] = []
+
+    def check() -> Message:
+        chosen.append(Chosen(StateSource(state_dict), renaming=renaming))
+        if format == "hf" and chosen[0].values:
+            problems = [f"{key}: no tensor, and safetensors files hold nothing else" for key in chosen[0].values]
+            raise CheckpointMismatch(f"{what}: expected tensors alone", problems)
+        return {"keys": list(chosen[0].tensors)}
+
+    agree(messages, what, check, lambda found: _same_keys(what, [one["keys"] for one in found]))
+    source = chosen[0]
+    left = list(source.tensors)
+
+    def read(key: str) -> Tensor:
+        left.remove(key)
+        return source.read(key)
+
+    def gather() -> Message:
+        try:
+            if messages.rank == 0 and format == "hf":
+                write_hf(Path(target), entries_of(source), read, max_nbytes=max_file_nbytes)
+            elif messages.rank == 0:
+                write_torch(Path(target), source, read)
+        finally:
+            # The others gather to the end whatever happens to the file.
+            for key in list(left):
+                read(key)
+        return {}
+
+    agree(messages, what, gather, lambda _: {})
+
+
+def _same_keys(what: str, keys: list[list[str]]) -> Message:
+    for rank, found in enumerate(keys):
+        if found != keys[0]:
+            odd = sorted(set(found) ^ set(keys[0])) or ["the same keys in another order"]
+            raise CheckpointMismatch(f"{what}: expected the same keys on all ranks, rank {rank} differs in", odd)
+    return {}
