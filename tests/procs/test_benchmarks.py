@@ -55,7 +55,8 @@ def test_host() -> None:
 def test_optimizer() -> None:
     answer = _last_line("benchmarks.optimizer", "--rounds", "1")
     (result,) = answer["results"]
-    assert set(result["ways"]) == {"local", "dtensor", "fullshard"}
+    assert set(result["ways"]) == {"local", "+ message", "dtensor", "fullshard"}
+    assert set(result["ways"]["+ message"]) == {"clip, wall", "clip, cpu"}
 
 
 @pytest.mark.slow

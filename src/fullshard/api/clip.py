@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from .._torch_compat import cut_dim, local_of
 from ..comm import all_reduce_over
@@ -82,41 +83,52 @@ _Parts = dict[tuple[dist.ProcessGroup, ...], dict[int, list[Tensor]]]
 
 def _split(parameters: list[Tensor]) -> tuple[list[Tensor], _Parts]:
     """The local gradients: those equal on every rank, and those of which each rank holds a part, by the groups of the
-    axes over which they are sharded. An axis that replicates counts once."""
+    axes over which they are sharded."""
     plain: list[Tensor] = []
     by_groups: _Parts = {}
+    # Parameters of a unit share mesh and placements: the list to which gradients that lie alike belong.
+    lists: dict[tuple[int, int, int], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        assert gradient is not None
-        if isinstance(gradient, PendingGrad):
-            gradient.to_local()  # refuses, with the reason
         if not isinstance(gradient, DTensor):
+            assert gradient is not None
             plain.append(gradient.detach())
             continue
-        mesh, copies = gradient.device_mesh, 1
-        groups = []
-        for axis, placement in enumerate(gradient.placements):
-            if placement.is_replicate():
-                copies *= mesh.size(axis)
-                continue
-            if cut_dim(placement) is None:
-                raise NotImplementedError(
-                    f"expected gradients that are sharded or replicated, found placements {gradient.placements}; "
-                    f"redistribute them first: the norm of a sum is not that of its summands"
-                )
-            if mesh.size(axis) > 1:
-                groups.append(mesh.get_group(axis))
-        whole = NormMesh.of(parameter)
-        if whole is None:
-            # Only over the axes that shard, where nothing is there twice.
-            copies = 1
-        else:
-            groups = [whole.get_group(axis) for axis in range(whole.ndim) if whole.size(axis) > 1]
-        if groups:
-            by_groups.setdefault(tuple(groups), {}).setdefault(copies, []).append(local_of(gradient))
-        else:
-            plain.append(local_of(gradient))
+        if isinstance(gradient, PendingGrad):
+            gradient.to_local()  # refuses, with the reason
+        mesh, placements, whole = gradient.device_mesh, gradient.placements, NormMesh.of(parameter)
+        alike = id(mesh), id(placements), id(whole)
+        tensors = lists.get(alike)
+        if tensors is None:
+            groups, copies = _summed_over(mesh, placements, whole)
+            tensors = by_groups.setdefault(groups, {}).setdefault(copies, []) if groups else plain
+            lists[alike] = tensors
+        tensors.append(local_of(gradient))
     return plain, by_groups
+
+
+def _summed_over(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], whole: DeviceMesh | None
+) -> tuple[tuple[dist.ProcessGroup, ...], int]:
+    """The groups over which the powers of a gradient are summed, and how many ranks of them hold the same part. An axis
+    that replicates counts once. `whole`: the mesh of the unit, of a parameter that is on a part of it."""
+    copies = 1
+    groups = []
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            copies *= mesh.size(axis)
+            continue
+        if cut_dim(placement) is None:
+            raise NotImplementedError(
+                f"expected gradients that are sharded or replicated, found placements {placements}; redistribute them "
+                f"first: the norm of a sum is not that of its summands"
+            )
+        if mesh.size(axis) > 1:
+            groups.append(mesh.get_group(axis))
+    if whole is None:
+        # Only over the axes that shard, where nothing is there twice.
+        return tuple(groups), 1
+    return tuple(whole.get_group(axis) for axis in range(whole.ndim) if whole.size(axis) > 1), copies
 
 
 # A row of the parameter is added in at least float32, the rows in float64. A float32 sum over a large matrix is off by
@@ -127,21 +139,34 @@ _LEAST_ROW_NUMEL, _MOST_ROW_NUMEL = 64, 4096
 
 def _norm(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of all elements of `tensors` on this rank; float64, 0-dim."""
-    norms: list[Tensor] = []
+    rows: list[Tensor] = []
     precise: list[Tensor] = []
     for tensor in tensors:
-        if tensor.numel() == 0:
+        shape = tensor.shape
+        numel = tensor.numel()
+        if numel == 0:
             continue
-        row_numel = tensor.numel() // tensor.shape[0] if tensor.ndim > 1 else 1
+        row_numel = numel // shape[0] if len(shape) > 1 else 1
         if row_numel < _LEAST_ROW_NUMEL or tensor.dtype.itemsize > 4 or not tensor.is_contiguous():
             precise.append(tensor)
             continue
-        rows = tensor.view(-1, row_numel)
-        for part in rows.split(_MOST_ROW_NUMEL, dim=1):
-            norms.append(torch.linalg.vector_norm(part, norm_type, dim=1, dtype=torch.float32))
+        if len(shape) > 2:
+            tensor = tensor.view(-1, row_numel)
+        for part in (tensor,) if row_numel <= _MOST_ROW_NUMEL else tensor.split(_MOST_ROW_NUMEL, dim=1):
+            rows.append(torch.linalg.vector_norm(part, norm_type, dim=1, dtype=torch.float32))
+    # One kernel for all of them where all are on one device, as they nearly always are.
+    norms = [torch.cat(some).to(device, torch.float64) for some in _by_device(rows)]
     if precise:
-        norms.append(torch.stack([n.to(device) for n in torch._foreach_norm(precise, norm_type, dtype=torch.float64)]))
+        found = torch._foreach_norm(precise, norm_type, dtype=torch.float64)
+        norms += [torch.stack(some).to(device) for some in _by_device(found)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([n.to(device, torch.float64) for n in norms]), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0], norm_type)
     return norm
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())

@@ -118,7 +118,7 @@ class NormMesh:
     @classmethod
     def of(cls, parameter: Tensor) -> DeviceMesh | None:
         """The mesh of the unit of such a parameter; None for any other tensor."""
-        noted = getattr(parameter, cls._ATTRIBUTE, None)
+        noted = parameter.__dict__.get(cls._ATTRIBUTE)
         return None if noted is None else cast(NormMesh, noted).mesh
 
 
