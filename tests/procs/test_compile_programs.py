@@ -243,7 +243,7 @@ def test_backward_and_gathers_by_hand_in_a_compiled_function() -> None:
 
 
 @contextmanager
-def _own_cache(rank: int) -> Iterator[None]:
+def own_cache(rank: int) -> Iterator[None]:
     """What inductor makes goes to a temporary directory, and with it."""
     with tempfile.TemporaryDirectory() as folder, environment({"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}"}):
         yield
@@ -251,7 +251,7 @@ def _own_cache(rank: int) -> Iterator[None]:
 
 def _inductor(rank: int) -> dict[str, Trained]:
     results = {}
-    with _own_cache(rank):
+    with own_cache(rank):
         for name, how in (("plain", "before"), ("wrapped", "after, wrapped"), ("whole", "whole")):
             with fresh_compiler("inductor") as graphs:
                 model = compiled_model(how, FULLSHARD, graphs)
@@ -268,7 +268,7 @@ def test_inductor() -> None:
 
 
 def _inductor_with(rank: int) -> list[Any]:
-    with _own_cache(rank):
+    with own_cache(rank):
         return [_recomputed(rank, "fullshard", "inductor"), _precision(rank, "inductor")]
 
 
@@ -283,7 +283,7 @@ def test_inductor_with_recomputation_and_mixed_precision() -> None:
 
 
 def _inductor_unannounced(rank: int) -> list[Trained]:
-    with _own_cache(rank):
+    with own_cache(rank):
         return [_unannounced(rank, "fullshard", "inductor", broken) for broken in (False, True)]
 
 
