@@ -29,6 +29,8 @@ from .errors import CheckpointIOError as CheckpointIOError
 from .errors import CheckpointMismatch as CheckpointMismatch
 from .errors import CheckpointNotFound as CheckpointNotFound
 from .manifest import Manifest as Manifest
+from .random_state import RandomState as RandomState
+from .random_state import derived_seed as derived_seed
 from .state import get_state_dict as get_state_dict
 from .state import set_state_dict as set_state_dict
 
@@ -41,9 +43,11 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointWriter",
     "Manifest",
+    "RandomState",
     "TensorSpec",
     "async_save",
     "close",
+    "derived_seed",
     "get_state_dict",
     "inspect",
     "is_complete",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from .files import doing
 from .manifest import MANIFEST_NAME, Path, TensorEntry, key_of
 from .merge import matches
 from .reader import Reader, in_file_order
+from .saving import spare_cores
 from .tensors import Part, dtype_name, dtype_of, part_of
 from .together import Message, agree
 from .tree import Leaf, OpenState, Tree, flatten
@@ -180,14 +182,27 @@ class LoadJob:
         wanted = self._wanted.tensors
         order = in_file_order(self._manifest, list(dict.fromkeys(entry.key for entry, _ in wanted)))
         place = {key: position for position, key in enumerate(order)}
+        indices = [i for i in range(len(wanted)) if wanted[i][1].box is not None]
+        indices.sort(key=lambda i: place[wanted[i][0].key])
         self._staged = [torch.empty(0)] * len(wanted)
+        threads = min(spare_cores(self.messenger.world), len(indices)) or 1
+        if threads == 1:
+            self._read_some(pointer, indices)
+            return {}
+        with ThreadPoolExecutor(threads, "fullshard-load") as pool:
+            # Each has files of its own, and reads what lies together.
+            shares = [indices[len(indices) * n // threads : len(indices) * (n + 1) // threads] for n in range(threads)]
+            for share in [pool.submit(self._read_some, pointer, one) for one in shares]:
+                share.result()
+        return {}
+
+    def _read_some(self, pointer: Pointer, indices: Sequence[int]) -> None:
         with doing(self.what), open_folder(self.path) as folder:
             with Reader(folder.sub(pointer.generation), self._manifest) as data:
-                for index in sorted(range(len(wanted)), key=lambda i: place[wanted[i][0].key]):
-                    entry, part = wanted[index]
-                    if part.box is not None:
-                        self._staged[index] = data.read(entry, part.box)
-        return {}
+                for index in indices:
+                    entry, part = self._wanted.tensors[index]
+                    assert part.box is not None
+                    self._staged[index] = data.read(entry, part.box)
 
 
 def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor]) -> None:

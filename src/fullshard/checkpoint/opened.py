@@ -27,6 +27,7 @@ from .manifest import (
     TensorEntry,
     ValueEntry,
     key_of,
+    parse,
     to_bytes,
 )
 from .plan import Box, whole
@@ -172,7 +173,9 @@ class CheckpointWriter:
                 values = {key_of(path): ValueEntry(path, value) for path, value in self._values.items()}
                 files = tuple(self._files)
                 manifest = Manifest(self._saving.save_id, 1, WRITER, self._entries, values, files)
-                self._saving.commit(to_bytes(manifest))
+                data = to_bytes(manifest)
+                parse(data, self._path)
+                self._saving.commit(data)
         finally:
             if self._file is not None:
                 self._file.close()

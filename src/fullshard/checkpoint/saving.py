@@ -23,6 +23,7 @@ from .errors import CheckpointMismatch
 from .files import Folder, checksums, doing
 from .manifest import (
     BLOCK_NBYTES,
+    MANIFEST_NAME,
     Chunk,
     FileEntry,
     Manifest,
@@ -30,6 +31,7 @@ from .manifest import (
     TensorEntry,
     ValueEntry,
     key_of,
+    parse,
     to_bytes,
 )
 from .merge import REMEDY, Merged, merge
@@ -131,7 +133,7 @@ class SaveJob:
         if parts:
             with doing(f"writing {self.path}/{plan['folder']}/{name}"), Folder.open(self.path) as folder:
                 with folder.sub(plan["folder"]) as saving:
-                    stored, chunks = write_file(saving, name, parts, plan["save_id"])
+                    stored, chunks = write_file(saving, name, parts, plan["save_id"], spare_cores(self.messenger.world))
             written = [[index, *chunk] for index, chunk in zip(write, chunks, strict=True)]
         digests = [[index, _digest(checksums(_bytes_of_part(mine.parts[index][1]), BLOCK_NBYTES))] for index in compare]
         return {
@@ -177,22 +179,25 @@ class SaveJob:
             values={key: ValueEntry(path, decode(sent[key])) for key, (path, _) in merged.values.items()},
             files=tuple(files),
         )
-        return {"path": self._saving.commit(to_bytes(manifest))}
+        data = to_bytes(manifest)
+        # What could not be read is not committed.
+        parse(data, f"{self.path}/{MANIFEST_NAME}")
+        return {"path": self._saving.commit(data)}
 
 
 def write_file(
-    folder: Folder, name: str, parts: Sequence[tuple[Path, Part]], save_id: str
+    folder: Folder, name: str, parts: Sequence[tuple[Path, Part]], save_id: str, threads: int = 1
 ) -> tuple[FileEntry, list[tuple[int, int, tuple[int, ...]]]]:
     """A data file of `parts`, synced. Returns its entry and, for each part, (start, nbytes, checksums).
 
-    Checksums are computed beside the writing, by a thread: both leave the interpreter to others, and the disk is what
-    is waited for. A part on a device is copied to the host for just as long as that takes.
+    Checksums are computed beside the writing, by `threads`: all of it leaves the interpreter to others, and the disk is
+    what is waited for. A part on a device is copied to the host for just as long as that takes.
     """
     stored = [_stored(path, part) for path, part in parts]
     order = file_order(stored)
     head = header([stored[i] for i in order], save_id, name)
     found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-    with Beside() as beside, folder.writing(name) as file:
+    with Beside(threads) as beside, folder.writing(name) as file:
         file.write(memoryview(head))
         for i in order:
             start, data = file.nbytes, _bytes_of_part(parts[i][1])
@@ -202,36 +207,59 @@ def write_file(
         file.sync()
         entry = FileEntry(name, file.nbytes, len(head), zlib.crc32(head))
     for i, crcs in zip(order, beside.results, strict=True):
-        found[i] = (*found[i][:2], crcs)
+        found[i] = (found[i][0], found[i][1], crcs)
     return entry, [found[i] for i in range(len(parts))]
 
 
 class Beside:
-    """A thread that computes checksums, in the order given, until the `with` block ends. Not an executor: those refuse
-    work when the process is about to end, which is when the last save may still be under way."""
+    """Threads that compute checksums until the `with` block ends.
+
+    Not an executor: those refuse work when the process is about to end, when the last save may still be under way.
+    """
 
     # Parts that wait: of a tensor on a device each is a copy on the host.
     _WAITING = 4
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        # In the order in which parts were given.
         self.results: list[tuple[int, ...]] = []
-        self._given: queue.Queue[memoryview | None] = queue.Queue(self._WAITING)
-        self._thread = threading.Thread(target=self._compute, name="fullshard-checksums", daemon=True)
+        self._errors: list[Exception] = []
+        self._given: queue.Queue[tuple[int, memoryview] | None] = queue.Queue(self._WAITING)
+        self._threads = [
+            threading.Thread(target=self._compute, name="fullshard-checksums", daemon=True) for _ in range(threads)
+        ]
 
     def submit(self, data: memoryview) -> None:
-        self._given.put(data)
+        self.results.append(())
+        self._given.put((len(self.results) - 1, data))
 
     def _compute(self) -> None:
-        while (data := self._given.get()) is not None:
-            self.results.append(checksums(data, BLOCK_NBYTES))
+        while (given := self._given.get()) is not None:
+            index, data = given
+            try:
+                self.results[index] = checksums(data, BLOCK_NBYTES)
+            except Exception as error:
+                self._errors.append(error)
 
     def __enter__(self) -> Beside:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._given.put(None)
-        self._thread.join()
+    def __exit__(self, *exception: object) -> None:
+        for _ in self._threads:
+            self._given.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+
+def spare_cores(world: int) -> int:
+    """How many threads of this rank find a core when all ranks of the machine do the same: 1 to 4."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local) if local.isdigit() and int(local) else world
+    return min(4, max(1, (os.cpu_count() or 1) // ranks))
 
 
 def _stored(path: Path, part: Part) -> Stored:
