@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard
+from fullshard.checkpoint import foreign
 
 # ---- the model: it knows nothing of sharding -----------------------------------------------------------------------
 
@@ -116,75 +117,66 @@ def set_explicit_prefetching(model: Any, ahead: int = 2) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
 
 
-# ---- checkpoints: one file each, written and read by rank 0 --------------------------------------------------------
+# ---- checkpoints: one file, the same for both ways -----------------------------------------------------------------
+#
+# `fullshard.checkpoint.save` is the way for trainings: every rank writes its part, and a kill loses nothing. These are
+# the guide's two, which make one file that any program can read. Neither ever holds the whole model: full tensors are
+# gathered one by one and go straight to the file; a file that is read is mapped into memory.
 
 
-def save_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """With the state dict functions of torch.distributed.checkpoint."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    states = {
-        "model.pt": get_model_state_dict(model, options=options),
-        "optimizer.pt": get_optimizer_state_dict(model, optimizer, options=options),
+def save_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """With DTensor's own functions: `full_tensor` of each parameter and of each moment, one at a time."""
+    model_state, optimizer_state = checkpoint.get_state_dict(model, optimizer)
+    _write({"model": model_state, "optimizer": optimizer_state}, path)
+
+
+def load_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Every rank maps the file and keeps its rows; nothing is sent. (`foreign.load_full` does this, and checks "
+    "more.)"""
+    full = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    parameters = dict(model.named_parameters())
+
+    def rows(value: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor) or value.shape != like.shape:
+            return value  # a buffer; AdamW's counter of steps
+        value = value.to(like.device)
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).clone()
+
+    shards = {name: nn.Parameter(rows(full["model"][name], like)) for name, like in model.state_dict().items()}
+    model.load_state_dict(shards, assign=True)
+    moments = {
+        name: {key: rows(value, parameters[name]) for key, value in held.items()}
+        for name, held in full["optimizer"]["state"].items()
     }
-    _write(states, folder)
+    groups = full["optimizer"]["param_groups"]
+    checkpoint.set_state_dict(model, optimizer, optim_state_dict={"state": moments, "param_groups": groups})
 
 
-def load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def save_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """With the state dict functions of torch.distributed.checkpoint. With `full_state_dict=True` they would bring
+    the whole model to rank 0; without, they give shards, which are gathered one by one."""
+    _write({"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}, path)
+
+
+def load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """Only rank 0 reads; the others get their shards from it."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    reads = dist.get_rank() == 0
-    set_model_state_dict(model, _read(folder / "model.pt") if reads else {}, options=options)
-    set_optimizer_state_dict(
-        model, optimizer, optim_state_dict=_read(folder / "optimizer.pt") if reads else {}, options=options
-    )
-
-
-def save_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """With DTensor's own functions, one whole tensor at a time."""
-    states = {"model.pt": _whole(model.state_dict()), "optimizer.pt": _whole(optimizer.state_dict())}
-    _write(states, folder)
-
-
-def load_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Every rank maps the file and keeps its rows."""
-    shards = {
-        name: nn.Parameter(distribute_tensor(whole, like.device_mesh, like.placements))
-        for (name, like), whole in zip(model.state_dict().items(), _read(folder / "model.pt").values(), strict=True)
-    }
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Copied in place: the optimizer holds these parameter objects.
-    model.load_state_dict(shards)
-    state = _read(folder / "optimizer.pt")
-    for index, entries in state["state"].items():
-        like = parameters[index]
-        for key, value in entries.items():
-            if value.shape == like.shape:
-                entries[key] = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-    optimizer.load_state_dict(state)
-
-
-def _whole(value: Any) -> Any:
-    """`value` with DTensors gathered, on the CPU; on rank 0 alone something is kept."""
-    if isinstance(value, DTensor):
-        whole = value.full_tensor()
-        return whole.cpu() if dist.get_rank() == 0 else None
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return value
-
-
-def _write(states: dict[str, Any], folder: Path) -> None:
+    full: dict[str, Any] = {"model": {}, "optimizer": {}}
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, state in states.items():
-            # Not over the old file: it is mapped into memory where it was loaded from.
-            torch.save(state, folder / f"{name}.new")
-            os.replace(folder / f"{name}.new", folder / name)
+        full = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    set_model_state_dict(model, full["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=full["optimizer"], options=options)
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    # Not over the old file: it is mapped into memory where it was loaded from.
+    new = path.with_name(f"{path.name}.new")
+    if dist.get_rank() == 0:
+        new.unlink(missing_ok=True)  # of a run that was killed here
+    foreign.export_full(state, new, "torch")
+    if dist.get_rank() == 0:
+        os.replace(new, path)
     dist.barrier()
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -219,10 +211,11 @@ def main() -> None:
         set_explicit_prefetching(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     load, save = (load_dcp, save_dcp) if options.dcp_api else (load_dtensor, save_dtensor)
-    if options.checkpoint_dir is not None and (options.checkpoint_dir / "model.pt").exists():
-        load(model, optimizer, options.checkpoint_dir)
+    path = None if options.checkpoint_dir is None else options.checkpoint_dir / "training.pt"
+    if path is not None and path.exists():
+        load(model, optimizer, path)
         if dist.get_rank() == 0:
-            print(f"loaded {options.checkpoint_dir}")
+            print(f"loaded {path}")
 
     for step in range(options.steps):
         if options.explicit_prefetching:
@@ -236,10 +229,10 @@ def main() -> None:
         if dist.get_rank() == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step}  loss {loss.item():.4f}")
 
-    if options.checkpoint_dir is not None:
-        save(model, optimizer, options.checkpoint_dir)
+    if path is not None:
+        save(model, optimizer, path)
         if dist.get_rank() == 0:
-            print(f"saved {options.checkpoint_dir}")
+            print(f"saved {path}")
     dist.destroy_process_group()
 
 

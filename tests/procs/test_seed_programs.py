@@ -361,4 +361,4 @@ def test_the_whole_program_trains_saves_and_goes_on(flags: list[str], tmp_path: 
     losses = [[float(line.split()[-1]) for line in text.splitlines() if "loss" in line] for text in (first, second)]
     assert losses[0][0] > 6 and losses[0] == sorted(losses[0], reverse=True)
     assert "loaded" in second and losses[1][0] < 0.2 * losses[0][0]
-    assert (tmp_path / "model.pt").exists() and "saved" in first
+    assert (tmp_path / "training.pt").exists() and "saved" in first

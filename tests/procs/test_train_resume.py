@@ -180,8 +180,9 @@ def test_what_a_kill_leaves_is_passed_over(tmp_path: Path) -> None:
         assert torch.equal(results[0].tensors[name], tensor), name
 
 
-def test_old_checkpoints_go_and_the_last_is_kept(tmp_path: Path) -> None:
-    config = config_of("checkpoint.every=3", "checkpoint.keep_every=6")
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_old_checkpoints_go_and_the_last_is_kept(asynchronous: str, tmp_path: Path) -> None:
+    config = config_of("checkpoint.every=3", "checkpoint.keep_every=6", f"checkpoint.asynchronous={asynchronous}")
     pool(2).run(ran, config, str(tmp_path), timeout=60)
     # Two newest, and the multiples of six.
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["step-12", "step-18", "step-20", "step-6"]

@@ -24,7 +24,8 @@ parallelism.timeout_seconds
 precision.param precision.reduce precision.output
 data.corpus data.text_key data.validation_fraction data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard metrics.plot
-checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.grace_seconds
+checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.asynchronous
+checkpoint.grace_seconds
 sample.prompt sample.tokens sample.temperature sample.top_k
 """.split()
 

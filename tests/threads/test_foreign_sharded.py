@@ -22,8 +22,10 @@ from fullshard.checkpoint.foreign import (
     convert,
     export_full,
     llama,
+    load_full,
     load_into,
     open_source,
+    save_full,
 )
 from fullshard.checkpoint.plan import Box
 from fullshard.train.model import Llama, LlamaShape
@@ -268,3 +270,34 @@ def test_one_full_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(DTensor, "full_tensor", counted)
     run_ranks(2, rank_main)
     assert 1 <= most[0] <= 2 and 1 <= most[1] <= 2
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_file_for_model_and_optimizer_and_back_on_other_ranks(world: int, tmp_path: Path) -> None:
+    """Written by two ranks, loaded on others into an optimizer that has not stepped, and by a plain program."""
+
+    def write(rank: int) -> Any:
+        model = sharded(2, seed=1)
+        optimizer = stepped(model, rank)
+        save_full(model, optimizer, tmp_path / "x.pt")
+        save_full(model, (), tmp_path / "model alone.pt")
+        return full(dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True)))
+
+    def read(rank: int) -> Any:
+        model = sharded(world, seed=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+        with pytest.raises(CheckpointError, match="allow_torch_save"):
+            load_full(model, optimizer, tmp_path / "x.pt")
+        load_full(model, optimizer, tmp_path / "x.pt", allow_torch_save=True)
+        found = full(dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True)))
+        model = sharded(world, seed=2)
+        load_full(model, (), tmp_path / "model alone.pt", allow_torch_save=True)
+        same(full(model.state_dict()), found["model"])
+        return found
+
+    expected = run_ranks(2, write)[0]
+    plainly = torch.load(tmp_path / "x.pt", weights_only=True)
+    for found in [plainly, *run_ranks(world, read)]:
+        same(found["model"], expected["model"])
+        same(dict(found["optimizer"]["state"]), dict(expected["optimizer"]["state"]))
+        assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]

@@ -143,6 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         actions[arguments.action](arguments)
         return 0
+    except BrokenPipeError:
+        raise
     except (CheckpointError, OSError, ValueError) as error:
         code = exit_code(error)
         if arguments.json:

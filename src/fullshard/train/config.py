@@ -148,6 +148,7 @@ class CheckpointKeys:
     every: int = _key(100, "steps between two checkpoints; 0 = only at the end, and when stopped by SIGTERM", least=0)
     keep_last: int = _key(2, "how many of the newest checkpoints are kept", least=1)
     keep_every: int = _key(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
+    asynchronous: bool = _key(True, "save those between steps beside the training; the last one is always waited for")
     grace_seconds: float = _key(60.0, "a process that has not stopped so long after SIGTERM is ended", above=0.0)
 
 

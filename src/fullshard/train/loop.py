@@ -141,7 +141,7 @@ class Trainer:
             record = self.step(step)
             outputs.step(record)
             if checkpoints is not None and (self.stopped_by or checkpoints.due(step, steps)):
-                checkpoints.save(step)
+                checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
             if self.stopped_by and checkpoints is not None:
                 raise Stopped(self.stopped_by, step)
         if record is None:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -52,6 +53,7 @@ class Checkpoints:
         self.folder, self.keys, self.world = run_dir / FOLDER, keys, world
         self.model, self.optimizer = model, optimizer
         self.facts = facts  # what must be the same when the run goes on: the corpus, the seed
+        self._under_way: Future[str] | None = None
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, by its step; what a save left that did not come to its end is passed over. Rank
@@ -88,15 +90,30 @@ class Checkpoints:
         """Whether a checkpoint is made after `step` of `last`."""
         return step == last or bool(self.keys.every and step % self.keys.every == 0)
 
-    def save(self, step: int) -> Path:
-        """Make the checkpoint of `step`, whole when this returns, and let old ones go. Collective."""
+    def save(self, step: int, *, wait: bool) -> None:
+        """Make the checkpoint of `step`, and let old ones go. Collective. With `wait` it is whole when this returns;
+        without it may be written beside the next steps, and a failure is raised by the save after it."""
+        self._settle()
         path = self.folder / f"step-{step}"
         model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
         run = {**self.facts, "step": step, "world": self.world.size}
-        checkpoint.save({"model": model_state, "optimizer": optimizer_state, "run": run}, checkpoint_id=path)
+        state = {"model": model_state, "optimizer": optimizer_state, "run": run}
+        if self.keys.asynchronous and not wait:
+            self._under_way = checkpoint.async_save(state, checkpoint_id=path)
+            return
+        checkpoint.save(state, checkpoint_id=path)
+        self._retain()
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way."""
+        if self._under_way is not None:
+            pending, self._under_way = self._under_way, None
+            pending.result()
+            self._retain()
+
+    def _retain(self) -> None:
         if self.world.rank == 0:
             checkpoint.retain(self.folder, keep_last=self.keys.keep_last, keep_every=self.keys.keep_every or None)
-        return path
 
 
 # ---- the folder of a run that goes on --------------------------------------------------------------------------

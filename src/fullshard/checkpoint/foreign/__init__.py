@@ -21,7 +21,7 @@ from .detect import Found, RefusedCheckpoint, UnknownCheckpoint, detect
 from .hf import HfSource
 from .names import STYLES, UNWRAPPED, Chosen, Renaming, head_dim_of, llama, read_config, strip_wrappers
 from .pickle_tree import PickleRefused
-from .sharded import export_full, load_into
+from .sharded import export_full, load_full, load_into, save_full
 from .source import Source, TensorInfo, nbytes_of
 from .torch_file import TorchSaveRefused, TorchSource
 
@@ -53,10 +53,12 @@ __all__ = [
     "export_full",
     "head_dim_of",
     "llama",
+    "load_full",
     "load_into",
     "nbytes_of",
     "open_found",
     "open_source",
     "read_config",
+    "save_full",
     "strip_wrappers",
 ]

@@ -4,6 +4,7 @@
 |---|---|---|
 | any source | the shards of a state dict | `load_into`: each rank reads its rows |
 | the shards of a state dict | one file, or a Hugging Face folder | `export_full`: gathered tensor by tensor |
+| a model and its optimizers | one file, and back | `save_full`, `load_full` |
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...comm import alone, messenger
@@ -23,10 +24,12 @@ from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
 from ..manifest import Manifest, TensorEntry, ValueEntry, key_of
 from ..plan import Box, whole
+from ..state import Optimizers, get_state_dict, set_state_dict
 from ..tensors import dtype_name
 from ..together import Message, agree
 from ..tree import flatten
 from ..values import encode
+from .convert import open_source
 from .hf import DEFAULT_MAX_NBYTES, entries_of, write_hf
 from .names import Chosen, Renaming
 from .ours import regrouped
@@ -186,3 +189,49 @@ def _same_keys(what: str, keys: list[list[str]]) -> Message:
             odd = sorted(set(found) ^ set(keys[0])) or ["the same keys in another order"]
             raise CheckpointMismatch(f"{what}: expected the same keys on all ranks, rank {rank} differs in", odd)
     return {}
+
+
+# ---- one file for a training, as the guides have it ------------------------------------------------------------
+
+
+def save_full(
+    model: nn.Module,
+    optimizers: Optimizers,
+    path: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the full state of a sharded model and its optimizers (`()` for none) to one file, which must be new.
+
+    `{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}`, under the names of the
+    plain model; `torch.load(path, weights_only=True)` reads it anywhere. Every rank calls it. Tensors are gathered with
+    `DTensor.full_tensor` one by one: no rank ever holds more than the largest. Raises what `export_full` raises.
+    """
+    export_full(_training_state(model, optimizers), path, "torch", process_group=process_group)
+
+
+def load_full(
+    model: nn.Module,
+    optimizers: Optimizers,
+    path: str | os.PathLike[str],
+    *,
+    allow_torch_save: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load what `save_full` wrote, on any number of ranks; also from a state dict of that form that a program without
+    sharding saved. Every rank calls it.
+
+    The file is mapped and each rank reads its rows: nothing is sent, and beside the model there is one rank's part of
+    the state. All or nothing, as `load_into`. `allow_torch_save`: the file is a pickle, read through `weights_only`;
+    say True for files that you trust. The optimizer need not have stepped.
+    """
+    state = _training_state(model, optimizers)
+    with open_source(path, allow_torch_save=allow_torch_save) as source:
+        load_into(state, source, process_group=process_group)
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer"))
+
+
+def _training_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    has_optimizer = bool(optimizer_state["param_groups"])
+    return {"model": model_state, "optimizer": optimizer_state} if has_optimizer else {"model": model_state}
