@@ -53,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "tests/harness/threads.py); those that ask for another number are skipped",
     )
     parser.addoption(
+        "--pairs",
+        action="store_true",
+        help="with --ranks=gloo: parameters and gradients go from rank to rank (comm/pairs.py) however small they are",
+    )
+    parser.addoption(
         "--record-behaviours",
         default="",
         help="run the tests with a behaviour mark only, for torch too, and write what came of them to this file "
@@ -75,6 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.harness import threads
 
         threads.RANKS = config.getoption("--ranks")
+    if config.getoption("--pairs"):
+        from fullshard.layout import gather
+
+        gather.PAIRWISE_PARAMETER_NBYTES = gather.PAIRWISE_GRADIENT_NBYTES = 0
     if config.getoption("--record-behaviours"):
         recorder = recording.Recorder(Path(config.getoption("--record-behaviours")), config.getoption("--ranks"))
         config.pluginmanager.register(recorder, "recorder")
