@@ -15,6 +15,8 @@
     interpreter_stack
     ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
     ._reduce_scatter_base                       microseconds a call and rename these in 2.13
+    ProcessGroup._get_backend, Backend.         memory that a backend wants its messages in is had from 2.13
+    supports_tensor_alloc, .allocate_tensor     it alone
     tensor._post_accumulate_grad_hooks,         hooks of the sharded parameter are ours to run          2.13
     ._backward_hooks
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
@@ -55,6 +57,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
+from torch.distributed import ProcessGroup
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -346,3 +349,11 @@ def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any
 
 def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for messages of `process_group`, (numel,): from its backend where that allocates, else torch's."""
+    backend = process_group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -398,11 +398,6 @@ REFUSED_BY_US: dict[str, tuple[type[Exception], str, Any]] = {
         "torch takes any truth value",
         lambda impl: impl.fully_shard(nn.Linear(2, 2))._set_unshard_async_op(1),
     ),
-    "memory of the process group": (
-        NotImplementedError,
-        "on a CPU torch falls back to its own memory without a word",
-        lambda impl: impl.fully_shard(nn.Linear(2, 2)).set_allocate_memory_from_process_group_for_comm(True),
-    ),
     "a generator as forward method": (
         NotImplementedError,
         "its body runs after the call has returned and the weights are gone; torch wraps it all the same",

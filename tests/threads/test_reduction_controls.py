@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard, inspect_units
+from fullshard._torch_compat import allocate_for
+from fullshard.comm import ShardGroup
 from fullshard.policy import resolve_scale
 from fullshard.runtime import unit_of
 from tests.harness.behaviours import behaviour
@@ -308,6 +311,83 @@ class _Scatter(_Counting, ReduceScatter):
         self.note(group, output_tensor, input_tensor)
         self.ops.append(op)
         dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op)
+
+
+class _AllocatingBackend:
+    """What NCCL's backend answers, from memory that can be recognised."""
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.made.append(torch.empty(size, dtype=dtype, device=device))
+        return self.made[-1]
+
+
+def test_memory_of_a_process_group_that_allocates() -> None:
+    backend = _AllocatingBackend()
+    group: Any = SimpleNamespace(_get_backend=lambda device: backend)
+    made = allocate_for(group, 6, torch.bfloat16, torch.device("cpu"))
+    assert made is backend.made[0] and made.shape == (6,) and made.dtype is torch.bfloat16
+
+
+@behaviour(
+    "`set_allocate_memory_from_process_group_for_comm`: messages in the backend's memory",
+    area="communication",
+    torch="different",
+    reason="both use it for what they stage; here large parameters, which otherwise arrive in place, are staged for it",
+)
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 1)], ids=str)
+def test_messages_in_memory_of_the_process_group(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer of its messages is the group's; the results are the same; and False takes it back."""
+    counting = [_Counting() for _ in range(_world(shape))]
+
+    def allocate(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return counting[dist.get_rank()].allocate((numel,), dtype=dtype, device=device)
+
+    gather_into, reduce_scatter = ShardGroup.gather_into, ShardGroup.reduce_scatter
+
+    def gathered(self: ShardGroup, out: Tensor, piece: Tensor) -> Any:
+        counting[dist.get_rank()].note(self.process_group, out, piece)
+        return gather_into(self, out, piece)
+
+    def scattered(self: ShardGroup, out: Tensor, pieces: Tensor, *op: Any) -> Any:
+        counting[dist.get_rank()].note(self.process_group, out, pieces)
+        return reduce_scatter(self, out, pieces, *op)
+
+    monkeypatch.setattr("fullshard.comm.group_memory.allocate_for", allocate)
+    monkeypatch.setattr(ShardGroup, "gather_into", gathered)
+    monkeypatch.setattr(ShardGroup, "reduce_scatter", scattered)
+
+    def rank_main(rank: int) -> None:
+        seen = counting[rank]
+        mesh = _mesh(shape)
+        expected = sharded(FULLSHARD, probes(), mesh=mesh)
+        model = sharded(FULLSHARD, probes(), mesh=mesh)
+        expected.set_communication("torch")
+        for enable in (True, False):
+            for module in (*model, model):
+                module.set_allocate_memory_from_process_group_for_comm(enable)
+            for step in range(2):
+                for trained in (expected, model):
+                    if trained is model and enable:
+                        seen.allocated, seen.foreign, seen.groups = [], 0, []
+                    trained.zero_grad()
+                    trained(torch.full((2, 5), float(rank + step))).pow(2).sum().backward()
+                    if trained is model:
+                        assert bool(seen.allocated) == enable
+                        assert not enable or seen.foreign == 0
+                    seen.allocated = []
+                for ours, other in zip(model.parameters(), expected.parameters(), strict=True):
+                    assert_close_to_tensor_max(_full(ours.grad), _full(other.grad), 4)
+        model[1].set_custom_all_gather(_Gather())
+        with pytest.raises(AssertionError, match="_Gather"):
+            model[1].set_allocate_memory_from_process_group_for_comm(True)
+
+    run_ranks(_world(shape), rank_main)
 
 
 @behaviour("`set_custom_all_gather` and `set_custom_reduce_scatter`: mesh {shape}", area="communication")

@@ -93,6 +93,7 @@ class FSDPModule(TorchFSDPModule):
     set_all_reduce_hook = reductions.set_all_reduce_hook
     set_custom_all_gather = reductions.set_custom_all_gather
     set_custom_reduce_scatter = reductions.set_custom_reduce_scatter
+    set_allocate_memory_from_process_group_for_comm = reductions.set_allocate_memory_from_process_group_for_comm
     set_communication = reductions.set_communication
     set_reduce_scatter_unused_params = reductions.set_reduce_scatter_unused_params
     set_reduce_scatter_max_input_buffers = reductions.set_reduce_scatter_max_input_buffers
@@ -168,24 +169,11 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(async_op, bool):
             raise TypeError(f"async_op: expected a bool, found {async_op!r}; gathers are asynchronous with either")
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """False: as it is. True asks for staging buffers from the allocator of the process group, which only NCCL has.
-
-        Raises `NotImplementedError` for True: large parameters are gathered into their final memory and have no staging
-        buffer, so the call would change little and promise much.
-        """
-        if enable:
-            raise validate.not_built(
-                "set_allocate_memory_from_process_group_for_comm",
-                enable,
-                "leave it out: buffers are those of the device",
-            )
-
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Asks for staging buffers in NCCL's symmetric memory.
 
         Raises `RuntimeError` for another backend than "NCCL" or process groups of another one, and otherwise
-        `NotImplementedError`, for the reason at `set_allocate_memory_from_process_group_for_comm`.
+        `NotImplementedError`: it could not be tried on a device that has it.
         """
         backends = sorted({group.placing.backend for group in self._unit().groups})
         if backend != "NCCL" or backends != ["nccl"]:
@@ -193,7 +181,9 @@ class FSDPModule(TorchFSDPModule):
                 f"backend: expected 'NCCL' and parameters exchanged by it, found {backend!r} and parameters exchanged "
                 f"by {', '.join(backends) or 'nobody'}; leave the call out: nothing else has symmetric memory"
             )
-        raise validate.not_built("set_symm_mem_for_comm", backend, "leave it out: buffers are those of the device")
+        raise validate.not_built(
+            "set_symm_mem_for_comm", backend, "use set_allocate_memory_from_process_group_for_comm(True)"
+        )
 
     def reset_iter_state(self) -> None:
         """Discard what a failed step left. Never needed: the next forward does it. Harmless (root only, as torch)."""

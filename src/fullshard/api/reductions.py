@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..comm import ShardGroup
+from ..comm import GroupMemoryGather, GroupMemoryScatter, ShardGroup
 from ..policy import CustomComm
 from ..policy.options import COMMUNICATION
 from ..runtime import Unit, unit_of
@@ -98,6 +98,32 @@ def set_custom_reduce_scatter(self: object, comm: CustomComm) -> None:
     """
     _one_group(self, "set_custom_reduce_scatter")
     _set(self, reduce_scatter=_checked(comm))
+
+
+def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) -> None:
+    """True: what this module's messages leave from and arrive in is allocated by the backend of its process group.
+
+    NCCL registers that memory and saves copies of its own (SHARP, user buffers); a backend that does not allocate, such
+    as gloo, gets torch's memory, as in torch. To be in such memory parameters are gathered in one message and copied
+    out, and gradients reduced by one reduce-scatter, as `set_communication("torch")` has it. False takes it back.
+    Raises `AssertionError` (torch's type) beside a custom all-gather or reduce-scatter, whose memory is their own.
+    """
+    unit = _unit(self)
+    kinds = (GroupMemoryGather, GroupMemoryScatter)
+    custom = [c for c in (unit.controls.gather, unit.controls.reduce_scatter) if c is not None]
+    others = [type(comm).__name__ for comm in custom if not isinstance(comm, kinds)]
+    if others:
+        raise AssertionError(
+            f"set_allocate_memory_from_process_group_for_comm: expected no custom messages, found {others[0]}, which "
+            f"allocates its own; take it back with None first"
+        )
+    if not enable:
+        _set(self, gather=None, reduce_scatter=None)
+        return
+    groups = [group for links in unit.links for group in (links.shard, links.replicate) if group is not None]
+    group = next((group for group in groups if group.world > 1), None)
+    if group is not None:
+        _set(self, gather=GroupMemoryGather(group), reduce_scatter=GroupMemoryScatter(group))
 
 
 def set_communication(self: object, strategy: str, *, recurse: bool = True) -> None:

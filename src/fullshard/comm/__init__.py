@@ -21,6 +21,8 @@ from .group import Links as Links
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over
 from .group import mesh_links as mesh_links
+from .group_memory import GroupMemoryGather as GroupMemoryGather
+from .group_memory import GroupMemoryScatter as GroupMemoryScatter
 from .messages import Messenger as Messenger
 from .messages import alone as alone
 from .messages import messenger as messenger
