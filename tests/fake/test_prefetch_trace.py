@@ -281,6 +281,50 @@ def test_prefetch_2_gathers_two_ahead(tower: Any, monkeypatch: pytest.MonkeyPatc
     assert during(lines, "pre_forward layers.2") == ["wait layers.2"]
 
 
+@behaviour(
+    "`set_prefetch_bytes` limits what is gathered ahead, in forward and in backward",
+    area="prefetch",
+    torch="none",
+    reason="not in torch, where lists of modules are the only dial",
+)
+def test_bytes_limit_what_is_gathered_ahead(tower: Any) -> None:
+    """A layer of (3, 3) on four ranks: 12 elements with padding, in memory for 16."""
+    nbytes = 4 * 16
+    traced(tower)
+    tower.set_prefetch_bytes(0)
+    lines = traced(tower)
+    for i in range(BLOCKS):
+        assert during(lines, f"pre_forward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
+        assert during(lines, f"pre_backward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
+    tower.set_prefetch_bytes(2 * nbytes)
+    lines = traced(tower)
+    assert during(lines, "pre_forward root") == ["gather root", "wait root", "gather layers.0", "gather layers.1"]
+    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "gather layers.2"]
+    assert during(lines, "pre_backward root") == ["gather layers.3", "gather layers.2"]
+    assert during(lines, "pre_backward layers.3") == ["wait layers.3", "gather layers.1"]
+    tower.set_prefetch_bytes(2 * nbytes - 1)
+    assert during(traced(tower), "pre_backward layers.3") == ["wait layers.3", "gather layers.2"]
+    tower.set_prefetch_bytes(1 << 30)
+    lines = traced(tower)
+    assert [line for line in during(lines, "pre_forward root") if "layers" in line] == [
+        f"gather layers.{i}" for i in range(BLOCKS)
+    ]
+    tower.set_prefetch_bytes(None)
+    assert during(traced(tower), "pre_forward layers.0") == ["wait layers.0", "gather layers.1"]
+
+
+def test_a_limit_in_bytes_is_of_the_root(tower: Any) -> None:
+    """Said below it, it would do nothing: an error, before and after the root is known."""
+    layer = tower.layers[0]
+    layer.set_prefetch_bytes(100)
+    with pytest.raises(RuntimeError, match="called on FSDPNoted below FSDPTower; call it on the root"):
+        traced(tower)
+    layer.set_prefetch_bytes(None)
+    traced(tower)
+    with pytest.raises(RuntimeError, match=r"found layers.0 below it; call it on the root"):
+        layer.set_prefetch_bytes(100)
+
+
 def test_more_backwards_may_be_announced_before_the_first_forward(tower: Any) -> None:
     """`set_is_last_backward(False)` holds from where it was said: what the first backward did not use is kept."""
     tower.set_is_last_backward(False)

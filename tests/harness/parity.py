@@ -229,10 +229,12 @@ def train_beside_oracle(
     local: bool = True,
     replicas: int = 1,
     disturb: Callable[[Any, int, int], None] | None = None,
+    lasting: bool = False,
 ) -> Trained:
     """Train on this rank; rank 0 compares with the oracle at every step. What training left, full, on every rank.
 
-    `disturb(model, step, rank)` is called before the micro-batches of a step.
+    `disturb(model, step, rank)` is called before the micro-batches of a step. `lasting`: what is frozen may stay full
+    between steps.
     """
     ours = Ours(spec, local=local, replicas=replicas)
     oracle = Oracle(spec, world, replicas) if rank == 0 else None
@@ -263,6 +265,9 @@ def train_beside_oracle(
             oracle.load(trained)
         ours.zero_grad()
         live = {u.name: u.full_nbytes_live for u in fullshard.inspect_units(ours.model) if u.full_nbytes_live}
+        if lasting:
+            trainable = {name.rpartition(".")[0] for name, p in ours.model.named_parameters() if p.requires_grad}
+            live = {name: nbytes for name, nbytes in live.items() if name in trainable}
         assert not live, f"step {step}: full parameters left in memory: {live}"
     return trained
 

@@ -185,6 +185,7 @@ def test_settings_have_the_defaults_that_are_documented() -> None:
     options = Options.from_environment({})
     assert documented == {
         "FULLSHARD_PREFETCH": str(options.prefetch_depth),
+        "FULLSHARD_PREFETCH_BYTES": "not set" if options.prefetch_nbytes is None else str(options.prefetch_nbytes),
         "FULLSHARD_REDUCTIONS": str(options.reductions_in_flight),
         "FULLSHARD_COMMUNICATION": options.communication,
         "FULLSHARD_WATCH": options.watch,

@@ -239,3 +239,81 @@ def test_no_prefetch_reaches_over_an_accumulation_window() -> None:
     world.feed(setting("sync", True, "root", "a", "b"))
     found = world.feed(step("a", "b", traits={"a": Trait("some"), "b": Trait("some")}))
     assert [command for command in found if "reduce" in command] == ["reduce b", "reduce a", "reduce root"]
+
+
+# ---- in bytes -----------------------------------------------------------------------------------------------
+
+
+def limited(nbytes: int, *names: str, depth: int = 1, **costs: int) -> World:
+    """A world in which gathers ahead are limited to `nbytes`; `costs` by unit, 10 unless told."""
+    world = World(*names, depth=depth)
+    world.run.prefetch_nbytes = nbytes
+    for name in ("root", *names):
+        world[name].gather_nbytes = costs.get(name, 10)
+    return world
+
+
+def backward_ahead(world: World, *names: str) -> dict[str, list[str]]:
+    """For each unit whose backward begins: what is gathered ahead then."""
+    world.feed(list(forward(model(*names), {})))
+    return {
+        name: [command.removeprefix("gather ") for command in say(world, f"pre_backward {name}") if "gather" in command]
+        for name in ("root", *reversed(names))
+    }
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "in_forward", "in_backward"),
+    [
+        (0, [["root"], ["a"], ["b"], ["c"]], [["root"], ["c"], ["b"], ["a"]]),
+        (9, [["root"], ["a"], ["b"], ["c"]], [["root"], ["c"], ["b"], ["a"]]),
+        (10, [["root", "a"], ["b"], ["c"], []], [["root", "c"], ["b"], ["a"], []]),
+        (29, [["root", "a", "b"], ["c"], [], []], [["root", "c", "b"], ["a"], [], []]),
+        (999, [["root", "a", "b", "c"], [], [], []], [["root", "c", "b", "a"], [], [], []]),
+    ],
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_fits_is_gathered_ahead_in_forward_and_in_backward(
+    nbytes: int, in_forward: list[list[str]], in_backward: list[list[str]], depth: int
+) -> None:
+    """Gathers under way count. The depth in units says nothing then; 0 bytes: each when it is needed."""
+    world = limited(nbytes, *ABC, depth=depth if nbytes else 0)
+    assert issued(world, step(*ABC)) == {unit: [unit] for unit in ("root", *ABC)}
+    assert list(issued(world, step(*ABC)).values()) == in_forward
+    assert list(backward_ahead(limited(nbytes, *ABC, depth=depth), *ABC).values()) == in_backward
+
+
+def test_nothing_goes_before_one_that_does_not_fit() -> None:
+    """A large unit is gathered when it is needed, and only then what is behind it: order is kept."""
+    world = limited(20, *ABC, b=30)
+    world.feed(step(*ABC))
+    assert issued(world, step(*ABC)) == {"root": ["root", "a"], "a": [], "b": ["b", "c"], "c": []}
+
+
+def test_lists_of_the_user_are_obeyed_whatever_their_bytes() -> None:
+    """In forward and in backward."""
+    world = limited(0, *ABC)
+    world["a"].forward_prefetch = (world["b"], world["c"])
+    world["c"].backward_prefetch = (world["b"], world["a"])
+    world.feed(step(*ABC))
+    assert issued(world, step(*ABC))["a"] == ["a", "b", "c"]
+    assert backward_ahead(world, *ABC)["c"] == ["c", "b", "a"]
+
+
+def test_what_has_its_memory_takes_no_room() -> None:
+    """A unit that stayed full in between does not count, and those behind it are reached."""
+    world = limited(10, *ABC)
+    world["b"].resident = True
+    assert backward_ahead(world, *ABC) == {"root": ["root", "c"], "c": ["a"], "b": [], "a": []}
+
+
+def test_a_unit_whose_backward_gathers_nothing_takes_no_room() -> None:
+    world = limited(10, *ABC)
+    world["c"].gathers_in_backward = False
+    assert backward_ahead(world, *ABC) == {"root": ["root", "b"], "c": [], "b": ["a"], "a": []}
+
+
+def test_a_unit_that_runs_twice_counts_once() -> None:
+    world = limited(20, "a", "b")
+    world.feed(step("a", "b", "a", "b"))
+    assert issued(world, step("a", "b", "a", "b"))["root"] == ["root", "a", "b"]

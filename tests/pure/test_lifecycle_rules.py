@@ -543,3 +543,57 @@ def test_parts_of_units_that_the_loss_did_not_reach_are_freed() -> None:
     world = before_backward("a", "b", reshard=2)
     says(world, "pre_backward root", "inputs_reached root")
     assert say(world, "backward_end root") == ["reduce root", "free a", "drop b", "finish root"]
+
+
+def resident(*names: str, traits: dict[str, Trait] | None = None, **options: object) -> World:
+    """A world in which there is memory for all of `names`."""
+    world = World(*names, traits=traits, **options)  # type: ignore[arg-type]
+    for name in names:
+        world[name].resident = True
+    return world
+
+
+def test_r33_a_resident_unit_is_gathered_once_in_a_step() -> None:
+    """[R33] It stays full until its backward, whatever it would keep otherwise, and is freed then."""
+    for reshard in (True, 2):
+        world = resident("a", reshard=reshard)
+        for _ in range(2):
+            commands = [command for command in world.feed(step("a")) if command.endswith(" a")]
+            assert commands == ["gather a", "wait a", "free a", "reduce a"]
+
+
+def test_r33_after_an_evaluation_users_find_shards() -> None:
+    """[R33] The memory is kept for the next forward."""
+    world = resident("a")
+    says(world, "pre_forward root", "pre_forward a")
+    assert say(world, "post_forward a") == ["shelve a"]
+    says(world, "post_forward root", "pre_forward root")
+    assert say(world, "pre_forward a") == ["expose a"]
+
+
+def test_r34_a_frozen_resident_unit_is_gathered_once() -> None:
+    """[R34] Between steps users find shards; what was written is gathered again, and `reshard` frees."""
+    frozen = {"a": Trait(gradients="none")}
+    world = resident("a", traits=frozen)
+
+    def of_a(program: list[Report]) -> list[str]:
+        return [command for report in program for command in world.report(report) if command.endswith(" a")]
+
+    assert of_a(step("a", traits=frozen)) == ["gather a", "wait a", "shelve a"]
+    assert of_a(step("a", traits=frozen)) == ["expose a", "shelve a"]
+    assert of_a(evaluation("a")) == ["expose a", "shelve a"]
+    says(world, "pre_forward root")
+    assert say(world, "pre_forward a stale") == ["free a", "gather a", "wait a"]
+    says(world, "post_forward a inputs outputs", "post_forward root outputs", "pre_backward root", "pre_backward a")
+    assert say(world, "inputs_reached a none") == ["shelve a"]
+    world.report(Report("backward_end"))
+    assert say(world, "reshard a") == ["free a"]
+
+
+def test_r34_two_uses_of_a_frozen_resident_unit() -> None:
+    """[R34] Put aside after the backward of the one, on the module again for that of the other."""
+    frozen = {"a": Trait(gradients="none")}
+    world = resident("a", "b", traits=frozen)
+    program = step("a", "b", "a", traits=frozen)
+    commands = [command for report in program for command in world.report(report) if command.endswith(" a")]
+    assert commands == ["gather a", "wait a", "shelve a", "expose a", "shelve a"]

@@ -16,7 +16,7 @@ from ..runtime.opened import refuse_opened
 from ..runtime.shared import Shared
 from ..runtime.uninitialized import Conversion, note_uninitialized
 from ..runtime.unit import WATCHED_FORWARDS
-from . import reductions, validate
+from . import memory, reductions, validate
 from .methods import named_methods
 from .save_pretrained import checked_save
 from .torch_state import StateView, torch_state_of
@@ -84,6 +84,10 @@ class FSDPModule(TorchFSDPModule):
         """
         for unit in self._units(recurse):
             unit.record.sync = requires_gradient_sync
+
+    # How many bytes something may take.
+    set_prefetch_bytes = memory.set_prefetch_bytes
+    set_resident_bytes = memory.set_resident_bytes
 
     # How gradients are reduced.
     set_requires_all_reduce = reductions.set_requires_all_reduce

@@ -3,9 +3,12 @@
 Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
 (one parameter), `pack` (one unit and its messages), `gather` (direct or packed), `narrow` (what is kept
 between forward and backward), `region` (two layouts of
-one tensor), `memory` (expected bytes).
+one tensor), `memory` (expected bytes), `budget` (what fits into so many).
 """
 
+from .budget import Candidate as Candidate
+from .budget import choose_resident as choose_resident
+from .budget import leading_within as leading_within
 from .dtypes import itemsize as itemsize
 from .dtypes import known_dtypes as known_dtypes
 from .gather import GatherPlan as GatherPlan
@@ -16,8 +19,6 @@ from .gather import groups_messages as groups_messages
 from .gather import plan_gather as plan_gather
 from .gather import sends_directly as sends_directly
 from .gather import sends_in_pairs as sends_in_pairs
-from .memory import Term as Term
-from .memory import UnitMemory as UnitMemory
 from .memory import backward_terms as backward_terms
 from .memory import buffer_terms as buffer_terms
 from .memory import forward_terms as forward_terms
@@ -39,3 +40,5 @@ from .region import routes as routes
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride
+from .unit_memory import Term as Term
+from .unit_memory import UnitMemory as UnitMemory

@@ -11,150 +11,11 @@ step (on a CPU) `buffer_terms` is what is kept, and stands in the place of the o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from .gather import GatherPlan
-from .pack import Pack, ReduceLayout, align_up
+from .budget import leading_within
 from .shard import require_int
-
-
-class Term(NamedTuple):
-    """One named part of an expected number of bytes."""
-
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnitMemory:
-    """What the memory of one unit depends on. Units are given in the order in which their forwards begin.
-
-    Its parameters have one storage dtype. Dtypes that differ are expected to differ in their bytes per element.
-    """
-
-    name: str
-    pack: Pack
-    plan: GatherPlan
-    storage_itemsize: int
-    compute_itemsize: int
-    # Bytes per element of what a reduction sends: those of the gradient, or of the reduce dtype.
-    wire_itemsize: int
-    # Whether full parameters are freed after forward; the root usually keeps them.
-    reshard: bool = True
-    # Whether all units behind it run inside its forward: the root. Its gradients are expected to be complete last, as
-    # those of an embedding are; where they come first, it is freed earlier than the terms say.
-    outer: bool = False
-    # Whether gradients are exchanged (all-to-all) and added here, or reduced by the backend.
-    exchanges: bool = True
-    # How many ranks hold the same shards, this one included, and bytes per element of what they sum: those of the sum
-    # dtype, or of the reduce dtype where nothing is cut or the backend reduces.
-    replicas: int = 1
-    sum_itemsize: int = 4
-    # Of an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.narrow`), over the
-    # ranks of its block.
-    kept: Pack | None = None
-    # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
-    direct_gradients: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.kept is not None and not self.reshard:
-            raise ValueError(
-                f"kept of {self.name!r}: expected None where full parameters stay after forward (reshard=False), found "
-                f"a pack; a part is kept of what is freed"
-            )
-        for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
-            require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
-
-    @property
-    def shard_nbytes(self) -> int:
-        """The flat local buffer."""
-        return self.pack.padded_local_numel * self.storage_itemsize
-
-    @property
-    def full_nbytes(self) -> int:
-        """cP: the full parameters. Nothing in a world of one whose compute dtype is the storage dtype."""
-        if self.pack.world == 1 and self.compute_itemsize == self.storage_itemsize:
-            return 0
-        return self.pack.full_numel * self.compute_itemsize
-
-    @property
-    def arriving_nbytes(self) -> int:
-        """Full parameters while their gather is under way: a direct gather arrives in them, a packed one does not."""
-        return self.full_nbytes if self.pack.world > 1 and self.plan.direct else 0
-
-    @property
-    def staging_nbytes(self) -> int:
-        """The buffer that a packed gather fills and from which it is copied out."""
-        return self.plan.staging_numel(self.pack) * self.compute_itemsize
-
-    @property
-    def kept_nbytes(self) -> int:
-        """cP/k: the part that is kept between forward and backward, for an integer `reshard_after_forward` of k."""
-        return 0 if self.kept is None else self.kept.padded_local_numel * self.compute_itemsize
-
-    @property
-    def widening_nbytes(self) -> int:
-        """As `staging_nbytes`, of a gather from kept parts over a block; there is nothing to cast for that."""
-        return 0 if self.kept is None else self.plan.staging_numel(self.kept) * self.compute_itemsize
-
-    @property
-    def cast_nbytes(self) -> int:
-        """cP/W: the shards in the compute dtype, which a gather sends. Nothing where that is the storage dtype."""
-        if self.pack.world == 1 or self.compute_itemsize == self.storage_itemsize:
-            return 0
-        return self.pack.padded_local_numel * self.compute_itemsize
-
-    @property
-    def gradient_nbytes(self) -> int:
-        """The full gradients as autograd makes them: compute dtype, no padding."""
-        return self.pack.numel * self.compute_itemsize
-
-    @property
-    def sent_itemsize(self) -> int:
-        """Bytes per element of the send buffer. Where nothing is cut, it is what the replicas sum."""
-        return self.wire_itemsize if self.pack.world > 1 else self.sum_itemsize
-
-    @property
-    def send_nbytes(self) -> int:
-        """The send buffer of the gradient reduction; one rank in all sends nothing."""
-        if self.pack.world == 1 and self.replicas == 1:
-            return 0
-        # As if the direct ones were the last of the pack: the same bytes.
-        chunk = ReduceLayout(self.pack).chunk_numel - sum(
-            align_up(self.pack.segments[i].padded_numel, self.pack.align_numel) for i in self.direct_gradients
-        )
-        return self.pack.world * chunk * self.sent_itemsize
-
-    @property
-    def leaving_nbytes(self) -> int:
-        """Gradients that live on while they are being sent, because no send buffer has a copy of them."""
-        return sum(self.pack.segments[i].layout.numel for i in self.direct_gradients) * self.wire_itemsize
-
-    @property
-    def receive_nbytes(self) -> int:
-        """What arrives: the chunks of all ranks when they are added here, one chunk when the backend adds.
-
-        This rank's own chunk does not have to arrive where ranks send to each other."""
-        if self.pack.world == 1:
-            return 0
-        if self.direct_gradients:
-            return (self.pack.world - 1) * ReduceLayout(self.pack).chunk_numel * self.wire_itemsize
-        return self.send_nbytes if self.exchanges else self.send_nbytes // self.pack.world
-
-    @property
-    def replicating_nbytes(self) -> int:
-        """This rank's chunk while it is summed over the replicas; where nothing is cut, the send buffer is that."""
-        if self.pack.world == 1 or self.replicas == 1:
-            return 0
-        return ReduceLayout(self.pack).chunk_numel * self.sum_itemsize
-
-    @property
-    def reduced_nbytes(self) -> int:
-        """The gradient shards in the storage dtype: views of one chunk, presence included. One rank: its gradients."""
-        if self.pack.world == 1 and self.replicas == 1:
-            return self.pack.numel * self.storage_itemsize
-        return ReduceLayout(self.pack).chunk_numel * self.storage_itemsize
+from .unit_memory import Term as Term
+from .unit_memory import UnitMemory as UnitMemory
 
 
 def total(terms: Sequence[Term]) -> int:
@@ -167,11 +28,16 @@ def shard_terms(units: Sequence[UnitMemory]) -> list[Term]:
     return [Term(f"shards of {unit.name}", unit.shard_nbytes) for unit in units]
 
 
-def forward_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1) -> list[Term]:
-    """While units[current] computes its forward and the next `prefetch_depth` units are being gathered."""
+def forward_terms(
+    units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1, prefetch_nbytes: int | None = None
+) -> list[Term]:
+    """While units[current] computes its forward and the next `prefetch_depth` units are being gathered.
+
+    `prefetch_nbytes`: as many units as fit into it, in the place of `prefetch_depth`.
+    """
     _check(units, current)
     require_int("prefetch_depth", prefetch_depth, 0, "0 gathers each unit when it is needed")
-    ahead = range(current + 1, min(current + 1 + prefetch_depth, len(units)))
+    ahead = _ahead(units, range(current + 1, len(units)), prefetch_depth, prefetch_nbytes)
     return [
         *shard_terms(units),
         *_kept(units, current),
@@ -180,13 +46,15 @@ def forward_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth: 
     ]
 
 
-def narrowing_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1) -> list[Term]:
+def narrowing_terms(
+    units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1, prefetch_nbytes: int | None = None
+) -> list[Term]:
     """A moment later, for an integer `reshard_after_forward`: units[current] has copied the part that it keeps, and its
     full parameters are not freed yet. An outer unit is last: the forwards of all others are over.
 
     Raises `ValueError` for a unit that keeps no part.
     """
-    terms = forward_terms(units, current, prefetch_depth=prefetch_depth)
+    terms = forward_terms(units, current, prefetch_depth=prefetch_depth, prefetch_nbytes=prefetch_nbytes)
     unit = units[current]
     if unit.kept is None:
         raise ValueError(f"current: expected a unit that keeps a part, found {unit.name!r}; it has no `kept`")
@@ -200,40 +68,50 @@ def narrowing_terms(units: Sequence[UnitMemory], current: int, *, prefetch_depth
     return [*terms, Term(f"kept part of {unit.name}", unit.kept_nbytes)]
 
 
-def backward_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2) -> list[Term]:
+def backward_terms(
+    units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2, prefetch_nbytes: int | None = None
+) -> list[Term]:
     """When the gradients of units[current] are ready, before its full parameters are freed and its message is made.
 
-    The unit before it is being gathered. `reductions_in_flight` counts the earlier reductions (units current + 1, ...)
-    whose buffers still exist. Their gradients are gone, copied into the send buffer, unless they are sent from where
-    they are, and live as long as one would. On a mesh that replicates as many more, behind these, are summed over the
-    replicas.
+    The unit before it is being gathered, or as many as fit into `prefetch_nbytes`. `reductions_in_flight` counts the
+    earlier reductions (units current + 1, ...) whose buffers still exist. Their gradients are gone, copied into the
+    send buffer, unless they are sent from where they are, and live as long as one would. On a mesh that replicates as
+    many more, behind these, are summed over the replicas.
     """
     units_behind = _behind(units, current, reductions_in_flight)
     return [
         *shard_terms(units),
         *_kept(units, current),
         Term(f"full {units[current].name}", units[current].full_nbytes),
-        *_gathering(units, _next_in_backward(units, current), widening=True),
+        *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), widening=True),
         Term(f"gradients of {units[current].name}", units[current].gradient_nbytes),
         *units_behind,
     ]
 
 
-def sending_terms(units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2) -> list[Term]:
+def sending_terms(
+    units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2, prefetch_nbytes: int | None = None
+) -> list[Term]:
     """A moment later: the full parameters of units[current] are freed, its gradients were copied into its message."""
     units_behind = _behind(units, current, reductions_in_flight)
     unit = units[current]
     return [
         *shard_terms(units),
         *_kept(units, current),
-        *_gathering(units, _next_in_backward(units, current), widening=True),
+        *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), widening=True),
         Term(f"gradients of {unit.name}", unit.gradient_nbytes),
         Term(f"reduction of {unit.name}", unit.send_nbytes + unit.receive_nbytes),
         *units_behind,
     ]
 
 
-def buffer_terms(units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reductions_in_flight: int = 2) -> list[Term]:
+def buffer_terms(
+    units: Sequence[UnitMemory],
+    *,
+    prefetch_depth: int = 1,
+    reductions_in_flight: int = 2,
+    prefetch_nbytes: int | None = None,
+) -> list[Term]:
     """The message buffers that a pool holds which keeps them, once the order of forwards is known and gathered ahead.
 
     Units of equal layout share buffers: there are as many as were ever in use at once.
@@ -241,6 +119,11 @@ def buffer_terms(units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reduct
     require_int("prefetch_depth", prefetch_depth, 0, "0 gathers each unit when it is needed")
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
     gathers = max(1, prefetch_depth)
+    if prefetch_nbytes is not None:
+        places = range(len(units))
+        # From the first one on: a root without parameters gathers ahead, too.
+        forward = max((len(_ahead(units, places[i:], 0, prefetch_nbytes)) for i in places), default=0)
+        gathers = max(1, forward, *(len(_next_in_backward(units, i, prefetch_nbytes)) for i in places))
     backwards = units[::-1]
     # A reduction is issued before the oldest is waited for.
     reductions = reductions_in_flight + 1
@@ -269,7 +152,11 @@ def buffer_terms(units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reduct
 
 
 def peak(
-    units: Sequence[UnitMemory], *, prefetch_depth: int = 1, reductions_in_flight: int = 2
+    units: Sequence[UnitMemory],
+    *,
+    prefetch_depth: int = 1,
+    reductions_in_flight: int = 2,
+    prefetch_nbytes: int | None = None,
 ) -> tuple[str, list[Term]]:
     """The largest of all these moments: its name (`forward layers.3`) and its terms; of equals the first.
 
@@ -278,12 +165,14 @@ def peak(
     indices = range(len(units))
     moments = []
     for i in indices:
-        moments.append((f"forward {units[i].name}", forward_terms(units, i, prefetch_depth=prefetch_depth)))
-        if units[i].kept is not None:
-            moments.append((f"narrowing {units[i].name}", narrowing_terms(units, i, prefetch_depth=prefetch_depth)))
+        for what, ahead_of in (("forward", forward_terms), ("narrowing", narrowing_terms)):
+            if what == "forward" or units[i].kept is not None:
+                terms = ahead_of(units, i, prefetch_depth=prefetch_depth, prefetch_nbytes=prefetch_nbytes)
+                moments.append((f"{what} {units[i].name}", terms))
     for i in reversed(indices):
         for what, terms_of in (("backward", backward_terms), ("sending", sending_terms)):
-            moments.append((f"{what} {units[i].name}", terms_of(units, i, reductions_in_flight=reductions_in_flight)))
+            terms = terms_of(units, i, reductions_in_flight=reductions_in_flight, prefetch_nbytes=prefetch_nbytes)
+            moments.append((f"{what} {units[i].name}", terms))
     if not moments:
         raise ValueError("units: expected at least one, found none; give the units in order of execution")
     return max(moments, key=lambda moment: total(moment[1]))
@@ -292,6 +181,8 @@ def peak(
 def _kept(units: Sequence[UnitMemory], current: int) -> list[Term]:
     # The units before this one in forward; in backward they are those that were not reached yet.
     full = [u for u in units[:current] if u.outer or not u.reshard]
+    # What is frozen and kept is there at any time.
+    full += [u for u in units[current + 1 :] if u.lasting]
     # An outer unit narrows behind all others and is gathered before them: while they run it is full.
     parts = [u for u in units[:current] if u.kept_nbytes and not u.outer]
     return [
@@ -300,9 +191,21 @@ def _kept(units: Sequence[UnitMemory], current: int) -> list[Term]:
     ]
 
 
-def _next_in_backward(units: Sequence[UnitMemory], current: int) -> list[int]:
+def _next_in_backward(units: Sequence[UnitMemory], current: int, prefetch_nbytes: int | None) -> list[int]:
+    if prefetch_nbytes is not None:
+        freed = [i for i in reversed(range(current)) if units[i].reshard and not units[i].outer]
+        return _ahead(units, freed, 0, prefetch_nbytes)
     before = current - 1
     return [before] if before >= 0 and units[before].reshard and not units[before].outer else []
+
+
+def _ahead(units: Sequence[UnitMemory], following: Sequence[int], depth: int, nbytes: int | None) -> list[int]:
+    """Which of the `following` are being gathered: `depth` of them, or what fits into `nbytes`."""
+    if nbytes is None:
+        return [i for i in following[:depth] if not units[i].lasting]
+    require_int("prefetch_nbytes", nbytes, 0, "0 gathers each unit when it is needed")
+    missing = [i for i in following if not units[i].lasting]
+    return missing[: leading_within((units[i].gather_nbytes for i in missing), nbytes)]
 
 
 def _behind(units: Sequence[UnitMemory], current: int, reductions_in_flight: int) -> list[Term]:
@@ -317,7 +220,7 @@ def _behind(units: Sequence[UnitMemory], current: int, reductions_in_flight: int
     return [
         *(Term(f"reduction of {u.name}", u.send_nbytes + u.leaving_nbytes + u.receive_nbytes) for u in sending),
         *(Term(f"all-reduce of {u.name}", u.replicating_nbytes) for u in replicating),
-        *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived),
+        *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived if not u.frozen),
     ]
 
 

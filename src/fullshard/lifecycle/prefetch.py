@@ -4,6 +4,7 @@
                the same unit. The first pass, and a pass that leaves the recorded order, gather each unit when it is
                needed: late, but right.
     backward   the user's list for this unit; otherwise the unit whose forward ended before this use of it.
+    in bytes   where `RunRecord.prefetch_nbytes` is set: of the units that follow in either order, as many as fit.
 
 A wrong guess costs a gather: it is found full when needed, or dropped at the end of the backward. It never costs a
 result, because nothing is computed before a `wait`.
@@ -13,7 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .state import RunRecord, UnitRecord
+from ..layout import leading_within
+from .state import Full, RunRecord, UnitRecord
+
+# These have their memory already.
+_HAVE_MEMORY = (Full.FULL, Full.SHELVED)
 
 
 def begin_forward(run: RunRecord, unit: UnitRecord) -> None:
@@ -31,12 +36,14 @@ def next_in_forward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
     log.append(unit)
     if unit.forward_prefetch:
         return unit.forward_prefetch
-    if not plan or not run.prefetch_depth:
+    if not plan or not (run.prefetch_depth or run.prefetch_nbytes):
         return ()
     if position >= len(plan) or plan[position] is not unit:
         # A changed order. One deviation makes the rest of the plan worthless for this pass.
         run.forward_plan = []
         return ()
+    if run.prefetch_nbytes is not None:
+        return within(plan[position + 1 :], run.prefetch_nbytes)
     return plan[position + 1 : position + 1 + run.prefetch_depth]
 
 
@@ -64,4 +71,12 @@ def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
         # A second backward over the same forward: the uses were counted off by the first.
         return ()
     position = unit.uses.pop()
+    if run.prefetch_nbytes is not None:
+        return within([u for u in reversed(run.order[:position]) if u.gathers_in_backward], run.prefetch_nbytes)
     return (run.order[position - 1],) if position else ()
+
+
+def within(following: Sequence[UnitRecord], nbytes: int) -> list[UnitRecord]:
+    """The first of `following` that fit into `nbytes` together, gathers already under way included."""
+    ahead = list(dict.fromkeys(unit for unit in following if unit.full not in _HAVE_MEMORY))
+    return ahead[: leading_within((unit.gather_nbytes for unit in ahead), nbytes)]

@@ -73,6 +73,7 @@ class UnitRecord:
         "forward_prefetch",
         "frees_late",
         "full",
+        "gather_nbytes",
         "gathers_in_backward",
         "in_backward",
         "index",
@@ -87,6 +88,7 @@ class UnitRecord:
         "pins",
         "reshard_after_backward",
         "reshard_after_forward",
+        "resident",
         "running",
         "settled",
         "sync",
@@ -131,6 +133,10 @@ class UnitRecord:
         self.reshard_after_forward = reshard_after_forward
         # An integer reshard_after_forward: what is freed after forward keeps a part, to be gathered from fewer ranks.
         self.narrows = False
+        # There is memory for it to stay full between forward and backward; and from step to step where it is frozen.
+        self.resident = False
+        # Bytes that a gather takes, messages included; the same on every rank.
+        self.gather_nbytes = 0
         self.reshard_after_backward = True
         # Whether a unit that is not freed after forward stays full also when no backward can follow.
         self.keeps_in_evaluation = True
@@ -169,6 +175,7 @@ class RunRecord:
         "order_mark",
         "owing",
         "prefetch_depth",
+        "prefetch_nbytes",
         "units",
     )
 
@@ -177,6 +184,8 @@ class RunRecord:
         self.units = units
         # How many units ahead a forward gathers along the recorded order. 0: gather when needed, as FSDP2 on a CPU.
         self.prefetch_depth = prefetch_depth
+        # In its place, and in backward too: how many bytes of gathers may be ahead; None: no such limit.
+        self.prefetch_nbytes: int | None = None
         # The unit whose forward is the outermost one running, or None.
         self.forward_root: UnitRecord | None = None
         # Units in the order in which forwards ended, once for each use, since the last backward ended.

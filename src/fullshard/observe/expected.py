@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch_compat import local_of
-from ..layout import Pack, Term, UnitMemory, direct_gradients, narrow_pack, peak
+from ..layout import Pack, Term, UnitMemory, direct_gradients, narrow_pack, peak, sends_directly
 from ..param import ParamGroup, ShardedParam
 from ..policy import Options
 from ..runtime import Unit
@@ -67,10 +67,14 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     precision = group.precision
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and is_outer)
+    keeps = keeps or unit.record.resident
     exchanges = unit.controls.strategy(communication) != "torch"
     sums_here = exchanges and group.placing.world > 1
     direct: tuple[int, ...] = ()
-    if exchanges:
+    grouped = exchanges and sends_directly(group.placing.backend)
+    if grouped:
+        direct = group.plan.direct if group.placing.world > 1 else ()
+    elif exchanges:
         layouts = [segment.layout for segment in group.pack.segments]
         direct = direct_gradients(layouts, precision.wire.itemsize, backend=group.placing.backend)
     return UnitMemory(
@@ -87,6 +91,8 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         sum_itemsize=(precision.sum if sums_here else precision.reduce).itemsize,
         kept=_kept_pack(unit, position),
         direct_gradients=direct,
+        grouped=grouped,
+        frozen=not any(standing(param).requires_grad for param in group.params),
     )
 
 
@@ -142,7 +148,11 @@ def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[
     memories = [_memory(unit, i, name, communication) for name, unit in placed for i in range(len(unit.groups))]
     if not memories:
         return "never", ()
+    chosen = found[0][1].prefetch_nbytes
     moment, terms = peak(
-        memories, prefetch_depth=options.prefetch_depth, reductions_in_flight=options.reductions_in_flight
+        memories,
+        prefetch_depth=options.prefetch_depth,
+        reductions_in_flight=options.reductions_in_flight,
+        prefetch_nbytes=options.prefetch_nbytes if chosen is None else chosen,
     )
     return moment, tuple(terms)

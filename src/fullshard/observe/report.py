@@ -47,6 +47,7 @@ class UnitReport:
     expected: Bytes  # after a backward, before `zero_grad`, once the optimizer stepped
     measured: Bytes  # now
     full_nbytes_live: int  # full parameters that are allocated now
+    resident: bool  # kept full between forward and backward, by `set_resident_bytes`
     # What an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
     kept_nbytes: int
     kept_nbytes_live: int
@@ -166,6 +167,7 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
             None if optimizer is None else _held_nbytes(_state(optimizer.optimizer, shards)),
         ),
         full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
+        resident=unit.record.resident,
         kept_nbytes=kept_nbytes(unit),
         kept_nbytes_live=unit.narrowing.live_nbytes,
     )

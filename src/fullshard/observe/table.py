@@ -44,6 +44,9 @@ def _below(report: Report) -> list[str]:
         lines.append(
             f"kept between forward and backward, of an integer reshard_after_forward: {human(kept)}; now {human(live)}"
         )
+    resident = [_name(unit) for unit in report.units if unit.resident]
+    if resident:
+        lines.append(f"kept full within set_resident_bytes: {', '.join(resident)}")
     for unit in report.units:
         lines += [f"tied: {' = '.join(names)}" for names in unit.tied]
     for item in report.unsharded[:_SHOWN]:

@@ -1,6 +1,7 @@
 """Choices of the runtime that are not arguments of `fully_shard`: read once, when a root first runs.
 
 FULLSHARD_PREFETCH        how many units a forward gathers ahead along the recorded order (default 1; 0: none)
+FULLSHARD_PREFETCH_BYTES  in its place, and in backward too: how many bytes of gathers may be ahead (default: none set)
 FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2)
 FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend;
                           "torch": one all-gather and one reduce-scatter per unit, as FSDP2
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import overload
 
 COMMUNICATION = ("auto", "torch")
 WATCH = ("auto", "always", "never")
@@ -28,6 +30,7 @@ class Options:
     """The resolved choices of one root."""
 
     prefetch_depth: int = 1
+    prefetch_nbytes: int | None = None
     reductions_in_flight: int = 2
     communication: str = "auto"
     watch: str = "auto"
@@ -40,6 +43,7 @@ class Options:
         source = os.environ if environ is None else environ
         return cls(
             prefetch_depth=_count(source, "FULLSHARD_PREFETCH", 1, at_least=0),
+            prefetch_nbytes=_count(source, "FULLSHARD_PREFETCH_BYTES", None, at_least=0),
             reductions_in_flight=_count(source, "FULLSHARD_REDUCTIONS", 2, at_least=1),
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
@@ -55,7 +59,11 @@ def _choice(source: Mapping[str, str], name: str, choices: tuple[str, ...]) -> s
     return value
 
 
-def _count(source: Mapping[str, str], name: str, default: int, *, at_least: int) -> int:
+@overload
+def _count(source: Mapping[str, str], name: str, default: int, *, at_least: int) -> int: ...
+@overload
+def _count(source: Mapping[str, str], name: str, default: None, *, at_least: int) -> int | None: ...
+def _count(source: Mapping[str, str], name: str, default: int | None, *, at_least: int) -> int | None:
     text = source.get(name)
     if text is None or not text.strip():
         return default

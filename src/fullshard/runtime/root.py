@@ -53,6 +53,7 @@ class Root:
             self.units, self.shared, reductions_in_flight=options.reductions_in_flight, check=options.check
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
+        self.limit_prefetch()
         self.run.is_last_backward = self.units[0].is_last_backward
         self.executor.may_stay_pending = lambda: not self.run.is_last_backward
         self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
@@ -261,6 +262,18 @@ class Root:
     def reshard(self, unit: Unit) -> None:
         """Free the full parameters of `unit`."""
         self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
+
+    def limit_prefetch(self) -> None:
+        """Take over what the user set on the root (`set_prefetch_bytes`)."""
+        first, *below = self.units
+        lost = [unit for unit in below if unit.prefetch_nbytes is not None]
+        if lost:
+            raise RuntimeError(
+                f"set_prefetch_bytes: expected to be called on the root, found that it was called on "
+                f"{type(lost[0].module).__name__} below {type(first.module).__name__}; call it on the root"
+            )
+        chosen = first.prefetch_nbytes
+        self.run.prefetch_nbytes = self.options.prefetch_nbytes if chosen is None else chosen
 
     def share(self, shared: Shared) -> None:
         """Use the buffers and the limit of `shared` from now on."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import BufferPool, GatherChannel, HostLink, Links, ReduceChannel
+from ..layout import UnitMemory
 from ..lifecycle import Full, UnitRecord
 from ..param import (
     DtypeChanged,
@@ -117,6 +118,8 @@ class Unit:
         # Likewise: with whom its root shares buffers, and what its next forward waits for.
         self.shared: Shared | None = None
         self.post_optim_event: torch.Event | None = None
+        # Likewise: bytes of gathers that may be ahead; None: what the environment says.
+        self.prefetch_nbytes: int | None = None
         # Takes its gradients in backward.
         self.stepper: Stepper | None = None
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
@@ -138,6 +141,13 @@ class Unit:
     def releases(self) -> bool:
         """Whether full parameters have memory of their own, which comes and goes."""
         return any(not group.shares_memory for group in self.groups)
+
+    @property
+    def full_nbytes(self) -> int | None:
+        """Bytes of the full parameters while they are there; None where a tensor's own methods decide (extensions)."""
+        if any(isinstance(group, ExtensionGroup) for group in self.groups):
+            return None
+        return sum(_unit_memory(group).full_nbytes for group in self.groups if not group.shares_memory)
 
     @property
     def is_replicated(self) -> bool:
@@ -180,6 +190,7 @@ class Unit:
             ]
             self.narrowing = Narrowing(self.groups, self.links, self.gathers, channels)
         self.arriving = self.gathers
+        self.record.gather_nbytes = sum(_gather_nbytes(group) for group in self.groups)
         self._reduces = [{} for _ in self.groups]
         self._knows_trainable = False
 
@@ -263,7 +274,10 @@ class Unit:
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
         assert self.root is not None
-        return ((optimizer_steps(self.root.thread),), *(group.versions() for group in self.groups))
+        # No optimizer writes what is frozen and has no gradient left from before.
+        written = any(p.sharded.requires_grad or p.sharded.grad is not None for p in self.params)
+        steps = optimizer_steps(self.root.thread) if written else -1
+        return ((steps,), *(group.versions() for group in self.groups))
 
     # ---- which parameters get gradients --------------------------------------------------------------------
 
@@ -336,3 +350,17 @@ def _group(found: Sequence[Found], precision: Precision, placing: Placing, polic
     if has_extension(found[0].parameter, found[0].name):
         return ExtensionGroup(found, precision, placing, policy)
     return ParamGroup(found, precision, placing)
+
+
+def _unit_memory(group: ParamGroup) -> UnitMemory:
+    """As far as gathers are concerned."""
+    storage, compute, wire = (group.precision.storage, group.precision.compute, group.precision.wire)
+    return UnitMemory("", group.pack, group.plan, storage.itemsize, compute.itemsize, wire.itemsize)
+
+
+def _gather_nbytes(group: ParamGroup) -> int:
+    if group.shares_memory:
+        return 0
+    memory = _unit_memory(group)
+    # Shards on the host are copied to the device first.
+    return memory.gather_nbytes + (memory.shard_nbytes if group.placing.offload.to_host else 0)

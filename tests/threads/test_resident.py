@@ -1,0 +1,238 @@
+"""Units for which there is memory: gathered less often, by the bytes that were given, and trained the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units, report
+from fullshard.observe import record
+from tests.harness.behaviours import behaviour
+from tests.harness.fake import fake_world
+from tests.harness.parity import environment, train_beside_oracle
+from tests.harness.random_models import EXPLORING, ModelSpec, examples, model_specs
+from tests.harness.threads import run_ranks
+
+pytestmark = pytest.mark.hang_after(7200 if EXPLORING else 120)
+WIDTH = 8
+# Of one layer's full weight in float32; rows divide by the ranks and by the alignment.
+LAYER = WIDTH * WIDTH * 4
+
+
+def _layers(count: int, frozen: tuple[int, ...] = (), policy: MixedPrecisionPolicy | None = None) -> Any:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+    for i, layer in enumerate(model):
+        # The ranks of a test may be threads, which share one random state.
+        layer.weight.data.copy_(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH).roll(i) / 2)
+        layer.requires_grad_(i not in frozen)
+        fully_shard(layer, mp_policy=policy or MixedPrecisionPolicy())
+    return fully_shard(model, mp_policy=policy or MixedPrecisionPolicy())
+
+
+def _live(model: Any) -> dict[str, int]:
+    return {unit.name: unit.full_nbytes_live for unit in inspect_units(model) if unit.full_nbytes_live}
+
+
+def _gathers(model: Any, run: Callable[[], object]) -> list[str]:
+    with record(model) as trace:
+        run()
+    return [unit for kind, unit in trace.commands if kind == "gather"]
+
+
+def _step(model: Any) -> None:
+    model(torch.ones(2, WIDTH, requires_grad=True)).float().sum().backward()
+
+
+def test_what_fits_is_chosen_and_no_more_is_held() -> None:
+    """The last layers first; counted between forward and backward, and after the step."""
+    with fake_world(4):
+        for budget in (0, LAYER - 1, LAYER, 2 * LAYER + 5, 99 * LAYER):
+            model = _layers(4)
+            kept = model.set_resident_bytes(budget)
+            assert kept == ("0", "1", "2", "3")[4 - min(4, budget // LAYER) :]
+            for _ in range(2):
+                loss = model(torch.ones(2, WIDTH)).sum()
+                assert _live(model) == dict.fromkeys(kept, LAYER)
+                assert sum(_live(model).values()) <= budget
+                loss.backward()
+                assert _live(model) == {}
+
+
+def test_frozen_ones_are_chosen_first_and_stay() -> None:
+    """Of two layers that fit one is the frozen one, which is gathered once for many steps; the budget holds always."""
+    with fake_world(4):
+        model = _layers(4, frozen=(1,))
+        assert model.set_resident_bytes(2 * LAYER) == ("1", "3")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        gathered = []
+        for _ in range(3):
+            gathered.append(_gathers(model, lambda: _step(model)))
+            assert _live(model) == {"1": LAYER}
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sorted(gathered[0]) == ["0", "0", "1", "2", "2", "3"]
+        assert sorted(gathered[1]) == sorted(gathered[2]) == ["0", "0", "2", "2", "3"]
+        with torch.no_grad():
+            assert "1" not in _gathers(model, lambda: model(torch.ones(2, WIDTH)))
+        assert sum(_live(model).values()) <= 2 * LAYER
+        model.set_resident_bytes(0)
+        assert _live(model) == {}
+
+
+@behaviour(
+    "`set_resident_bytes` keeps what fits full, and training is the same",
+    area="when parameters are full",
+    torch="none",
+    reason="not in torch; the alternative there is reshard_after_forward for each module by hand",
+)
+@examples(10, 200)
+@given(spec=model_specs(), world=st.integers(2, 3), nbytes=st.sampled_from([64, 400, 1 << 20]))
+def test_any_model_trains_as_without(spec: ModelSpec, world: int, nbytes: int) -> None:
+    """The choice is made anew before each step, with other bytes."""
+
+    def disturb(model: Any, step: int, rank: int) -> None:
+        model.set_resident_bytes(nbytes if step != 1 else nbytes // 2)
+
+    def train(rank: int) -> None:
+        # What is frozen and kept is still there behind the last step: given back before memory is looked at.
+        train_beside_oracle(rank, spec, world, 3, disturb=disturb, lasting=True)
+
+    with environment(spec.environment()):
+        run_ranks(world, train, timeout=60.0)
+
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "in place": lambda p: p.mul_(2),
+    "in place of the shard": lambda p: p.to_local().mul_(2),
+    "copied": lambda p: p.copy_(p * 2),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_edits_of_frozen_parameters_are_seen(edit: str, world: int) -> None:
+    """The next forward computes with what was written: twice the weights of one layer, twice the output."""
+
+    def rank_main(rank: int) -> None:
+        model = _layers(2, frozen=(0,))
+        assert model.set_resident_bytes(LAYER) == ("0",)
+        x = torch.ones(2, WIDTH)
+        before = model(x).detach()
+        assert _gathers(model, lambda: model(x)).count("0") == 0
+        with torch.no_grad():
+            EDITS[edit](model[0].weight)
+        assert torch.equal(model(x), 2 * before)
+
+    run_ranks(world, rank_main)
+
+
+def test_loading_and_late_gradients_are_seen() -> None:
+    """A state dict; and an optimizer that writes a parameter which was frozen with a gradient still on it."""
+
+    def rank_main(rank: int) -> None:
+        x = torch.ones(2, WIDTH)
+        model = _layers(2, frozen=(0,))
+        model.set_resident_bytes(LAYER)
+        before = model(x).detach()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        state["0.weight"].mul_(2)
+        model.load_state_dict(state)
+        assert torch.equal(model(x), 2 * before)
+
+        model, plain = _layers(2), _layers(2)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, foreach=True) for m in (model, plain)]
+        for m in (model, plain):
+            m(x).sum().backward()
+            m[0].requires_grad_(False)
+        assert model.set_resident_bytes(LAYER) == ("0",)
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+            for optimizer in optimizers:
+                optimizer.step()  # the gradient of the frozen layer is still there
+        assert torch.equal(model(x), plain(x))
+
+    run_ranks(2, rank_main)
+
+
+def test_mixed_precision_and_replicas_count_the_compute_dtype() -> None:
+    with fake_world(4):
+        model = _layers(3, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        assert model.set_resident_bytes(LAYER) == ("1", "2")
+        loss = model(torch.ones(2, WIDTH)).float().sum()
+        assert sum(_live(model).values()) == LAYER
+        loss.backward()
+        assert _live(model) == {}
+
+
+def test_units_that_stay_full_anyway_are_no_choice() -> None:
+    """The root, and `reshard_after_forward=False`; and in a world of one nothing is there to be kept."""
+    with fake_world(2):
+        model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        fully_shard(model[0], reshard_after_forward=False)
+        fully_shard(model[1])
+        fully_shard(model)
+        for _ in range(2):
+            assert model.set_resident_bytes(99 * LAYER) == ("1",)
+            _step(model)
+    with fake_world(1):
+        assert _layers(2).set_resident_bytes(99 * LAYER) == ()
+
+
+def test_the_report_shows_the_choice() -> None:
+    """And its expected peak counts what is kept, also behind the backward."""
+    with fake_world(4):
+        model = _layers(6, frozen=(0,))
+        _step(model)
+        model.zero_grad()
+        _step(model)
+        before = report(model)
+        model.set_resident_bytes(2 * LAYER)
+        after = report(model)
+        assert [unit.resident for unit in after.units] == [False, True, False, False, False, False, True]
+        assert "kept full within set_resident_bytes: 0, 5" in str(after)
+        assert "set_resident_bytes" not in str(before)
+        terms = {term.name: term.nbytes for term in after.peak_terms}
+        assert terms["full 0 (kept)"] == LAYER
+        assert before.peak_nbytes < after.peak_nbytes <= before.peak_nbytes + 2 * LAYER
+
+
+@pytest.mark.parametrize("nbytes", [-1, 0.5, None, True])
+def test_bytes_are_whole_numbers(nbytes: Any) -> None:
+    with fake_world(2):
+        model = _layers(1)
+        with pytest.raises(ValueError, match="nbytes: expected a whole number of bytes >= 0"):
+            model.set_resident_bytes(nbytes)
+        if nbytes is not None:
+            with pytest.raises(ValueError, match="nbytes: expected a whole number of bytes >= 0"):
+                model.set_prefetch_bytes(nbytes)
+
+
+def test_a_failed_step_gives_everything_back() -> None:
+    """What is kept is gathered again by the next step, whose gradients are those of a model that never failed."""
+
+    def rank_main(rank: int) -> None:
+        def gradients(fail: bool) -> list[Tensor]:
+            model = _layers(3, frozen=(0,))
+            model.set_resident_bytes(3 * LAYER)
+            if fail:
+                broken = torch.ones(2, WIDTH, requires_grad=True).clone()
+                broken.register_hook(lambda _: (_ for _ in ()).throw(RuntimeError("broken")))
+                with pytest.raises(RuntimeError, match="broken"):
+                    model(broken).sum().backward()
+            _step(model)
+            assert dist.get_world_size() == 2
+            return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+
+        for found, expected in zip(gradients(True), gradients(False), strict=True):
+            assert torch.equal(found, expected)
+
+    run_ranks(2, rank_main)
