@@ -22,6 +22,9 @@
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
+    Module._call_impl, ._compiled_call_impl     the one place where a call of one module can be followed    2.13
+                                                without hooks; dropped when a module is copied or pickled
+    _dynamo.decorators.skip_code                code that stands between modules is none to compile     2.13
     Module._non_persistent_buffers_set          which buffers a state dict leaves out                   2.13
     DeviceMesh._concatenate, ._flatten,         parameters of two and more dims of parallelism: axes    2.13
     ._get_root_mesh                             behind each other, several axes as one, and of one mesh?
@@ -82,6 +85,8 @@ __all__ = [
     "all_hold",
     "applied_apis",
     "base_of",
+    "call_instead",
+    "called_now",
     "concatenated_mesh",
     "current_backward",
     "cut_dim",
@@ -97,6 +102,7 @@ __all__ = [
     "non_persistent_buffers",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",
+    "pass_by",
     "profiling",
     "publish_state",
     "published_state",
@@ -274,6 +280,28 @@ def hand_over_hooks(old: Tensor, new: Tensor) -> None:
         hooks = getattr(old, registry)
         if hooks is not None:
             setattr(new, registry, hooks)
+
+
+def called_now(module: nn.Module) -> Callable[..., Any]:
+    """What a call of `module` calls: hooks and forward, or what `Module.compile` made of them."""
+    compiled: Callable[..., Any] | None = module._compiled_call_impl
+    return module._call_impl if compiled is None else compiled
+
+
+def call_instead(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let a call of `module` call `function`. Dynamo, which follows hooks and forward alone, does not see it."""
+    module._compiled_call_impl = function
+
+
+def pass_by(function: Callable[..., Any]) -> None:
+    """Let dynamo run frames of `function`'s code as plain Python, and go on with what it calls.
+
+    Unlike `torch.compiler.disable(recursive=False)` no wrapper is called, and no graph ends that it is inlined into.
+    """
+    # Not at the top: it imports torch's compiler.
+    from torch._dynamo.decorators import skip_code
+
+    skip_code(cast(Any, function).__code__)
 
 
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:

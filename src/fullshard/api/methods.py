@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from ..runtime import unit_of
-
-# What DTensor's operators say of a plain tensor beside a sharded parameter.
-_MIXED = "got mixed torch.Tensor and DTensor"
+from ..runtime.direct_calls import computes_with_shards
 
 
 def named_methods(original: type[nn.Module], taken: type) -> dict[str, Callable[..., Any]]:
@@ -44,7 +42,7 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
             unit = unit_of(self)
-            if unit is None or _MIXED not in str(error):
+            if unit is None or not computes_with_shards(error):
                 raise
             name = method.__name__
             raise RuntimeError(
