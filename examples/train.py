@@ -131,8 +131,7 @@ def save_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 
 
 def load_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Every rank maps the file and keeps its rows; nothing is sent. (`foreign.load_full` does this, and checks "
-    "more.)"""
+    """Every rank maps the file and keeps its rows; nothing is sent (`foreign.load_full` does this, and checks more)."""
     full = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     parameters = dict(model.named_parameters())
 

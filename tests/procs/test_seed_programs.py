@@ -1,7 +1,8 @@
 """The programs of the guides this library follows (torchtitan's FSDP2 page, PyTorch's practical guide), block by block.
 
 Each test makes the same calls in the same order as one code block of the guide, with `cuda` read as the machine's
-device and smaller sizes, and then asserts what the guide says about it. `examples/train.py` is the whole program.
+device and smaller sizes, and then asserts what the guide says about it. `examples/train.py` is the whole program. The
+page's TOML block is read in tests/pure/test_train_config.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.observe import record
@@ -121,6 +122,49 @@ def _meta_device(rank: int) -> None:
     assert all(isinstance(p, DTensor) and p.device.type == "cpu" for p in model.parameters())
     losses = train(model)
     assert losses == sorted(losses, reverse=True)
+
+
+def _api_reference(rank: int) -> None:
+    """The old path, which `install` swaps too; every argument of the page's signature, and its defaults."""
+    import fullshard
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "install: expected no module", UserWarning)  # this process's harness
+        fullshard.install()
+    try:
+        from torch.distributed._composable.fsdp import MixedPrecisionPolicy as Policy
+        from torch.distributed._composable.fsdp import OffloadPolicy as Offload
+        from torch.distributed._composable.fsdp import fully_shard as shard
+    finally:
+        fullshard.uninstall()
+    torch.manual_seed(0)
+    losses = []
+    for options in (
+        {},
+        {"mesh": None, "reshard_after_forward": True, "mp_policy": Policy(), "offload_policy": Offload()},
+    ):
+        torch.manual_seed(0)
+        model: Any = Transformer()
+        for layer in model.layers:
+            shard(layer, **options)
+        assert shard(model, **options) is model and isinstance(model, FSDPModule)
+        losses.append(train(model))
+    assert losses[0] == losses[1]
+
+
+def _replicate_and_shard(rank: int) -> None:
+    """The page's mesh is (4, 8) of GPUs."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    expected = train(setup_model())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model: Any = Transformer()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(p.placements == (Replicate(), Shard(0)) for p in model.parameters())
+    torch.testing.assert_close(train(model), expected, rtol=1e-4, atol=1e-6)
 
 
 def _mixed_precision_policy(rank: int) -> None:
@@ -304,6 +348,7 @@ def _migration(rank: int) -> None:
 
 
 BLOCKS = [
+    _api_reference,
     _meta_device,
     _mixed_precision_policy,
     _state_dicts_without_communication,
@@ -319,6 +364,10 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__.strip("_"))
 def test_block(block: Any) -> None:
     pool(2).run(block, timeout=60)
+
+
+def test_block_of_replicas() -> None:
+    pool(4).run(_replicate_and_shard, timeout=60)
 
 
 @pytest.mark.parametrize("block", [_dtensor_checkpoint, _dcp_checkpoint], ids=lambda block: block.__name__.strip("_"))
@@ -362,3 +411,9 @@ def test_the_whole_program_trains_saves_and_goes_on(flags: list[str], tmp_path: 
     assert losses[0][0] > 6 and losses[0] == sorted(losses[0], reverse=True)
     assert "loaded" in second and losses[1][0] < 0.2 * losses[0][0]
     assert (tmp_path / "training.pt").exists() and "saved" in first
+    # The other way reads the same file.
+    other = [flag for flag in flags if flag != "--dcp-api"] if flags else ["--dcp-api"]
+    (third,), _ = pool(2).run(
+        _script, [[*other, "--checkpoint-dir", str(tmp_path)]], port + 2, group=False, timeout=100
+    )
+    assert "loaded" in third and float(third.split("loss")[1].split()[0]) < 0.2 * losses[0][0]
