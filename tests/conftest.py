@@ -43,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks",
         choices=["threads", "gloo"],
         default="threads",
-        help="what the ranks of the threads tier are; gloo: processes, slower (tests/harness/forked.py)",
+        help="what the ranks of the threads tier are; gloo: processes, slower, and fullshard alone "
+        "(tests/harness/forked.py)",
     )
     parser.addoption(
         "--world",
@@ -85,7 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         gather.PAIRWISE_PARAMETER_NBYTES = gather.PAIRWISE_GRADIENT_NBYTES = 0
     if config.getoption("--record-behaviours"):
-        recorder = recording.Recorder(Path(config.getoption("--record-behaviours")), config.getoption("--ranks"))
+        path, ranks = Path(config.getoption("--record-behaviours")), config.getoption("--ranks")
+        recorder = recording.Recorder(path, ranks, config.getoption("--world"))
         config.pluginmanager.register(recorder, "recorder")
 
 
@@ -98,7 +100,7 @@ _TERMINAL = pytest.StashKey[Any]()
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--ranks") != "threads":
-        left_out = [item for item in items if item.get_closest_marker("threads_only")]
+        left_out = [item for item in items if item.get_closest_marker("threads_only") or _is_torch_s(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
@@ -107,6 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(tier)
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
+
+
+def _is_torch_s(item: pytest.Item) -> bool:
+    """Whether it is torch's implementation that the test runs for."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and getattr(callspec.params.get("impl"), "name", "") == "torch"
 
 
 def _tier(item: pytest.Item) -> str | None:

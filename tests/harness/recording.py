@@ -73,15 +73,15 @@ def _marks_on_parameters(marks: list[pytest.Mark]) -> bool:
 class Recorder:
     """Runs marked tests only, those that `path` does not have yet, and writes to it: one JSON line for each event.
 
-    With `ranks` "gloo" it runs those of ours in the threads tier.
+    With `ranks` "gloo" it runs those of ours in the threads tier, on `world` ranks where the test says so.
     """
 
-    def __init__(self, path: Path, ranks: str) -> None:
-        self.path, self.ranks = path, ranks
+    def __init__(self, path: Path, ranks: str, world: int) -> None:
+        self.path, self.ranks, self.world = path, ranks, world
         self.done = {event["id"] for event in _events(path)}
 
     def _id(self, item: pytest.Item) -> str:
-        return f"{self.ranks}: {item.nodeid}"
+        return f"{self.ranks} {self.world}: {item.nodeid}"
 
     def _wanted(self, item: pytest.Item, case: Case | None) -> bool:
         if case is None or self._id(item) in self.done:
@@ -171,7 +171,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 def record(files: list[str], *, gloo: bool = True) -> Path:
     """Run the marked tests of `files` (none: of all) for both implementations, and those of the threads tier for ours
-    once more with gloo processes as ranks (unless `gloo` is false); return the dated document.
+    once more with gloo processes as ranks (unless `gloo` is false), and where any number of ranks will do with one and
+    with four; return the dated document.
 
     Results of files that did not run stay as they were; those of tests that are no more are dropped when all run.
     Raises RuntimeError if pytest could not collect.
@@ -182,8 +183,9 @@ def record(files: list[str], *, gloo: bool = True) -> Path:
     files = files or [path.relative_to(ROOT).as_posix() for path in behaviours.marked_files()]
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events.jsonl"
-        for ranks in ("threads", "gloo") if gloo else ("threads",):
-            _run_all(files, events, ("--ranks", ranks))
+        _run_all(files, events)
+        for world in (2, 1, 4) if gloo else ():
+            _run_all(files, events, ("--ranks=gloo", f"--world={world}"))
         new = _results(_events(events))
     about, old = load(document())
     version, today = torch.__version__.split("+")[0], datetime.date.today().isoformat()
@@ -222,7 +224,8 @@ def _results(events: list[dict[str, Any]]) -> list[Result]:
     """One result for each row, test and implementation, of the cases that ended."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if event["state"] == "ended":
+        left_out = event.get("outcome") == "skipped" and f"{worlds.OTHER_WORLD} " in event["detail"]
+        if event["state"] == "ended" and not left_out:
             groups[tuple(event[key] for key in ("area", "title", "test", "implementation"))].append(event)
     results, today = [], datetime.date.today().isoformat()
     for key, group in groups.items():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +10,6 @@ import torch.distributed as dist
 
 from tests.harness.errors import RanksFailed
 from tests.harness.forked import run_forks
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_closure_runs_on_every_rank_with_gloo() -> None:
@@ -56,25 +51,3 @@ def test_failures_are_told_by_rank() -> None:
 
     with pytest.raises(RanksFailed, match="rank 0 hung"):
         run_forks(1, hangs, (), 0.3)
-
-
-@pytest.mark.slow
-@pytest.mark.hang_after(900)
-def test_conformance_holds_over_gloo() -> None:
-    """Values, dtypes and moments as threads show them, in processes with asynchronous works; ours only."""
-    files = sorted(str(path) for path in (ROOT / "tests" / "threads").glob("test_conformance_*.py"))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--ranks=gloo",
-        "-k",
-        "not torch",
-        *files,
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert " passed" in run.stdout

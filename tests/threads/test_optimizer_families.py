@@ -98,14 +98,14 @@ def test_elementwise_optimizers(impl: Implementation) -> None:
 @for_each_implementation
 def test_lbfgs(impl: Implementation) -> None:
     """Its line of search is over all parameters as one vector. Each rank's closure has the loss of its own rows."""
-    expected = _train("LBFGS", _model(even=True), range(WORLD), lr=0.1, max_iter=3)
+    expected = _train("LBFGS", _model(even=True), range(2), lr=0.1, max_iter=3)
 
     def job(rank: int, impl: Implementation) -> None:
         found = _train("LBFGS", sharded(impl, _model(even=True)), range(rank, rank + 1), lr=0.1, max_iter=3)
         for name, value in expected.params.items():
             assert_close_to_tensor_max(found.params[name], value, 200, name)
 
-    run(job, impl)
+    run(job, impl, world=2)
 
 
 @behaviour("torch.optim: Muon, on the whole matrices", area="training")
@@ -114,7 +114,7 @@ def test_lbfgs(impl: Implementation) -> None:
 def test_muon(even: bool, impl: Implementation) -> None:
     """It makes a matrix orthogonal in bfloat16, so a bit of its gradient is a hundredth of its step."""
     start = collect(_model(even=even), torch.optim.SGD(_model(even=even).parameters())).params
-    expected = _train("Muon", _model(even=even), range(WORLD), lr=1e-2, weight_decay=0.1)
+    expected = _train("Muon", _model(even=even), range(2), lr=1e-2, weight_decay=0.1)
 
     def job(rank: int, impl: Implementation) -> None:
         found = _train("Muon", sharded(impl, _model(even=even)), range(rank, rank + 1), lr=1e-2, weight_decay=0.1)
@@ -124,7 +124,7 @@ def test_muon(even: bool, impl: Implementation) -> None:
         for name, value in expected.state.items():
             assert_close_to_tensor_max(found.state[name], value, 2**17, name)
 
-    run(job, impl)
+    run(job, impl, world=2)
 
 
 @behaviour("torch.optim, refused by DTensor, which lacks an operator: Adafactor, Rprop, fused SGD and Adagrad; "

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .._torch_compat import local_of
 from ..layout import Pack, Term, UnitMemory, direct_gradients, narrow_pack, peak, sends_directly
-from ..param import ParamGroup, ShardedParam
+from ..param import ShardedParam
 from ..policy import Options
 from ..runtime import Unit
 
@@ -48,6 +48,12 @@ def standing(param: ShardedParam) -> DTensor:
     return param.sharded
 
 
+def _replicas(unit: Unit, position: int) -> int:
+    """How many ranks hold the same shards, this one included."""
+    replicate = unit.links[position].replicate
+    return 1 if replicate is None else replicate.world
+
+
 def kept_nbytes(unit: Unit) -> int:
     """What the unit is expected to keep between forward and backward; 0 where `reshard_after_forward` is no integer."""
     packs = [_kept_pack(unit, position) for position in range(len(unit.groups))]
@@ -57,13 +63,13 @@ def kept_nbytes(unit: Unit) -> int:
 
 def _kept_pack(unit: Unit, position: int) -> Pack | None:
     group, block = unit.groups[position], unit.links[position].block
-    if not unit.record.narrows or block is None:
+    if not unit.record.narrows or unit.record.resident or block is None:
         return None
     return narrow_pack(group.pack, group.plan, block.group.world)
 
 
 def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMemory:
-    group, replicate = unit.groups[position], unit.links[position].replicate
+    group = unit.groups[position]
     precision = group.precision
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and is_outer)
@@ -87,7 +93,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         reshard=not keeps,
         outer=is_outer,
         exchanges=exchanges,
-        replicas=1 if replicate is None else replicate.world,
+        replicas=_replicas(unit, position),
         sum_itemsize=(precision.sum if sums_here else precision.reduce).itemsize,
         kept=_kept_pack(unit, position),
         direct_gradients=direct,
@@ -96,8 +102,10 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     )
 
 
-def expected_of(group: ParamGroup, optimizer: Held | None) -> Bytes:
-    """After a backward, before `zero_grad`, once the optimizer stepped. Parameters with padding; state without."""
+def expected_of(unit: Unit, position: int, optimizer: Held | None) -> Bytes:
+    """Of one group, after a backward, before `zero_grad`, once the optimizer stepped. Parameters with padding; state
+    without."""
+    group = unit.groups[position]
     itemsize = group.precision.storage.itemsize
     trainable = [i for i, param in enumerate(group.params) if standing(param).requires_grad]
     segments = [group.pack.segments[i] for i in trainable]
@@ -105,7 +113,8 @@ def expected_of(group: ParamGroup, optimizer: Held | None) -> Bytes:
     if segments:
         # Of trainable parameters only: the others are in no message.
         pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
-        gradients = UnitMemory("", pack, group.plan, itemsize, itemsize, itemsize).reduced_nbytes
+        memory = UnitMemory("", pack, group.plan, itemsize, itemsize, itemsize, replicas=_replicas(unit, position))
+        gradients = memory.reduced_nbytes
     state: int | None = None
     if optimizer is not None:
         state = 0

@@ -143,7 +143,7 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
     trainable = [shard for shard in shards if shard.requires_grad]
     local_numel = sum(local_of(shard).numel() for shard in shards)
     nothing = Bytes(0, 0, None if optimizer is None else 0)
-    expected = [expected_of(group, optimizer) for group in unit.groups]
+    expected = [expected_of(unit, position, optimizer) for position in range(len(unit.groups))]
     held = [param.held for param in unit.params if param.held is not None]
     gradients = [local_of(s.grad) for s in shards if s.grad is not None and not isinstance(s.grad, PendingGrad)]
     return UnitReport(
