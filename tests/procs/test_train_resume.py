@@ -50,6 +50,7 @@ class Ran(NamedTuple):
     figures: list[tuple[Any, ...]]
     tensors: dict[str, torch.Tensor]
     stopped_after: int  # 0: not
+    most: int  # checkpoints in the folder behind any step
 
 
 def config_of(*overrides: str) -> Config:
@@ -67,7 +68,7 @@ def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int
     )
     newest = checkpoints.newest()
     after = 0 if newest is None else checkpoints.load(newest)
-    records = _Records(stop_at if rank == stop_rank else 0)
+    records = _Records(stop_at if rank == stop_rank else 0, Path(folder) / FOLDER)
     stopped = 0
     try:
         with noting_stops(60.0):
@@ -77,20 +78,22 @@ def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int
     tensors = {name: full(p).clone() for name, p in trainer.model.named_parameters()}
     for name, parameter in trainer.model.named_parameters():
         tensors |= {f"{name}.{key}": full(value).clone() for key, value in trainer.optimizer.state[parameter].items()}
-    return Ran([_figures(record) for record in records.records], tensors, stopped)
+    return Ran([_figures(record) for record in records.records], tensors, stopped, records.most)
 
 
 class _Records(Outputs):
     """Keeps what each step reports; asks to stop behind the step before `stop_at`, as a signal between two steps "
     "does."""
 
-    def __init__(self, stop_at: int) -> None:
+    def __init__(self, stop_at: int, folder: Path) -> None:
         super().__init__(SilentConsole())
+        self.folder, self.most = folder, 0
         self.records: list[StepRecord] = []
         self.stop_at = stop_at
 
     def step(self, record: StepRecord) -> None:
         self.records.append(record)
+        self.most = max(self.most, len(list(self.folder.glob("step-*"))))
         if record.step + 1 == self.stop_at:
             process._stop.signum = signal.SIGTERM
 
@@ -183,7 +186,9 @@ def test_what_a_kill_leaves_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_old_checkpoints_go_and_the_last_is_kept(asynchronous: str, tmp_path: Path) -> None:
     config = config_of("checkpoint.every=3", "checkpoint.keep_every=6", f"checkpoint.asynchronous={asynchronous}")
-    pool(2).run(ran, config, str(tmp_path), timeout=60)
+    first = pool(2).run(ran, config, str(tmp_path), timeout=60)[0]
+    # On the way, too: the newest two, the multiples of six that are older, and one that is being made.
+    assert 2 <= first.most <= 5
     # Two newest, and the multiples of six.
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["step-12", "step-18", "step-20", "step-6"]
     again = pool(1).run(ran, config, str(tmp_path))[0]
@@ -220,6 +225,22 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank() -> None:
     assert draw(0, 1, 0) == draw(0, 1, 0)
     keys: Iterable[tuple[int, int, int]] = [(s, t, r) for s in range(2) for t in range(3) for r in range(3)]
     assert len({draw(*key) for key in keys}) == 18
+
+
+def _seeds(rank: int, config: Config) -> list[int]:
+    trainer = trainer_of(rank, config)
+    found = []
+    for step in (1, 2):
+        trainer.step(step)
+        found.append(torch.initial_seed())
+        seed_step(config.training.seed, step, rank)
+        assert torch.initial_seed() == found[-1]
+    return found
+
+
+def test_each_step_seeds_each_rank() -> None:
+    seeds = pool(2).run(_seeds, config_of())
+    assert len({seed for found in seeds for seed in found}) == 4
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------
@@ -348,25 +369,29 @@ def test_sigterm_to_one_process_stops_the_run_with_a_checkpoint(told: str, tmp_p
 
 @linux_only
 @pytest.mark.slow
-def test_a_killed_run_goes_on_by_the_same_command(tmp_path: Path) -> None:
-    """SIGKILL of everything at some moment, again and again; the end is that of a run that nobody killed."""
-    straight = tmp_path / "straight"
-    assert launched(straight, 60, "--set", "checkpoint.every=5").wait(timeout=100) == 0
-    run_dir = tmp_path / "run"
-    kills = 0
-    for attempt in range(20):
-        process = launched(run_dir, 60, "--set", "checkpoint.every=5")
-        target = 7 + 9 * attempt
-        try:
-            wait_for_steps(process, run_dir, min(target, 57))
-        except AssertionError:
-            assert process.returncode == 0
-            break
-        for pid in [process.pid, *children_of(process)]:
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
-        kills += 1
-    assert kills >= 3
+@pytest.mark.hang_after(400)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_cut_off_again_and_again_ends_as_if_it_was_not(signum: signal.Signals, tmp_path: Path) -> None:
+    """SIGKILL of all its processes, or SIGTERM to one, at any moment, and the same command again."""
+    straight, run_dir = tmp_path / "straight", tmp_path / "run"
+    options = ("--set", "checkpoint.every=4")
+    process = launched(straight, 40, *options)
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+    codes = []
+    for sitting, wait in enumerate((0.0, 0.13, 0.0, 0.4)):
+        process = launched(run_dir, 40, *options)
+        wait_for_steps(process, run_dir, 6 + 7 * sitting)
+        time.sleep(wait)
+        ranks = children_of(process)
+        for pid in [process.pid, *ranks] if signum == signal.SIGKILL else ranks[sitting % 2 : sitting % 2 + 1]:
+            os.kill(pid, signum)
+        process.communicate(timeout=60)
+        codes.append(process.returncode)
+    process = launched(run_dir, 40, *options)
+    process.communicate(timeout=100)
+    assert process.returncode in (0, 2)  # 2: the last signal came when it had ended
+    assert signum == signal.SIGKILL or set(codes) <= {75, 143, 0}
     keys = ("step", "loss", "samples", "grad_norm", "val_loss")
     found, expected = ([tuple(r.get(k) for k in keys) for r in metrics_of(path)] for path in (run_dir, straight))
     assert found == expected

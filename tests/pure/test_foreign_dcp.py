@@ -179,6 +179,38 @@ def test_damage_of_the_data_is_never_a_wrong_value_many(saved: Path, tmp_path: P
     assert _damaged(folder, 1500) > 600
 
 
+def test_each_byte_of_a_tensor_and_of_a_value_is_under_a_checksum(saved: Path, tmp_path: Path) -> None:
+    """Where the entry lies is what `.metadata` says; what is in the middle of it are the bytes."""
+    folder = shutil.copytree(saved, tmp_path / "x")
+    path = folder / "__0_0.distcp"
+    data = path.read_bytes()
+    expected = _tensors(_state())["model.sliced"].contiguous().view(torch.uint8).flatten()
+    start = data.find(bytes(expected.tolist()))
+    assert start > 0
+    for offset in range(len(expected)):
+        broken = bytearray(data)
+        broken[start + offset] ^= 1 << offset % 8
+        path.write_bytes(broken)
+        with DcpSource(folder) as source, pytest.raises(CheckpointDamaged, match="do not have the checksum"):
+            source.read("model.sliced")
+    rate = data.find(pickle.dumps(0.1, 2)[2:-1])  # the learning rate, in its pickle
+    path.write_bytes(data[: rate + 3] + b"\0" + data[rate + 4 :])
+    with DcpSource(folder) as source, pytest.raises(CheckpointDamaged, match="data.pkl do not have the checksum"):
+        source.value("optim.param_groups.0.lr")
+
+
+def test_an_entry_of_another_tensor_is_noticed(saved: Path, tmp_path: Path) -> None:
+    """Whole in itself, and not what the table says: another shape, another dtype."""
+    for name, other in (("model.w", "model.turned"), ("model.counts", "model.eight")):
+        folder = shutil.copytree(saved, tmp_path / name)
+        metadata = _metadata(folder)
+        places = {index.fqn: info for index, info in metadata.storage_data.items()}
+        places[name].offset, places[name].length = places[other].offset, places[other].length
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with DcpSource(folder) as source, pytest.raises(CheckpointDamaged, match="belongs to another checkpoint"):
+            source.read(name)
+
+
 def test_damage_of_the_metadata_is_one_error(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     draw = random.Random(2)

@@ -260,12 +260,25 @@ def test_llama_names_there_and_back_are_bitwise(tmp_path: Path) -> None:
         ours = Chosen(hf, renaming=llama("hf", "fullshard"))
         back = Chosen(ours, renaming=llama("fullshard", "titan", head_dim=4))
         _equal({name: back.read(name) for name in state}, state)
-        # Any rows of what is turned: those of the heads around them are read.
+        # Any rows of what is turned: those of the heads around them are read, and no others.
+        asked: list[int] = []
+        read = source.read
+
+        def counted(key: str, box: Box | None = None) -> Tensor:
+            found = read(key, box)
+            asked.append(found.numel())
+            return found
+
+        source.read = counted  # type: ignore[method-assign]
         for a in range(8):
             for n in range(8 - a):
                 name = "model.layers.3.self_attn.k_proj.weight"
                 box = Box((a, 2), (n, 5))
-                assert torch.equal(hf.read(name, box), hf.read(name)[a : a + n, 2:7])
+                whole_k = hf.read(name)
+                asked.clear()
+                assert torch.equal(hf.read(name, box), whole_k[a : a + n, 2:7])
+                heads = -(-(a + n) // 4) - a // 4
+                assert asked == [heads * 4 * 5]
 
 
 def test_the_rows_of_heads_are_turned_so_that_attention_is_the_same(tmp_path: Path) -> None:
