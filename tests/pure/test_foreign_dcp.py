@@ -317,6 +317,21 @@ def test_names_of_files_stay_in_the_directory(name: str, saved: Path, tmp_path: 
         DcpSource(folder)
 
 
+def test_a_value_of_2_to_the_40_items_is_refused(saved: Path, tmp_path: Path) -> None:
+    """Each tuple holds the one before it twice, in a few bytes."""
+    folder = shutil.copytree(saved, tmp_path / "x")
+    wide: Any = ()
+    for _ in range(40):
+        wide = (wide, wide)
+    torch.save(wide, folder / "wide.distcp")
+    metadata = _metadata(folder)
+    span = next(info for index, info in metadata.storage_data.items() if index.fqn == "optim.step")
+    span.relative_path, span.offset, span.length = "wide.distcp", 0, (folder / "wide.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with DcpSource(folder) as source, pytest.raises(PickleRefused, match="far larger than its bytes"):
+        source.value("optim.step")
+
+
 def test_links_are_not_followed(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "x")
     (folder / "__0_0.distcp").unlink()
