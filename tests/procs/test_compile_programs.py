@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import fullshard
+from tests.harness.behaviours import behaviour
 from tests.harness.compiled import STEPS, fresh_compiler, train
-from tests.harness.implementations import FULLSHARD
+from tests.harness.implementations import for_each_implementation
 from tests.harness.models import BY_NAME, Batch, Trained, assert_same_training, train_reference
 from tests.harness.parity import environment
 from tests.harness.pool import pool
 from tests.procs.test_compile import (
     CASE,
+    IMPLEMENTATIONS,
     PRODUCTS,
     _precision,
     _recomputed,
@@ -249,20 +251,22 @@ def own_cache(rank: int) -> Iterator[None]:
         yield
 
 
-def _inductor(rank: int) -> dict[str, Trained]:
+def _inductor(rank: int, name: str) -> dict[str, Trained]:
     results = {}
     with own_cache(rank):
-        for name, how in (("plain", "before"), ("wrapped", "after, wrapped"), ("whole", "whole")):
+        for how in ("before", "after, wrapped", "whole"):
             with fresh_compiler("inductor") as graphs:
-                model = compiled_model(how, FULLSHARD, graphs)
-                results[name] = train(rank, model, CASE.loss, CASE.batch)
+                model = compiled_model(how, IMPLEMENTATIONS[name], graphs)
+                results[how] = train(rank, model, CASE.loss, CASE.batch)
                 assert graphs.products == [PRODUCTS] and graphs.breaks == 0
     return results
 
 
+@behaviour("inductor: compiled blocks and compiled models train as plain ones", area="compile")
+@for_each_implementation
 @pytest.mark.slow
-def test_inductor() -> None:
-    for results in pool(2).run(_inductor, timeout=TIMEOUT):
+def test_inductor(impl: Any) -> None:
+    for results in pool(2).run(_inductor, impl.name, timeout=TIMEOUT):
         for trained in results.values():
             assert_same_training(trained, reference(2), 4 * STEPS)
 

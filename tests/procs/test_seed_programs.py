@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.observe import record
+from tests.harness.behaviours import behaviour
 from tests.harness.pool import pool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
@@ -361,15 +362,26 @@ BLOCKS = [
 ]
 
 
+programs = behaviour(
+    "the guides' programs, block by block: torchtitan's page, PyTorch's practical guide",
+    area="training",
+    torch="different",
+    reason="not run for torch: they import fullshard, and docs/seeds.md says where the guides are dated",
+)
+
+
+@programs
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__.strip("_"))
 def test_block(block: Any) -> None:
     pool(2).run(block, timeout=60)
 
 
+@programs
 def test_block_of_replicas() -> None:
     pool(4).run(_replicate_and_shard, timeout=60)
 
 
+@programs
 @pytest.mark.parametrize("block", [_dtensor_checkpoint, _dcp_checkpoint], ids=lambda block: block.__name__.strip("_"))
 def test_checkpoint_block(block: Any, tmp_path: Path) -> None:
     pool(2).run(block, str(tmp_path / "checkpoint.pt"), timeout=60)
@@ -395,6 +407,12 @@ def _script(rank: int, runs: list[list[str]], port: int) -> list[str]:
     return texts
 
 
+@behaviour(
+    "the practical guide's whole program with its flags: trains, saves, loads and goes on",
+    area="training",
+    torch="different",
+    reason="not run for torch: examples/train.py imports fullshard; the guide's own script parses no flags",
+)
 @pytest.mark.parametrize(
     "flags", [[], ["--dcp-api", "--mixed-precision", "--explicit-prefetching"]], ids=["plain", "all"]
 )
