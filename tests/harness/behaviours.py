@@ -54,6 +54,7 @@ AREAS = (
     "initialisation",
     "extensions",
     "state",
+    "checkpoints",
     "failures",
     "packages",
 )

@@ -41,15 +41,24 @@ class Kill:
     beyond: int | None = None
 
 
-def run_killed(world: int, fn: Callable[[int], None], kill: Kill | None, timeout: float = 60.0) -> list[int]:
-    """Run `fn(rank)` on `world` forks joined over gloo. The exit status of each: `DONE`, `RAISED` for an ordinary
-    exception, `BROKE` for another one, minus a signal's number, or 999 for one that did not end in time."""
+def run_killed(
+    world: int,
+    fn: Callable[[int], None],
+    kill: Kill | None,
+    prepare: Callable[[], object] = int,
+    timeout: float = 60.0,
+) -> list[int]:
+    """Run `prepare()`, which nothing kills, and `fn(rank)` on `world` forks joined over gloo.
+
+    The exit status of each: `DONE`, `RAISED` for an ordinary exception, `BROKE` for another one, minus a signal's
+    number, or 999 for one that did not end in time.
+    """
     with tempfile.TemporaryDirectory(prefix="fullshard-killed-") as folder:
-        pids = [_fork(rank, world, fn, kill, os.path.join(folder, "rendezvous")) for rank in range(world)]
+        pids = [_fork(rank, world, fn, kill, prepare, os.path.join(folder, "rendezvous")) for rank in range(world)]
         return _wait(pids, timeout)
 
 
-def operations(world: int, fn: Callable[[int], None]) -> list[int]:
+def operations(world: int, fn: Callable[[int], None], prepare: Callable[[], object] = int) -> list[int]:
     """How many operations each rank does in `fn(rank)`."""
     with tempfile.TemporaryDirectory(prefix="fullshard-counted-") as folder:
 
@@ -59,7 +68,7 @@ def operations(world: int, fn: Callable[[int], None]) -> list[int]:
             number = counted[0]
             Path(folder, str(rank)).write_text(str(number))
 
-        assert run_killed(world, counting, None) == [DONE] * world
+        assert run_killed(world, counting, None, prepare) == [DONE] * world
         return [int(Path(folder, str(rank)).read_text()) for rank in range(world)]
 
 
@@ -77,7 +86,14 @@ def _watch(fatal: int | None) -> list[int]:
     return counted
 
 
-def _fork(rank: int, world: int, fn: Callable[[int], None], kill: Kill | None, rendezvous: str) -> int:
+def _fork(
+    rank: int,
+    world: int,
+    fn: Callable[[int], None],
+    kill: Kill | None,
+    prepare: Callable[[], object],
+    rendezvous: str,
+) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -87,7 +103,9 @@ def _fork(rank: int, world: int, fn: Callable[[int], None], kill: Kill | None, r
         return pid
     status = BROKE
     try:
-        status = _rank_main(rank, world, fn, kill, rendezvous)
+        _join(rank, world, rendezvous)
+        prepare()
+        status = _rank_main(rank, fn, kill)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -95,7 +113,7 @@ def _fork(rank: int, world: int, fn: Callable[[int], None], kill: Kill | None, r
         os._exit(status)
 
 
-def _rank_main(rank: int, world: int, fn: Callable[[int], None], kill: Kill | None, rendezvous: str) -> int:
+def _join(rank: int, world: int, rendezvous: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     _clear_sharding_prop_cache()
@@ -107,6 +125,9 @@ def _rank_main(rank: int, world: int, fn: Callable[[int], None], kill: Kill | No
             world_size=world,
             timeout=timedelta(seconds=30),
         )
+
+
+def _rank_main(rank: int, fn: Callable[[int], None], kill: Kill | None) -> int:
     if kill is not None and kill.rank == rank:
         if kill.before is not None:
             _watch(kill.before)

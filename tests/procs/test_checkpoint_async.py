@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import checkpoint
+from tests.harness.behaviours import behaviour
 from tests.harness.pool import pool
 
 
@@ -123,6 +124,12 @@ def _failing(rank: int, folder: str) -> None:
     assert version(folder) == 5.0
 
 
+@behaviour(
+    "the failure of an async save is raised by the next save or by close, on all ranks",
+    area="checkpoints",
+    torch="none",
+    reason="DCP's is seen by who asks the future, and by nobody else",
+)
 def test_a_failure_is_raised_by_whatever_comes_next(tmp_path: Path) -> None:
     pool(2).run(_failing, str(tmp_path / "c"))
 
@@ -153,6 +160,12 @@ print("the end of the program")
 """
 
 
+@behaviour(
+    "a process whose last async save ends {end} waits for it, and its exit status says how it ended",
+    area="checkpoints",
+    torch="none",
+    reason="with DCP the job ends as if the checkpoint were there",
+)
 @pytest.mark.parametrize("end", ["well", "fail"])
 def test_the_end_of_the_process_waits_and_tells(end: str, tmp_path: Path) -> None:
     run = subprocess.run(

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import checkpoint
+from fullshard.comm import messenger
+from tests.harness.behaviours import behaviour
 from tests.harness.killed import DONE, RAISED, Kill, operations, run_killed
 
 SHAPE = (5, 3)  # uneven on 2 ranks, one rank without rows on 4
@@ -45,6 +47,11 @@ def saving(folder: Path, version: int, how: str) -> Any:
     return save
 
 
+def meet() -> None:
+    """Make the group on which ranks agree: when a rank is lost in there, its peers wait for torch's store."""
+    messenger(None)
+
+
 def version_of(folder: Path) -> int | None:
     """Which version loads; None when there is no checkpoint. Anything but one whole version fails the test."""
     found: dict[str, Any] = {"model": {"w": torch.zeros(SHAPE), "b": torch.zeros(7, dtype=torch.int64)}, "step": 0}
@@ -64,7 +71,7 @@ def check(tmp_path: Path, world: int, how: str, kill: Kill, before: Path | None)
     shutil.rmtree(folder, ignore_errors=True)
     if before is not None:
         shutil.copytree(before, folder)
-    statuses = run_killed(world, saving(folder, 2, how), kill)
+    statuses = run_killed(world, saving(folder, 2, how), kill, meet)
     assert statuses[kill.rank] in (-signal.SIGKILL, -signal.SIGXFSZ, DONE), statuses
     others = [status for rank, status in enumerate(statuses) if rank != kill.rank]
     assert set(others) <= {DONE, RAISED}, f"{kill}: {statuses}"
@@ -91,12 +98,18 @@ def counted(tmp_path: Path, world: int, how: str, before: Path | None) -> list[i
     folder = tmp_path / "counted"
     if before is not None:
         shutil.copytree(before, folder)
-    found = operations(world, saving(folder, 2, how))
+    found = operations(world, saving(folder, 2, how), meet)
     assert version_of(folder) == 2
     shutil.rmtree(folder)
     return found
 
 
+@behaviour(
+    "a process killed before any file operation of a save leaves the checkpoint before or the new one, whole",
+    area="checkpoints",
+    torch="none",
+    reason="DCP, killed while overwriting at 15 points, lost the checkpoint at 9 and mixed two at 2",
+)
 def test_one_process_killed_before_every_operation(tmp_path: Path, whole: Path) -> None:
     (count,) = counted(tmp_path, 1, "sync", whole)
     assert count >= 15
@@ -110,6 +123,12 @@ def test_a_first_save_is_whole_or_absent(tmp_path: Path) -> None:
     assert found[0] is None and found[-1] == 2 and 1 not in found
 
 
+@behaviour(
+    "a rank of two killed in a save ({how}): the others raise, and the checkpoint before loads",
+    area="checkpoints",
+    torch="none",
+    reason="the same",
+)
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_a_rank_of_two_killed_before_some_operations(how: str, tmp_path: Path, whole: Path) -> None:
     counts = counted(tmp_path, 2, how, whole)
@@ -138,5 +157,6 @@ def test_every_rank_killed_before_every_operation(
     counts = counted(tmp_path, world, how, before)
     points = [Kill(rank, before=n) for rank, count in enumerate(counts) for n in range(count)]
     points += [Kill(rank, beyond=n) for rank in range(world) for n in (0, 1, 7, 8, 64, 200, 400, 700)]
-    for kill in points:
+    # Ranks that do not commit are alike: of four, a part of the points.
+    for kill in points if world < 4 else points[::3]:
         check(tmp_path, world, how, kill, before)

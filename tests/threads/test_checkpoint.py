@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import CheckpointMismatch
+from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
@@ -124,6 +125,12 @@ WORLDS = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (3, 5)]
 ALL_WORLDS = [(a, b) for a in range(1, 7) for b in range(1, 7)]
 
 
+@behaviour(
+    "saved by {a} ranks, loaded by {b}: bitwise, optimizer included",
+    area="checkpoints",
+    torch="none",
+    reason="our own format; DCP's does it too, and is tested elsewhere",
+)
 @pytest.mark.parametrize(("a", "b"), WORLDS)
 def test_any_world_loads_what_any_other_saved(a: int, b: int, tmp_path: Path) -> None:
     expected = run_ranks(a, saved, str(tmp_path / "c"))[0]
@@ -377,6 +384,12 @@ def refused(state: State, folder: Path, **options: Any) -> list[str]:
     return caught.value.problems
 
 
+@behaviour(
+    "missing, unexpected, mis-shaped and mis-typed keys are one error that lists them all",
+    area="checkpoints",
+    torch="none",
+    reason="DCP casts dtypes and drops unexpected keys silently",
+)
 def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     stored = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(1), "d": {"x": 1, "y": "text"}, "e": 1}
     checkpoint.save(stored, checkpoint_id=tmp_path)
@@ -436,6 +449,12 @@ def test_a_mismatch_on_one_rank_is_raised_by_all(tmp_path: Path) -> None:
     assert run_ranks(2, rank_main) == [["shape: b is (3,) here, (2,) in the checkpoint"]] * 2
 
 
+@behaviour(
+    "a value or replica that differs between ranks is an error of the save",
+    area="checkpoints",
+    torch="none",
+    reason="of a step that differs DCP keeps the last writer's",
+)
 def test_ranks_that_differ_are_an_error_before_anything_is_written(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         for state, says in [
@@ -447,18 +466,40 @@ def test_ranks_that_differ_are_an_error_before_anything_is_written(tmp_path: Pat
                 checkpoint.save(state, checkpoint_id=tmp_path / "c")
             assert says in caught.value.problems[0], caught.value.problems
             assert not checkpoint.is_complete(tmp_path / "c")
-        checkpoint.save(
-            {"m": {"step": rank, "b": torch.ones(2) * rank}}, checkpoint_id=tmp_path / "c", take_first=["m.*"]
-        )
-        found = {"m": {"step": 5, "b": torch.ones(2)}}
+        # The first rank writes more than the others already, and its tensor is taken all the same.
+        own: State = {"large": torch.ones(100)} if rank == 0 else {}
+        mine = {"m": {"step": rank, "b": torch.ones(2) * rank}} | own
+        checkpoint.save(mine, checkpoint_id=tmp_path / "c", take_first=["m.*"])
+        found: State = {"m": {"step": 5, "b": torch.ones(2)}, "large": torch.ones(100)}
         checkpoint.load(found, checkpoint_id=tmp_path / "c")
-        assert found["m"]["step"] == 0 and not found["m"]["b"].any()  # type: ignore[attr-defined]
+        assert found["m"]["step"] == 0 and not found["m"]["b"].any()
 
     run_ranks(2, rank_main)
 
 
 class Odd:
     """Nothing that can be saved."""
+
+
+class Failing:
+    """An object whose state cannot be taken on the second rank."""
+
+    def state_dict(self) -> State:
+        if dist.get_rank() == 1:
+            raise ValueError("not now")
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError
+
+
+def test_an_object_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        with pytest.raises(CheckpointMismatch, match=r"state_dict\(\) raised ValueError: not now"):
+            checkpoint.save({"loader": Failing(), "n": 1}, checkpoint_id=tmp_path / "c")
+
+    run_ranks(2, rank_main)
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_cannot_be_saved_is_listed_before_anything_is_written(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import RandomState, derived_seed
+from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks
 from tests.harness.models import seeded
 
@@ -105,6 +106,12 @@ def stopped(rank: int, folder: str) -> tuple[list[float], list[float], list[floa
     return straight, losses + second.train(range(start, 7)), [float(second.scaler.get_scale())]
 
 
+@behaviour(
+    "a training of {world} ranks with dropout, schedule and scaler goes on bitwise after a stop",
+    area="checkpoints",
+    torch="none",
+    reason="random state is derived from seed, step and rank",
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_stopped_training_goes_on_bitwise(world: int, tmp_path: Path) -> None:
     """In processes: ranks that are threads share one random state."""

@@ -66,8 +66,11 @@ class Background:
         """Copy, and leave the rest to a thread."""
         self.settle(messenger, path)
         copies = _Copies(self._buffers)
-        taken = snapshot(flatten(state_dict), copies.copy)
-        copies.finish()
+        try:
+            taken = snapshot(flatten(state_dict), copies.copy)
+            copies.finish()
+        except (RuntimeError, MemoryError) as error:  # no memory for the copy: the other ranks have to know
+            taken = Snapshot([], {}, [f"its copy on the host: {error}"])
         self._buffers = copies.made
         future = self._last = SaveFuture()
         _pending.append(future)

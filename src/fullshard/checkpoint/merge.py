@@ -80,6 +80,7 @@ class _Merging:
         self.compared: list[list[bool]] = []
         self.problems: list[str] = []
         self.first: dict[str, int] = {}
+        self.holder: dict[tuple[str, Box], int] = {}
 
     def tensor(self, rank: int, path: Path, dtype: str, shape: tuple[int, ...], box: Any) -> Held:
         key, described = key_of(path), Described(path, dtype, shape)
@@ -96,6 +97,9 @@ class _Merging:
         if box is None:  # on a mesh that this rank is no part of
             return Held(key, Box((0,) * len(shape), (0,) * len(shape)), 0)
         part = Box(tuple(box[0]), tuple(box[1]))
+        holder = self.holder.setdefault((key, part), rank)
+        if holder != rank and matches(key, self.take_first):
+            return Held(key, part, 0)  # another rank's is taken, whatever this one has
         return Held(key, part, part.numel * itemsize(dtype))
 
     def value(self, rank: int, path: Path, digest: str) -> None:

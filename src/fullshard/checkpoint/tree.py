@@ -67,7 +67,11 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
                     f"optimizer, which numbers them; take it with get_state_dict(model, optimizer)"
                 )
                 return
-            state = value.state_dict()
+            try:
+                state = value.state_dict()
+            except Exception as error:
+                tree.problems.append(f"{key_of(path)}: its state_dict() raised {type(error).__name__}: {error}")
+                return
             descend_dict(path, state)
             tree.stateful.append((value, state))
         elif isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
