@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.layout.gather import PAIRWISE_PARAMETER_NBYTES
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 from tests.harness.models import seeded
@@ -19,11 +20,11 @@ KNOWN = ("bool", "complex64", "int64", "float64")
 
 
 class Quantised(nn.Module):
-    """A frozen weight of `dtype` with five rows; unless it is alone, a trained bias of a dtype that all know."""
+    """A frozen weight of `dtype`; unless it is alone, a trained bias of a dtype that all know."""
 
-    def __init__(self, dtype: torch.dtype, alone: bool) -> None:
+    def __init__(self, dtype: torch.dtype, alone: bool, rows: int) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.arange(15.0).view(5, 3).to(dtype), requires_grad=False)
+        self.table = nn.Parameter((torch.arange(3.0 * rows) % 11).view(rows, 3).to(dtype), requires_grad=False)
         self.bias = None if alone else nn.Parameter(torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,10 +33,10 @@ class Quantised(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def _frozen(rank: int, name: str, dtype: str, alone: bool) -> None:
+def _frozen(rank: int, name: str, dtype: str, alone: bool, rows: int = 5) -> None:
     impl: Implementation = {"torch": TORCH, "fullshard": FULLSHARD}[name]
-    plain = Quantised(getattr(torch, dtype), alone)
-    model: Any = nn.Sequential(Quantised(getattr(torch, dtype), alone), seeded(lambda: nn.Linear(3, 3)))
+    plain = Quantised(getattr(torch, dtype), alone, rows)
+    model: Any = nn.Sequential(Quantised(getattr(torch, dtype), alone, rows), seeded(lambda: nn.Linear(3, 3)))
     expected = 2 * 2 * model[1].weight.detach().sum(0)  # two batches of two rows
     impl.fully_shard(model[0], reshard_after_forward=True)
     impl.fully_shard(model)
@@ -77,6 +78,13 @@ def test_frozen_parameters_of_dtypes_that_gloo_knows() -> None:
     for dtype in KNOWN:
         for alone in (False, True):
             pool(2).run(_frozen, "fullshard", dtype, alone)
+
+
+def test_a_large_weight_that_goes_from_rank_to_rank() -> None:
+    """Without a collective, because of its size (comm/pairs.py)."""
+    rows = PAIRWISE_PARAMETER_NBYTES  # of three bytes, over two ranks
+    for alone in (False, True):
+        pool(2).run(_frozen, "fullshard", "float8_e4m3fn", alone, rows)
 
 
 def _trained(rank: int, world: int) -> None:

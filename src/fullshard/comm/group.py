@@ -31,7 +31,21 @@ from torch.distributed.distributed_c10d import (
 from ..layout import groups_messages, sends_in_pairs
 from . import pairs
 from .pairs import Work as Work
-from .pairs import carried
+
+# Dtypes that every backend has collectives for; others (float8 and int16 weights, complex numbers on NCCL) travel as
+# bytes.
+_CARRIED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
 
 # Sums and means over ranks, as backends are asked for them.
 SUM = dist.ReduceOp.SUM
@@ -57,7 +71,7 @@ class ShardGroup:
         """`piece` (n,) of all ranks into `out` (world * n,); both contiguous, the same dtype."""
         options = AllgatherOptions()
         options.asyncOp = True
-        return self.process_group._allgather_base(carried(out), carried(piece), options)
+        return self.process_group._allgather_base(_carried(out), _carried(piece), options)
 
     @property
     def sends_in_pairs(self) -> bool:
@@ -71,7 +85,7 @@ class ShardGroup:
         if len(outs) > 1 and groups_messages(self.backend):
             options = AllgatherOptions()
             options.asyncOp = True
-            known = [carried(out) for out in outs], [carried(piece) for piece in pieces]
+            known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
             return [self.process_group.allgather_into_tensor_coalesced(*known, options)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
@@ -82,7 +96,7 @@ class ShardGroup:
         """
         options = AllToAllOptions()
         options.asyncOp = True
-        out, pieces, ratio = carried(out), carried(pieces), out.element_size() // carried(out).element_size()
+        out, pieces, ratio = _carried(out), _carried(pieces), out.element_size() // _carried(out).element_size()
         numels = [ratio * numel for numel in numels]
         arriving = [numels[self.rank]] * self.world if numels else []
         return self.process_group.alltoall_base(out, pieces, arriving, numels, options)
@@ -111,6 +125,11 @@ class ShardGroup:
         made = dist.new_group(list(self.ranks), use_local_synchronization=True, group_desc="fullshard_reduce")
         assert isinstance(made, dist.ProcessGroup)
         return ShardGroup(made, self.device)
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """`tensor`, contiguous and only to be moved, in a dtype that backends know."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
 
 
 class Alone(ShardGroup):

@@ -2,7 +2,7 @@
 
 For backends whose collectives copy what they carry once more, and want it in one contiguous buffer (gloo). A collective
 there is work for a pool of threads; a send or a receive is a system call here and now, and its bytes move in the
-background. Whether that pays is a matter of size: `layout.gather`.
+background, of whatever dtype. Whether that pays is a matter of size: `layout.gather`.
 
 Ranks issue the same messages in the same order, as they do with collectives; between two ranks those of equal tag match
 in that order. The tags are ours, so that a user's own `send` and `recv` on the same group are not mistaken for them.
@@ -21,30 +21,10 @@ PARAMETERS_TAG = 0x66736864
 GRADIENTS_TAG = PARAMETERS_TAG + 1
 
 
-# Dtypes that every backend knows; others (float8 and int16 weights, complex numbers on NCCL) travel as bytes.
-_KNOWN = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-    }
-)
-
-
 class Work(Protocol):
     """A message under way."""
 
     def wait(self) -> object: ...
-
-
-def carried(tensor: Tensor) -> Tensor:
-    """`tensor`, contiguous and only to be moved, in a dtype that backends know."""
-    return tensor if tensor.dtype in _KNOWN else tensor.view(torch.uint8)
 
 
 def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
@@ -70,9 +50,9 @@ def exchange_each(
     works: list[Work] = []
     # All receives first: bytes that arrive before their receive is posted wait in the sender's socket.
     for peer, tensors in arriving.items():
-        works += [group.recv([carried(tensor)], peer, tag) for tensor in tensors if tensor.numel()]
+        works += [group.recv([tensor], peer, tag) for tensor in tensors if tensor.numel()]
     # Rank r begins with r + 1, so that not everybody sends to rank 0 first.
     for step in range(1, world):
         peer = (rank + step) % world
-        works += [group.send([carried(tensor)], peer, tag) for tensor in leaving[peer] if tensor.numel()]
+        works += [group.send([tensor], peer, tag) for tensor in leaving[peer] if tensor.numel()]
     return works
