@@ -11,7 +11,6 @@ The mathematics does not know how many ranks there are: the global batch is fixe
 
 from __future__ import annotations
 
-import hashlib
 import math
 import signal
 import time
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard import clip_grad_norm_
+from fullshard import checkpoint, clip_grad_norm_
 from fullshard.train.config import Config
 from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, windows
@@ -92,13 +91,6 @@ def learning_rate(config: Config, step: int) -> float:
     return keys.lr * (keys.min_lr_ratio + (1 - keys.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed torch's random numbers for a step: a function of (seed, step, rank) alone, so that they are the same after a
-    stop as without one, and defined on any number of ranks."""
-    digest = hashlib.sha256(f"{seed}:step:{step}:rank:{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
 class Trainer:
     """Model, optimizer and data of one rank, and what is done with them in a step."""
 
@@ -124,6 +116,8 @@ class Trainer:
         self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
         self.flop_per_token = flop_per_token(model.shape, sum(p.numel() for p in model.parameters()))
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
+        # Random numbers of a step are those of (seed, step, rank): the same after a stop as without one.
+        self.random = checkpoint.RandomState(keys.seed, world.rank)
         self.held = StateBytes(0, 0, 0)
         self.stopped_by = 0  # the signal that some rank got before the last step's figures were summed
 
@@ -151,7 +145,7 @@ class Trainer:
     def step(self, step: int) -> StepRecord:
         begun = time.monotonic()
         keys = self.config.training
-        seed_step(keys.seed, step, self.world.rank)
+        self.random.begin(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
