@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fullshard
 from tests.harness.behaviours import behaviour
@@ -31,7 +32,7 @@ EPS = 256
 @contextlib.contextmanager
 def accelerator_of(rank: int, impl: str, **options: Any) -> Iterator[Any]:
     """An Accelerator that believes it is on machines with FSDP2; `options` of its plugin, and mixed_precision."""
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     # The address is only looked for: the group that the ranks are in already is used.
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
     import accelerate
@@ -71,7 +72,7 @@ def _prepared(rank: int, impl: str, tied: bool, options: dict[str, Any]) -> Any:
         norms = []
         for step in range(STEPS):
             for micro in range(2):
-                batch = tokens(2 * step + micro, WORLD)
+                batch = tokens(2 * step + micro, dist.get_world_size())
                 with accelerator.no_sync(model) if micro == 0 else contextlib.nullcontext():
                     accelerator.backward(loss_of(model, own(batch, rank)))
                 loss_of(plain, batch).backward()
@@ -121,7 +122,10 @@ def _mixed(rank: int, impl: str) -> tuple[list[float], set[torch.dtype], torch.d
         model, optimizer = accelerator._prepare_fsdp2(model, adamw(model.parameters()))
         losses = []
         for _ in range(6):
-            output = model(input_ids=own(tokens(0, WORLD), rank), labels=own(tokens(0, WORLD), rank))
+            output = model(
+                input_ids=own(tokens(0, dist.get_world_size()), rank),
+                labels=own(tokens(0, dist.get_world_size()), rank),
+            )
             accelerator.backward(output.loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
 
 import fullshard
 from tests.harness.behaviours import behaviour
@@ -54,7 +54,7 @@ def _saved_and_loaded(rank: int, impl: str, kind: str, folder: str) -> tuple[Tra
 def _train(accelerator: Any, model: Any, optimizer: Any, rank: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        loss = loss_of(model, own(tokens(step, WORLD), rank))
+        loss = loss_of(model, own(tokens(step, dist.get_world_size()), rank))
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -66,19 +66,20 @@ def _train(accelerator: Any, model: Any, optimizer: Any, rank: int, steps: range
 @for_each_implementation
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_a_saved_state_goes_on(impl: Any, kind: str, tmp_path: Path) -> None:
-    plain = llama(tied=True)
-    whole = adamw(plain.parameters())
-    train(plain, whole, None, WORLD, STEPS)
-    whole.param_groups[0]["lr"] /= 2
-    expected = _plain_from(plain, whole)
+    expected = plain_training(WORLD)
     for trained, _, rate in pool(WORLD).run(_saved_and_loaded, impl.name, kind, str(tmp_path), timeout=TIMEOUT):
         assert rate == 0.005
         assert_same_training(trained, expected, EPS)
 
 
-def _plain_from(plain: nn.Module, whole: torch.optim.Optimizer) -> Trained:
+def plain_training(world: int) -> Trained:
+    """One process, whose rate is halved in the middle."""
+    plain = llama(tied=True)
+    whole = adamw(plain.parameters())
+    train(plain, whole, None, world, STEPS)
+    whole.param_groups[0]["lr"] /= 2
     for step in range(STEPS, 2 * STEPS):
-        loss_of(plain, tokens(step, WORLD)).backward()
+        loss_of(plain, tokens(step, world)).backward()
         whole.step()
         whole.zero_grad()
     return collect(plain, whole)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.harness.behaviours import behaviour
@@ -30,7 +31,7 @@ CASE = BY_NAME["transformer"]
 
 def _fabric(rank: int, impl: str, *, one_file: bool) -> Any:
     """A Fabric on the group that the ranks are in; the strategy shards what it sets up over its mesh."""
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never asked: the group is there
     from lightning import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment
@@ -43,12 +44,14 @@ def _fabric(rank: int, impl: str, *, one_file: bool) -> Any:
 
     strategy = ModelParallelStrategy(
         parallelize_fn=parallelize,
-        data_parallel_size=WORLD,
+        data_parallel_size=dist.get_world_size(),
         tensor_parallel_size=1,
         save_distributed_checkpoint=not one_file,
         process_group_backend="gloo",
     )
-    fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=strategy, plugins=[LightningEnvironment()])
+    fabric = Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[LightningEnvironment()]
+    )
     fabric.launch()
     return fabric
 
@@ -68,8 +71,8 @@ def _training(rank: int, impl: str, one_file: bool, folder: str) -> tuple[Any, .
                 early += [
                     tuple(p.grad.shape) for p in model.parameters() if type(p.grad) is torch.distributed.tensor.DTensor
                 ]
-            for each in range(WORLD):
-                (CASE.loss(plain, CASE.batch(MICROS * step + micro, each)) / WORLD).backward()
+            for each in range(dist.get_world_size()):
+                (CASE.loss(plain, CASE.batch(MICROS * step + micro, each)) / dist.get_world_size()).backward()
         norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
         norms.append((full_copy(norm), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
         for done in (optimizer, whole):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.harness.behaviours import behaviour
@@ -26,7 +27,7 @@ CASE = BY_NAME["transformer"]
 
 def _trainer(rank: int, *, one_file: bool = True, plugins: tuple[Any, ...] = (), **options: Any) -> Any:
     """A Trainer on the group that the ranks are in, without what it writes and draws by itself."""
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never asked: the group is there
     # Lightning asks torch's pytrees in a way that torch has deprecated.
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
@@ -35,14 +36,14 @@ def _trainer(rank: int, *, one_file: bool = True, plugins: tuple[Any, ...] = (),
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     strategy = ModelParallelStrategy(
-        data_parallel_size=WORLD,
+        data_parallel_size=dist.get_world_size(),
         tensor_parallel_size=1,
         save_distributed_checkpoint=not one_file,
         process_group_backend="gloo",
     )
     return Trainer(
         accelerator="cpu",
-        devices=WORLD,
+        devices=dist.get_world_size(),
         strategy=strategy,
         plugins=[LightningEnvironment(), *plugins],
         logger=False,
@@ -99,21 +100,21 @@ def _batches(epoch: int, rank: int) -> list[Any]:
     return [CASE.batch(STEPS * MICROS * epoch + number, rank) for number in range(STEPS * MICROS)]
 
 
-def _plain(epochs: int) -> tuple[Trained, list[float]]:
+def plain(epochs: int, world: int) -> tuple[Trained, list[float]]:
     """One process: accumulation of two batches, clipping, AdamW; and the validation losses after each epoch."""
     model = CASE.build()
     optimizer = adamw(model.parameters())
     seen = []
     for epoch in range(epochs):
         for number in range(STEPS * MICROS):
-            for rank in range(WORLD):
-                (CASE.loss(model, _batches(epoch, rank)[number]) / WORLD / MICROS).backward()
+            for rank in range(world):
+                (CASE.loss(model, _batches(epoch, rank)[number]) / world / MICROS).backward()
             if number % MICROS == MICROS - 1:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
         with torch.no_grad():
-            seen.append(sum(CASE.loss(model, CASE.batch(99, rank)).item() for rank in range(WORLD)) / WORLD)
+            seen.append(sum(CASE.loss(model, CASE.batch(99, rank)).item() for rank in range(world)) / world)
     return collect(model, optimizer), seen
 
 
@@ -146,7 +147,7 @@ def _fit(rank: int, impl: str, one_file: bool, folder: str) -> list[Any]:
 def test_the_trainer_trains_and_resumes(impl: Any, one_file: bool, tmp_path: Path) -> None:
     ranks = pool(WORLD).run(_fit, impl.name, one_file, str(tmp_path), timeout=TIMEOUT)
     for epochs in (1, 2):
-        expected, seen = _plain(epochs)
+        expected, seen = plain(epochs, WORLD)
         for found in ranks:
             assert_same_training(found[epochs - 1][0], expected, 512)
             assert found[epochs - 1][1] == pytest.approx(seen[-1], rel=1e-4)

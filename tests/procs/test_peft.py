@@ -40,13 +40,13 @@ def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _training(rank: int, impl: str) -> tuple[Any, Any, set[str], set[Any]]:
     plain, model = _adapted(), _adapted()
     sharded(IMPLEMENTATIONS[impl].fully_shard, model)
-    loss_of(model, own(tokens(9, WORLD), rank)).backward()
+    loss_of(model, own(tokens(9, dist.get_world_size()), rank)).backward()
     with_gradient = {name for name, param in model.named_parameters() if param.grad is not None}
     dtypes = {(param.dtype, param.requires_grad, isinstance(param, DTensor)) for param in model.parameters()}
     model.zero_grad()
     optimizer, whole = adamw(_trainable(model)), adamw(_trainable(plain))
-    train(model, optimizer, rank, WORLD, STEPS)
-    train(plain, whole, None, WORLD, STEPS)
+    train(model, optimizer, rank, dist.get_world_size(), STEPS)
+    train(plain, whole, None, dist.get_world_size(), STEPS)
     return collect(model, optimizer), collect(plain, whole), with_gradient, dtypes
 
 

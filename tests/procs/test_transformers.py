@@ -29,12 +29,18 @@ each_tie = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"]
 def _training(rank: int, impl: str, tied: bool) -> tuple[Any, Any, list[float], list[float], bool]:
     plain, model = llama(tied=tied), sharded(IMPLEMENTATIONS[impl].fully_shard, llama(tied=tied))
     optimizer, whole = adamw(model.parameters()), adamw(plain.parameters())
-    losses = train(model, optimizer, rank, WORLD, STEPS)
+    losses = train(model, optimizer, rank, dist.get_world_size(), STEPS)
     means = torch.tensor(losses)
     dist.all_reduce(means, op=dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
-    expected = train(plain, whole, None, WORLD, STEPS)
+    expected = train(plain, whole, None, dist.get_world_size(), STEPS)
     together = model.lm_head.weight is model.get_input_embeddings().weight
-    return collect(model, optimizer), collect(plain, whole), (means / WORLD).tolist(), expected, together
+    return (
+        collect(model, optimizer),
+        collect(plain, whole),
+        (means / dist.get_world_size()).tolist(),
+        expected,
+        together,
+    )
 
 
 @behaviour("transformers: a Llama, tied and untied, trains as one process", area="packages")
@@ -137,7 +143,7 @@ def _outputs(rank: int, impl: str) -> tuple[str, Any, Any, Any, bool]:
     implementation = IMPLEMENTATIONS[impl]
     policy = implementation.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = implementation.fully_shard(llama(tied=False), mp_policy=policy)
-    output = model(input_ids=own(tokens(0, WORLD), rank), use_cache=True)
+    output = model(input_ids=own(tokens(0, dist.get_world_size()), rank), use_cache=True)
     assert output.past_key_values.get_seq_length() == 9
     return (
         type(output).__name__,
