@@ -4,7 +4,8 @@
     python -m benchmarks.host --profile "+ shards"  where the time of one way goes (cProfile)
 
 A step is forward, backward, optimizer.step() and zero_grad() of a chain of blocks with nine parameters each, as in
-Llama. The figure is (step - step of the bare model) / blocks, in milliseconds, medians over interleaved rounds.
+Llama. The figure is (step - step of the bare model) / blocks, in milliseconds of CPU time (which is time, on a machine
+that does nothing else), medians over interleaved rounds.
 
     bare         the same blocks, not sharded, torch's optimizer on plain tensors
     fsdp2        torch's fully_shard on every block and on the model
@@ -117,10 +118,10 @@ def measure(shape: ModelShape, mixed: bool, rounds: int) -> dict[str, list[float
     try:
         for _ in range(rounds):
             for way, step in steps.items():
-                start = time.perf_counter()
+                start = time.process_time()
                 for _ in range(3):
                     step()
-                times[way].append((time.perf_counter() - start) / 3)
+                times[way].append((time.process_time() - start) / 3)
             gc.collect()
     finally:
         gc.enable()
@@ -154,7 +155,7 @@ def profile(shape: ModelShape, way: str) -> None:
     step = stepper(way, shape, mixed=False)
     for _ in range(4):
         step()
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.process_time)
     profiler.enable()
     for _ in range(50):
         step()

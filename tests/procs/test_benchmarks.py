@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def _last_line(*arguments: str) -> dict[str, object]:
+def _last_line(*arguments: str, timeout_s: float = 110) -> dict[str, object]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", *arguments, "--tiny"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout.splitlines()[-1])
     assert isinstance(answer, dict)
@@ -89,3 +89,31 @@ def test_loss_curve() -> None:
 def test_memory() -> None:
     for result in _last_line("benchmarks.memory", "--worlds", "2")["results"]:
         assert all(0 < way["forward"] and 0 < way["backward"] for way in result["ways"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+def test_gpu_step() -> None:
+    """On a CPU everything but the calls of CUDA runs."""
+    arguments = ("--device", "cpu", "--rounds", "1", "--shapes", "8B", "--precisions", "mixed", "--groups", "fake 8")
+    answer = _last_line("benchmarks.gpu_step", *arguments, "--ways", "fsdp2", "fullshard", timeout_s=280)
+    (result,) = answer["results"]
+    assert (result["precision"], result["group"]) == ("mixed", "fake 8")
+    rows = result["ways"]
+    assert set(rows) == {"bare", "fsdp2", "fullshard"} and rows["bare"]["ratio"] == 1.0
+    assert sum(rows["bare"]["kernels_beyond_bare"]["compute"].values()) == 0
+    assert rows["fullshard"]["kernels_beyond_bare"]["compute"]["aten::_foreach_copy_"] > 0
+    assert rows["fullshard"]["memory"]["finite"] in (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+def test_peers_that_are_missing_are_named() -> None:
+    answer = _last_line("benchmarks.peers", "--workloads", "light", "--rounds", "1", timeout_s=280)
+    results = answer["results"]
+    assert isinstance(results, dict)
+    assert (
+        set(results["missing"]) == {"deepspeed", "megatron-fsdp"} and "pip install" in results["missing"]["deepspeed"]
+    )
+    (table,) = results["tables"]
+    assert set(table["ways"]) == {"fsdp2", "fullshard"} and table["ways"]["fullshard"]["losses_agree"]

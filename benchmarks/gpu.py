@@ -1,0 +1,115 @@
+"""Everything that needs a GPU, in one call under ten minutes: tests, step times, memory, host time; one table.
+
+    python -m benchmarks.gpu                        on a machine with one CUDA device
+    python -m benchmarks.gpu --device cpu --tiny    the script itself, on any machine
+
+Each part runs in a process of its own and may fail without the others; what it printed is below the table's line of
+that part, and in the last line, which is JSON. A part that would not fit into what is left of `--minutes` is left out
+and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.common import facts
+
+
+class Part(NamedTuple):
+    """A command, and the seconds that it is given at most."""
+
+    name: str
+    command: list[str]
+    limit_s: float
+    # The options that try the script itself.
+    tiny: list[str]
+
+
+def parts(device: str) -> list[Part]:
+    """In the order of their worth, should the time not suffice."""
+    on_device = ["--device", device]
+    gpu_step = ["benchmarks.gpu_step", *on_device]
+    small = ["--tiny", "--rounds", "1"]
+    return [
+        Part("tests", ["pytest", "-q", "tests/gpu"], 120, ["--collect-only"]),
+        Part(
+            "step, 8B-shaped", [*gpu_step, "--shapes", "8B"], 210, [*small, "--groups", "fake 8", "--ways", "fullshard"]
+        ),
+        Part("memory", ["benchmarks.memory", *on_device, "--worlds", "8"], 120, ["--tiny"]),
+        Part(
+            "step, 1B-shaped",
+            [*gpu_step, "--shapes", "1B"],
+            150,
+            [*small, "--groups", "world 1", "--precisions", "bf16"],
+        ),
+        Part("host", ["benchmarks.host", "--rounds", "20"], 60, small),
+    ]
+
+
+def run(part: Part, *, tiny: bool, limit_s: float) -> dict[str, Any]:
+    """Run it; what came of it, in seconds and text. The last line of a benchmark is JSON."""
+    command = [sys.executable, "-m", *part.command, *(part.tiny if tiny else [])]
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        code, text, errors = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as expired:
+        code, errors = -1, f"ran past {limit_s:.0f} s"
+        text = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
+    lines = text.strip().splitlines()
+    figures: Any = None
+    if lines and lines[-1].startswith("{"):
+        figures = json.loads(lines.pop())
+    found = {
+        "ok": code == 0,
+        "seconds": round(time.monotonic() - begun, 1),
+        "text": "\n".join(lines),
+        "figures": figures,
+    }
+    if code:
+        found["error"] = "\n".join(errors.strip().splitlines()[-5:])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for all parts together (default: 9.5)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "gpu: expected a CUDA device, found none; run it on a machine with one, or with --device cpu --tiny"
+        )
+    end = time.monotonic() + 60 * options.minutes
+    results: dict[str, Any] = {}
+    for part in parts(options.device):
+        left = end - time.monotonic()
+        if left < 15:
+            results[part.name] = {"ok": False, "seconds": 0.0, "text": "", "figures": None, "error": "no time left"}
+        else:
+            results[part.name] = run(part, tiny=options.tiny, limit_s=min(left, part.limit_s))
+        found = results[part.name]
+        print(f"\n==== {part.name}: {'ok' if found['ok'] else 'FAILED'}, {found['seconds']:.0f} s ====")
+        print(found["text"])
+        if "error" in found:
+            print(found["error"])
+        sys.stdout.flush()
+    print(f"\n{'part':20} {'result':>8} {'seconds':>8}")
+    for name, found in results.items():
+        print(f"{name:20} {'ok' if found['ok'] else 'FAILED':>8} {found['seconds']:8.1f}")
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    answers = {name: {key: found[key] for key in ("ok", "seconds", "figures")} for name, found in results.items()}
+    print()
+    print(json.dumps({"benchmark": "gpu", "facts": facts(), "device": device, "results": answers}))
+
+
+if __name__ == "__main__":
+    main()
