@@ -109,6 +109,7 @@ __all__ = [
     "push_saved_tensor_hooks",
     "queue_backward_callback",
     "root_mesh",
+    "same_spec",
     "saved_tensor_hooks_allowed",
     "set_local",
     "settled",
@@ -119,6 +120,7 @@ __all__ = [
     "dtensor_without_data",
     "top_saved_tensor_hooks",
     "version_of",
+    "versions_of",
     "with_tensor_hooks",
     "without_transforms",
 ]
@@ -205,7 +207,12 @@ def sharded_parameter(
 
 def local_of(parameter: Tensor) -> Tensor:
     """The local tensor of a DTensor as it is held, without a view or autograd in between."""
-    return cast(Tensor, cast(Any, parameter)._local_tensor)
+    return parameter._local_tensor  # type: ignore[attr-defined,no-any-return]  # no cast: called often
+
+
+def same_spec(a: Tensor, b: Tensor) -> bool:
+    """Whether two DTensors share the object that says how they are placed, as those of `dtensor_like` do."""
+    return a._spec is b._spec  # type: ignore[attr-defined]
 
 
 def all_hold(parameters: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
@@ -214,6 +221,7 @@ def all_hold(parameters: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
 
 
 _get_local = operator.attrgetter("_local_tensor")
+_get_version = operator.attrgetter("_version")
 
 
 def set_local(parameter: Tensor, local: Tensor) -> None:
@@ -236,6 +244,11 @@ def settled(tensor: Tensor) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """Counts the in-place writes to a tensor and its views, except those through `.data`."""
     return tensor._version
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """`version_of` each; no Python per item. Raises `RuntimeError` for one that was made in inference mode."""
+    return list(map(_get_version, tensors))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch_compat import dtensor_like, local_of
+from .._torch_compat import dtensor_like, local_of, same_spec
 from ..param import PendingGrad, SteppedGrad
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -137,9 +137,10 @@ def _stepping(original: type[Optimizer]) -> Any:
 class _Mirror:
     """One sharded parameter as the optimizer sees it during a step."""
 
-    __slots__ = ("inner", "local", "outer", "proxy", "values")
+    __slots__ = ("inner", "local", "outer", "parameter", "proxy", "values")
 
-    def __init__(self, local: Tensor) -> None:
+    def __init__(self, parameter: Tensor, local: Tensor) -> None:
+        self.parameter = parameter
         self.local = local
         # Shares memory and version counter; `.grad` on it is nobody else's.
         self.proxy = local.detach()
@@ -159,11 +160,13 @@ class _Mirror:
         self.inner = {key: local_of(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
         self._note(outer)
 
-    def publish(self, parameter: Tensor, outer: dict[Any, Any]) -> None:
+    def is_shown(self) -> bool:
+        """Whether a step added and replaced nothing."""
+        return len(self.inner) == len(self.values) and all(map(self._shows, self.inner.values(), self.values))
+
+    def publish(self, outer: dict[Any, Any]) -> None:
         """Show in `outer` what a step added or replaced."""
-        inner = self.inner
-        if len(inner) == len(self.values) and all(map(self._shows, inner.values(), self.values)):
-            return
+        inner, parameter = self.inner, self.parameter
         shape = self.local.shape
         for key, value in inner.items():
             old = outer.get(key)
@@ -191,12 +194,13 @@ class _Shards:
     def __init__(self, optimizer: Optimizer, parts: Parts) -> None:
         self._optimizer = optimizer
         self._parts = parts
-        self._mirrors: dict[Tensor, _Mirror] = optimizer.__dict__[_ATTRIBUTE]
+        # By the identity of the parameter: hashing a tensor is Python.
+        self._mirrors: dict[int, _Mirror] = optimizer.__dict__[_ATTRIBUTE]
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._all_groups = optimizer.param_groups
         self._state = optimizer.state
         self._in_backward = AROUND in optimizer.__dict__
-        self._used: list[tuple[Tensor, _Mirror]] = []
+        self._used: list[_Mirror] = []
 
     def put(self) -> None:
         outer_state = self._state
@@ -210,17 +214,18 @@ class _Shards:
                     proxies.append(parameter)
                     continue
                 local = local_of(parameter)
-                mirror = self._mirrors.get(parameter)
-                if mirror is None or mirror.local is not local:
-                    mirror = self._mirrors[parameter] = _Mirror(local)
-                if parameter in outer_state:
-                    mirror.refresh(outer_state[parameter])
+                mirror = self._mirrors.get(id(parameter))
+                if mirror is None or mirror.local is not local or mirror.parameter is not parameter:
+                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter, local)
+                outer = outer_state.get(parameter)
+                if outer is not None:
+                    mirror.refresh(outer)
                 elif mirror.outer is not None:
-                    mirror = self._mirrors[parameter] = _Mirror(local)
+                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter, local)
                 mirror.proxy.grad = _local_gradient(parameter, may_be_stepped=self._in_backward)
                 inner_state[mirror.proxy] = mirror.inner
                 proxies.append(mirror.proxy)
-                self._used.append((parameter, mirror))
+                self._used.append(mirror)
             self._groups.append((group, group["params"]))
             group["params"] = proxies
         self._optimizer.param_groups = [group for group, _ in self._groups]
@@ -233,10 +238,10 @@ class _Shards:
             group["params"] = parameters
         self._optimizer.param_groups = self._all_groups
         self._optimizer.state = outer_state
-        for parameter, mirror in self._used:
+        for mirror in self._used:
             mirror.proxy.grad = None
-            if mirror.inner:
-                mirror.publish(parameter, outer_state[parameter])
+            if not mirror.is_shown():
+                mirror.publish(outer_state[mirror.parameter])
         if inner_state is not outer_state:
             for _, parameters in self._parts:
                 for parameter in parameters:
@@ -255,6 +260,6 @@ def _local_gradient(parameter: DTensor, *, may_be_stepped: bool) -> Tensor | Non
             f"expected a DTensor on the .grad of a sharded parameter of shape {tuple(parameter.shape)}, found "
             f"{type(gradient).__name__}; leave .grad as backward made it, or assign a DTensor with its placements"
         )
-    if gradient.placements != parameter.placements:
+    if not same_spec(gradient, parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return local_of(gradient)

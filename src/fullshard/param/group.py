@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from .._torch_compat import all_hold, hand_over_hooks, local_of, set_local, settled, sharded_parameter, version_of
+from .._torch_compat import all_hold, hand_over_hooks, local_of, set_local, settled, sharded_parameter, versions_of
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
@@ -267,7 +267,7 @@ class ParamGroup:
 
     def versions(self) -> tuple[int, ...]:
         """Changes whenever a shard is written, through the DTensor or its local tensor (not through .data)."""
-        return tuple([version_of(p.sharded) + version_of(p.local) for p in self.params])
+        return (*versions_of(self._shards), *versions_of(self._locals))
 
 
 class DtypeChanged(Exception):

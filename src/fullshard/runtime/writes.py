@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import in_transform, local_of, version_of
+from .._torch_compat import in_transform, local_of, version_of, versions_of
 from ..param import ExtensionGroup, ShardedParam
 from .unit import Unit
 
@@ -54,7 +54,11 @@ def _params(unit: Unit) -> list[ShardedParam]:
 
 
 def _versions(unit: Unit) -> list[int]:
-    return [0 if param.full.is_inference() else version_of(param.full) for param in _params(unit)]
+    fulls = [param.full for param in _params(unit)]
+    try:
+        return versions_of(fulls)
+    except RuntimeError:  # some are of inference mode, and count nothing
+        return [0 if full.is_inference() else version_of(full) for full in fulls]
 
 
 def _sums(unit: Unit) -> list[int]:
