@@ -9,9 +9,11 @@ Figures are bytes per element of one block (`P`).
     forward, backward    the most that exists at once in that half of the step, beyond the shards and the gradient
                          shards that the step leaves; buffers that are kept from step to step are part of it
     fsdp2, fsdp1         torch's; on a CPU they gather when needed, and wait: less memory, and no overlap
-    gloo plan            ours, as it is on a CPU
-    NCCL plan            ours, as it is on a GPU: buffers are not kept, gradients are the send buffers
-    in flight            FULLSHARD_REDUCTIONS: how many reductions may be under way
+    gloo plan            ours, as it is on a CPU for blocks of an 8B model
+    NCCL plan            ours, as it is on a GPU: buffers are not kept, gradients are the send buffers, and with them
+                         the messages take 3/4 of what the largest unit needs by itself
+    in flight            FULLSHARD_REDUCTIONS: how many reductions may be under way (default 2)
+    3/4 gP               `set_gradient_bytes` of 3/4 of the gradients of a block; "2 in flight": without that limit
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import ModelShape, print_json
-from benchmarks.counting import MemoryCounter, nccl_plan
+from benchmarks.counting import MemoryCounter, gloo_plan, nccl_plan
 from benchmarks.host import Chain
 
 # A sixteenth of the elements of a Llama-3-8B block each; grouped-query attention is left out, all four are square.
@@ -47,6 +49,8 @@ class Way(NamedTuple):
     library: str
     nccl: bool = False
     settings: tuple[tuple[str, str], ...] = ()
+    # `set_gradient_bytes`, in gradients of one block; None: the default.
+    gradient_bytes: float | None = None
 
 
 def _flights(count: int) -> tuple[tuple[str, str], ...]:
@@ -58,9 +62,10 @@ WAYS = (
     Way("fsdp1", "fsdp1"),
     Way("gloo plan, 2 in flight", "fullshard", settings=_flights(2)),
     Way("gloo plan, 1 in flight", "fullshard", settings=_flights(1)),
-    Way("NCCL plan, 2 in flight", "fullshard", nccl=True, settings=_flights(2)),
-    Way("NCCL plan, 1 in flight", "fullshard", nccl=True, settings=_flights(1)),
-    Way("NCCL plan, none ahead", "fullshard", nccl=True, settings=(*_flights(1), ("FULLSHARD_PREFETCH", "0"))),
+    Way("NCCL plan", "fullshard", nccl=True),
+    Way("NCCL plan, 3/4 gP", "fullshard", nccl=True, gradient_bytes=0.75),
+    Way("NCCL plan, 2 in flight", "fullshard", nccl=True, gradient_bytes=9.0),
+    Way("NCCL plan, none ahead", "fullshard", nccl=True, settings=(("FULLSHARD_PREFETCH", "0"),)),
 )
 
 
@@ -87,7 +92,10 @@ def build(way: Way, shape: ModelShape, precision: str, device: torch.device) -> 
     policy = library.MixedPrecisionPolicy(compute, reduce)
     for block in model.blocks:
         library.fully_shard(block, mp_policy=policy)
-    return library.fully_shard(model, mp_policy=policy)
+    model = library.fully_shard(model, mp_policy=policy)
+    if way.gradient_bytes is not None:
+        model.set_gradient_bytes(int(way.gradient_bytes * _numel(shape) * (compute or storage).itemsize))
+    return model
 
 
 @contextmanager
@@ -105,7 +113,8 @@ def count_on_cpu(way: Way, shape: ModelShape, precision: str) -> dict[str, float
     """Bytes at the peak of forward and backward of the third step."""
     storage, compute, _ = PRECISIONS[precision]
     norm_nbytes = shape.width * (compute or storage).itemsize
-    with settings(way), nccl_plan(norm_nbytes + 1) if way.nccl else nullcontext():
+    plan = nullcontext() if way.library != "fullshard" else (nccl_plan if way.nccl else gloo_plan)(norm_nbytes + 1)
+    with settings(way), plan:
         model = build(way, shape, precision, torch.device("cpu"))
         x = torch.randn(1, 4, shape.width, dtype=compute or storage)
         with MemoryCounter() as counter:

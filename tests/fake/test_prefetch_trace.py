@@ -317,7 +317,7 @@ def test_a_limit_in_bytes_is_of_the_root(tower: Any) -> None:
     """Said below it, it would do nothing: an error, before and after the root is known."""
     layer = tower.layers[0]
     layer.set_prefetch_bytes(100)
-    with pytest.raises(RuntimeError, match="called on FSDPNoted below FSDPTower; call it on the root"):
+    with pytest.raises(RuntimeError, match="one was called on FSDPNoted below FSDPTower; call it on the root"):
         traced(tower)
     layer.set_prefetch_bytes(None)
     traced(tower)

@@ -186,6 +186,7 @@ def test_settings_have_the_defaults_that_are_documented() -> None:
     assert documented == {
         "FULLSHARD_PREFETCH": str(options.prefetch_depth),
         "FULLSHARD_PREFETCH_BYTES": "not set" if options.prefetch_nbytes is None else str(options.prefetch_nbytes),
+        "FULLSHARD_GRADIENT_BYTES": "not set" if options.gradient_nbytes is None else str(options.gradient_nbytes),
         "FULLSHARD_REDUCTIONS": str(options.reductions_in_flight),
         "FULLSHARD_COMMUNICATION": options.communication,
         "FULLSHARD_WATCH": options.watch,

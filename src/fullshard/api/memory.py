@@ -28,15 +28,33 @@ def set_prefetch_bytes(self: object, nbytes: int | None) -> None:
     """
     if nbytes is not None:
         _check("nbytes", nbytes, "0 gathers each unit when it is needed, None is the default")
-    unit = _unit(self)
-    root = unit.root
-    if root is not None and not root.provisional and root.units[0] is not unit:
-        raise RuntimeError(
-            f"set_prefetch_bytes: expected the root module, found {unit.record.name} below it; call it on the root"
-        )
+    unit = _root_unit(self, "set_prefetch_bytes")
     unit.prefetch_nbytes = nbytes
-    if root is not None:
-        root.limit_prefetch()
+    if unit.root is not None:
+        unit.root.limit_bytes()
+
+
+def set_gradient_bytes(self: object, nbytes: int | None) -> None:
+    """Let gradients that were not reduced yet, and their messages, take `nbytes` at most, as far as waiting can do it.
+
+    nbytes: of the full gradients that a backward brought, and of both ends of the messages that are under way. When a
+        gradient comes, and when messages are made, the oldest messages are waited for until there is room: one large
+        gradient after the other where these travel by themselves (NCCL), else one unit after the other. The gradients
+        of the unit that computes, and then their messages, are always there, so less than these take is not kept; 0
+        waits for every message at once. What `set_requires_gradient_sync(False)` holds is not part of it.
+        None: what the environment says (`FULLSHARD_GRADIENT_BYTES`); without it no limit where ranks send one message a
+        unit, and otherwise 3/4 of what the largest unit needs by itself. `FULLSHARD_REDUCTIONS` holds beside it.
+
+    For the root, on which all units below depend; from the next backward on. Less costs time: messages have fewer
+    kernels behind which they can hide. On a mesh that replicates, what goes on to the replicas is not hurried.
+    Raises `ValueError` for what is no number of bytes, `RuntimeError` below a root.
+    """
+    if nbytes is not None:
+        _check("nbytes", nbytes, "0 waits for every message at once, None is the default")
+    unit = _root_unit(self, "set_gradient_bytes")
+    unit.gradient_nbytes = nbytes
+    if unit.root is not None:
+        unit.root.limit_bytes()
 
 
 def set_resident_bytes(self: object, nbytes: int) -> tuple[str, ...]:
@@ -84,6 +102,17 @@ def _is_freed(unit: Unit, outer: Unit) -> bool:
 
 def _is_frozen(unit: Unit) -> bool:
     return not any(param.sharded.requires_grad for param in unit.params)
+
+
+def _root_unit(module: object, method: str) -> Unit:
+    """The unit of `module`, of which it is not known that it is below a root."""
+    unit = _unit(module)
+    root = unit.root
+    if root is not None and not root.provisional and root.units[0] is not unit:
+        raise RuntimeError(
+            f"{method}: expected the root module, found {unit.record.name} below it; call it on the root"
+        )
+    return unit
 
 
 def _unit(module: object) -> Unit:

@@ -87,6 +87,7 @@ class FSDPModule(TorchFSDPModule):
 
     # How many bytes something may take.
     set_prefetch_bytes = memory.set_prefetch_bytes
+    set_gradient_bytes = memory.set_gradient_bytes
     set_resident_bytes = memory.set_resident_bytes
 
     # How gradients are reduced.

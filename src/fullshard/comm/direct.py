@@ -12,6 +12,7 @@ to run. Gradients stay in memory until their message was received: they are the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,6 +47,10 @@ class _Arriving(NamedTuple):
     run: _Run
     sent: Tensor
     receive: Slot
+
+    @property
+    def nbytes(self) -> int:
+        return self.sent.nbytes + self.receive.tensor.nbytes
 
 
 class DirectReduce(MessageReduce):
@@ -105,23 +110,29 @@ class _Direct:
         self._work = work
         self._send = send
         self._receive = receive
-        self._arriving = arriving
+        # In the order in which they were sent.
+        self._arriving = deque(arriving)
+        # Made when the first one is received.
+        self._total: Tensor | None = None
+
+    @property
+    def held_nbytes(self) -> int:
+        direct = sum(arriving.nbytes for arriving in self._arriving)
+        return direct + self._send.tensor.nbytes + self._receive.tensor.nbytes
+
+    def shrink(self, nbytes: int) -> bool:
+        shrunk = bool(self._arriving)
+        while nbytes > 0 and self._arriving:
+            nbytes -= self._arriving[0].nbytes
+            self._receive_one()
+        return shrunk
 
     def total(self) -> Tensor:
-        channel = self._channel
-        layout = channel.layout
-        total = torch.empty(layout.chunk_numel, dtype=channel.dtypes.sum, device=channel.device)
-        if channel.padding:
-            torch._foreach_zero_([total[start:stop] for start, stop in channel.padding])
-        # In the order in which they were sent, and each is given up before the next one is waited for.
-        for work, run, _, receive in self._arriving:
-            work.wait()
-            if run.own_numel:  # not on a rank past the end
-                channel.sum_into(total[run.offset : run.offset + run.own_numel], receive.tensor)
-            channel.pool.give(receive)
-        self._arriving = []
+        while self._arriving:
+            self._receive_one()
         self._work.wait()
-        channel.sum_into(total[layout.message_start :], self._receive.tensor)
+        channel, total = self._channel, self._made()
+        channel.sum_into(total[channel.layout.message_start :], self._receive.tensor)
         self._give_back()
         return total
 
@@ -132,9 +143,27 @@ class _Direct:
         for arriving in self._arriving:
             arriving.work.wait()
             self._channel.pool.give(arriving.receive)
-        self._arriving = []
+        self._arriving.clear()
         self._work.wait()
         self._give_back()
+
+    def _made(self) -> Tensor:
+        if self._total is None:
+            channel = self._channel
+            numel, dtype = channel.layout.chunk_numel, channel.dtypes.sum
+            self._total = torch.empty(numel, dtype=dtype, device=channel.device)
+            if channel.padding:
+                torch._foreach_zero_([self._total[start:stop] for start, stop in channel.padding])
+        return self._total
+
+    def _receive_one(self) -> None:
+        """Add what the oldest message brings, and give both of its ends up."""
+        total = self._made()
+        work, run, _, receive = self._arriving.popleft()
+        work.wait()
+        if run.own_numel:  # not on a rank past the end
+            self._channel.sum_into(total[run.offset : run.offset + run.own_numel], receive.tensor)
+        self._channel.pool.give(receive)
 
     def _give_back(self) -> None:
         self._channel.pool.give(self._send)

@@ -162,6 +162,13 @@ class _Landing:
         return self._inner.keeps_send_buffer
 
     @property
+    def held_nbytes(self) -> int:
+        return self._inner.held_nbytes
+
+    def shrink(self, nbytes: int) -> bool:
+        return self._inner.shrink(nbytes)
+
+    @property
     def nbytes(self) -> int:
         return self._inner.nbytes
 

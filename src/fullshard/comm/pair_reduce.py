@@ -86,6 +86,15 @@ class _Pairs:
         self._theirs = theirs
         self._slots = slots
 
+    @property
+    def held_nbytes(self) -> int:
+        # Among mine are the gradients, and views of the send buffer.
+        gradients = sum(part.nbytes for parts in self._mine for part in parts[:-1])
+        return gradients + sum(slot.tensor.nbytes for slot in self._slots)
+
+    def shrink(self, nbytes: int) -> bool:
+        return False
+
     def total(self) -> Tensor:
         self._wait()
         channel = self._channel

@@ -60,6 +60,13 @@ class _Flat:
         self._pool = pool
         self._send = send
 
+    @property
+    def held_nbytes(self) -> int:
+        return self._send.tensor.nbytes
+
+    def shrink(self, nbytes: int) -> bool:
+        return False
+
     def total(self) -> Tensor:
         return self._send.tensor
 
@@ -92,6 +99,13 @@ class _Exchange:
         self._work = work
         self._send = send
         self._receive = receive
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._send.tensor.nbytes + self._receive.tensor.nbytes
+
+    def shrink(self, nbytes: int) -> bool:
+        return False
 
     def total(self) -> Tensor:
         self._work.wait()
@@ -145,6 +159,13 @@ class _Native:
         self._work = work
         self._send = send
         self._out = out
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._send.tensor.nbytes + self._out.nbytes
+
+    def shrink(self, nbytes: int) -> bool:
+        return False
 
     def total(self) -> Tensor:
         self._work.wait()

@@ -28,6 +28,16 @@ class FirstStage(Protocol):
     @property
     def reuses(self) -> bool: ...
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of both ends of the messages that are under way."""
+        ...
+
+    def shrink(self, nbytes: int) -> bool:
+        """Wait for messages, the oldest first, until `nbytes` of theirs were given up or none is left. Whether any was:
+        the last one, or the only one, is what `total` waits for."""
+        ...
+
     def total(self) -> Tensor:
         """Wait; this rank's chunk (chunk_numel,): the sum, scaled by `Scale.before`. May be written. Call it once."""
         ...
@@ -62,6 +72,15 @@ class Reduction(Protocol):
     @property
     def keeps_send_buffer(self) -> bool:
         """Whether the send buffer is in use to the end, because the second message sums in it."""
+        ...
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of both ends of the first message, or messages; 0 once it was received."""
+        ...
+
+    def shrink(self, nbytes: int) -> bool:
+        """As `FirstStage.shrink`. Nothing is sent by it, so ranks may differ in when they call it."""
         ...
 
     @property
@@ -129,10 +148,13 @@ class LocalReduce:
 
 class _Local:
     keeps = two_stages = replicating = keeps_send_buffer = False
-    nbytes = 0
+    nbytes = held_nbytes = 0
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self._gradients = gradients
+
+    def shrink(self, nbytes: int) -> bool:
+        return False
 
     def advance(self) -> None:
         pass

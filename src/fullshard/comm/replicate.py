@@ -92,6 +92,13 @@ class StagedReduction:
         return self._first.reuses
 
     @property
+    def held_nbytes(self) -> int:
+        return self._first.held_nbytes if self._total is None else 0
+
+    def shrink(self, nbytes: int) -> bool:
+        return self._total is None and self._first.shrink(nbytes)
+
+    @property
     def nbytes(self) -> int:
         return 0 if self._work is None or self._total is None or self._first.reuses else self._total.nbytes
 

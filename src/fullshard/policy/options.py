@@ -3,6 +3,7 @@
 FULLSHARD_PREFETCH        how many units a forward gathers ahead along the recorded order (default 1; 0: none)
 FULLSHARD_PREFETCH_BYTES  in its place, and in backward too: how many bytes of gathers may be ahead (default: none set)
 FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2)
+FULLSHARD_GRADIENT_BYTES  how many bytes unreduced gradients and their messages may take (default: none set)
 FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend;
                           "torch": one all-gather and one reduce-scatter per unit, as FSDP2
 FULLSHARD_WATCH           "auto" (default): saved weights are watched in a unit's first forwards, and as long as its
@@ -31,6 +32,7 @@ class Options:
 
     prefetch_depth: int = 1
     prefetch_nbytes: int | None = None
+    gradient_nbytes: int | None = None
     reductions_in_flight: int = 2
     communication: str = "auto"
     watch: str = "auto"
@@ -44,6 +46,7 @@ class Options:
         return cls(
             prefetch_depth=_count(source, "FULLSHARD_PREFETCH", 1, at_least=0),
             prefetch_nbytes=_count(source, "FULLSHARD_PREFETCH_BYTES", None, at_least=0),
+            gradient_nbytes=_count(source, "FULLSHARD_GRADIENT_BYTES", None, at_least=0),
             reductions_in_flight=_count(source, "FULLSHARD_REDUCTIONS", 2, at_least=1),
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),

@@ -26,6 +26,10 @@ class Executor:
         self.units = list(units)
         self.shared = shared
         self._limit = reductions_in_flight
+        # Bytes of gradients and messages that may exist; None: no limit but that. And of the gradients that the running
+        # backward brought and that were not sent, by unit.
+        self.gradient_nbytes: int | None = None
+        self._waiting: dict[Unit, int] = {}
         # Units with gradients to commit when the backward ends, in the order of their commands.
         self._touched: dict[Unit, None] = {}
         # Units whose held gradients are under way: their accumulation window closes with this backward.
@@ -167,6 +171,10 @@ class Executor:
         if with_partials:
             self._carrying[unit] = None
         unit.arrived = 0
+        if self.gradient_nbytes is not None:
+            # What arrives for it takes as much again.
+            self._shrink(self.gradient_nbytes - self._waiting.get(unit, 0))
+            self._waiting.pop(unit, None)
         keep = not unit.all_reduces
         limit = unit.controls.send_buffers
         for position, group in enumerate(unit.groups):
@@ -188,6 +196,8 @@ class Executor:
             self._put(InFlight(self, unit, group, group.trainable, reduction))
         while limit is None and len(self.shared.in_flight) > self._limit:
             self._advance_oldest()
+        if self.gradient_nbytes is not None:
+            self._shrink(self.gradient_nbytes)
 
     def _put(self, flight: InFlight) -> None:
         """To those whose message it is that is under way."""
@@ -197,6 +207,29 @@ class Executor:
         self.shared.replicating.append(flight)
         while len(self.shared.replicating) > self._limit:
             self._collect(self.shared.replicating.popleft())
+
+    def gradient_came(self, unit: Unit, nbytes: int) -> None:
+        """The running backward brought so many bytes of gradients to `unit`; called where there is a limit."""
+        if self.gradient_nbytes is not None and unit.record.sync:
+            self._waiting[unit] = self._waiting.get(unit, 0) + nbytes
+            self._shrink(self.gradient_nbytes)
+
+    def _shrink(self, nbytes: int) -> None:
+        """Wait for the oldest messages until gradients and messages take `nbytes`, or nothing is left to wait for."""
+        in_flight = self.shared.in_flight
+
+        def excess() -> int:
+            messages = sum(flight.reduction.held_nbytes for flight in in_flight)
+            return sum(self._waiting.values()) + messages - nbytes
+
+        for flight in list(in_flight):
+            while (more := excess()) > 0 and flight.reduction.shrink(more):
+                pass
+            if more <= 0:
+                return
+            # A second message may not go before other ranks send theirs.
+            if flight is in_flight[0] and not flight.reduction.two_stages:
+                self._advance_oldest()
 
     def _make_room(self, send_buffers: int) -> None:
         """Wait until one buffer less than `send_buffers` is in use."""
@@ -208,6 +241,7 @@ class Executor:
 
     def _hold(self, unit: Unit) -> None:
         self._touched[unit] = None
+        self._waiting.pop(unit, None)
         unit.arrived = 0
 
     def _advance_oldest(self) -> None:
@@ -244,6 +278,7 @@ class Executor:
             if param.commit(group.precision.reduce):
                 arrived.setdefault(unit, []).append(param)
         self._touched.clear()
+        self._waiting.clear()
         for unit in self.units:
             unit.arrived = 0
             sync = unit.record.sync
@@ -269,6 +304,7 @@ class Executor:
         self._touched.clear()
         self._closing.clear()
         self._carrying.clear()
+        self._waiting.clear()
         self.stepping.discard()
         for unit in self.units:
             unit.arrived = 0

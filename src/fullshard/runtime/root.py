@@ -53,7 +53,7 @@ class Root:
             self.units, self.shared, reductions_in_flight=options.reductions_in_flight, check=options.check
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
-        self.limit_prefetch()
+        self.limit_bytes()
         self.run.is_last_backward = self.units[0].is_last_backward
         self.executor.may_stay_pending = lambda: not self.run.is_last_backward
         self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
@@ -157,6 +157,8 @@ class Root:
         self._notice_backward()
         self._brought = True
         param.take_fresh()
+        if self.executor.gradient_nbytes is not None and param.fresh is not None:
+            self.executor.gradient_came(unit, param.fresh.nbytes)
         unit.arrived |= bit
         if unit.arrived == unit.expected:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
@@ -263,17 +265,23 @@ class Root:
         """Free the full parameters of `unit`."""
         self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
 
-    def limit_prefetch(self) -> None:
-        """Take over what the user set on the root (`set_prefetch_bytes`)."""
+    def limit_bytes(self) -> None:
+        """Take over what the user set on the root (`set_prefetch_bytes`, `set_gradient_bytes`)."""
         first, *below = self.units
-        lost = [unit for unit in below if unit.prefetch_nbytes is not None]
+        lost = [unit for unit in below if unit.prefetch_nbytes is not None or unit.gradient_nbytes is not None]
         if lost:
             raise RuntimeError(
-                f"set_prefetch_bytes: expected to be called on the root, found that it was called on "
-                f"{type(lost[0].module).__name__} below {type(first.module).__name__}; call it on the root"
+                f"set_prefetch_bytes, set_gradient_bytes: expected to be called on the root, found that one was called "
+                f"on {type(lost[0].module).__name__} below {type(first.module).__name__}; call it on the root"
             )
-        chosen = first.prefetch_nbytes
-        self.run.prefetch_nbytes = self.options.prefetch_nbytes if chosen is None else chosen
+        chosen, options = first.prefetch_nbytes, self.options
+        self.run.prefetch_nbytes = options.prefetch_nbytes if chosen is None else chosen
+        chosen = options.gradient_nbytes if first.gradient_nbytes is None else first.gradient_nbytes
+        if chosen is None and any(unit.sends_directly for unit in self.units):
+            # Three quarters of what the largest unit needs by itself: in no precision more than FSDP2 takes. Messages
+            # are received as the gradients of the next unit come.
+            chosen = max(unit.sent_nbytes for unit in self.units) * 3 // 4
+        self.executor.gradient_nbytes = chosen
 
     def share(self, shared: Shared) -> None:
         """Use the buffers and the limit of `shared` from now on."""

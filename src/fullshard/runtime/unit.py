@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import BufferPool, GatherChannel, HostLink, Links, ReduceChannel
-from ..layout import UnitMemory
+from ..layout import UnitMemory, sends_directly
 from ..lifecycle import Full, UnitRecord
 from ..param import (
     DtypeChanged,
@@ -118,8 +118,9 @@ class Unit:
         # Likewise: with whom its root shares buffers, and what its next forward waits for.
         self.shared: Shared | None = None
         self.post_optim_event: torch.Event | None = None
-        # Likewise: bytes of gathers that may be ahead; None: what the environment says.
+        # Likewise: bytes of gathers that may be ahead, and of gradients and their messages; None: as by default.
         self.prefetch_nbytes: int | None = None
+        self.gradient_nbytes: int | None = None
         # Takes its gradients in backward.
         self.stepper: Stepper | None = None
         # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
@@ -148,6 +149,16 @@ class Unit:
         if any(isinstance(group, ExtensionGroup) for group in self.groups):
             return None
         return sum(_unit_memory(group).full_nbytes for group in self.groups if not group.shares_memory)
+
+    @property
+    def sends_directly(self) -> bool:
+        """Whether its gradients leave from where they are, in messages that can be received one by one."""
+        return any(sends_directly(links.reducing.backend) for links in self.links)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of its gradients, and of what arrives for them."""
+        return sum(2 * group.pack.numel * group.precision.wire.itemsize for group in self.groups)
 
     @property
     def is_replicated(self) -> bool:

@@ -1,0 +1,153 @@
+"""How many bytes gradients and their messages take, counted, with each dial that limits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.counting import MemoryCounter, nccl_plan
+from fullshard import fully_shard
+from fullshard.lifecycle import Command
+from fullshard.runtime import unit_of
+from tests.harness.fake import fake_world
+from tests.harness.parity import environment
+
+WIDTH, LAYERS, WEIGHTS, WORLD = 32, 6, 4, 4
+# One weight, and all of a unit, in float32.
+WEIGHT = WIDTH * WIDTH * 4
+UNIT = WEIGHTS * WEIGHT
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(WEIGHTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+@contextmanager
+def _model(*, nccl: bool, **dials: str) -> Iterator[Any]:
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(WORLD))
+        stack.enter_context(environment(dials))
+        if nccl:
+            stack.enter_context(nccl_plan(0))
+        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        for block in model:
+            fully_shard(block)
+        yield fully_shard(model)
+
+
+def _peaks(model: Any) -> tuple[int, int]:
+    """Bytes at the peak of a backward beyond the gradient shards it leaves; those of messages under way whenever the
+    gradients of a unit are complete."""
+    executor = unit_of(model).root.executor  # type: ignore[union-attr]
+    under_way: list[int] = []
+
+    def note(command: Command) -> None:
+        if command.kind == "reduce":
+            under_way.append(sum(flight.reduction.held_nbytes for flight in executor.shared.in_flight))
+
+    with MemoryCounter() as counter:
+        counter.mark("forward")
+        loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
+        executor.listeners.append(note)
+        counter.mark("backward")
+        loss.backward()
+        counter.mark("after")
+    executor.listeners.remove(note)
+    peak = counter.peak("backward", without_lasting=("backward",))
+    model.zero_grad()
+    return peak, max(under_way)
+
+
+def _step(model: Any) -> None:
+    model(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
+    model.zero_grad()
+
+
+# Presence, and vectors that are not counted as gradients.
+SMALL = WEIGHT
+
+
+def test_by_default_messages_make_room_for_the_gradients_that_come() -> None:
+    """Two units are full, and gradients and messages take what one unit needs: its gradients and as much to receive."""
+    with _model(nccl=True) as model:
+        for _ in range(2):
+            _step(model)
+        peak, under_way = _peaks(model)
+        assert under_way <= UNIT + SMALL
+        assert 2 * UNIT + UNIT <= peak <= 2 * UNIT + 2 * UNIT + WEIGHT + SMALL
+
+
+@pytest.mark.parametrize("way", ["method", "environment"])
+def test_a_limit_in_bytes_is_kept(way: str) -> None:
+    """Down to what the unit that computes needs by itself. Without a limit two units more are under way."""
+    dials = {"FULLSHARD_GRADIENT_BYTES": str(UNIT)} if way == "environment" else {}
+    with _model(nccl=True, **dials) as model:
+        for _ in range(2):
+            _step(model)
+        if way == "method":
+            model.set_gradient_bytes(UNIT)
+        limited, _ = _peaks(model)
+        assert limited <= 2 * UNIT + UNIT + WEIGHT + SMALL
+        model.set_gradient_bytes(0)
+        at_once, under_way = _peaks(model)
+        assert under_way == 0 and at_once <= limited
+        model.set_gradient_bytes(99 * UNIT)
+        unlimited, under_way = _peaks(model)
+        assert under_way >= 4 * UNIT and unlimited >= 2 * UNIT + UNIT + 4 * UNIT
+        model.set_gradient_bytes(None)
+        assert (_peaks(model)[0] <= limited) == (way == "environment")
+
+
+def test_one_message_a_unit_is_waited_for_as_a_whole() -> None:
+    """As on a CPU, where nothing is limited by default."""
+    with _model(nccl=False, FULLSHARD_REDUCTIONS="3") as model:
+        for _ in range(2):
+            _step(model)
+        assert _peaks(model)[1] >= 6 * UNIT
+        model.set_gradient_bytes(3 * UNIT + SMALL)
+        assert 0 < _peaks(model)[1] <= 2 * UNIT + SMALL
+        model.set_gradient_bytes(2 * UNIT)
+        assert _peaks(model)[1] == 0
+
+
+@pytest.mark.parametrize("reductions", [1, 2, 4])
+def test_the_number_of_reductions_is_a_limit_too(reductions: int) -> None:
+    with _model(nccl=True, FULLSHARD_REDUCTIONS=str(reductions)) as model:
+        for _ in range(2):
+            _step(model)
+        model.set_gradient_bytes(99 * UNIT)
+        under_way = _peaks(model)[1]
+        assert reductions * 2 * UNIT <= under_way <= reductions * (2 * UNIT + SMALL)
+
+
+def test_send_buffers_are_a_limit_too() -> None:
+    """`set_reduce_scatter_max_input_buffers`: one more than are under way when another is made."""
+    with _model(nccl=True) as model:
+        _step(model)
+        model.set_gradient_bytes(99 * UNIT)
+        for buffers in (1, 3):
+            model.set_reduce_scatter_max_input_buffers(buffers)
+            _step(model)
+            assert _peaks(model)[1] <= max(1, buffers) * (2 * UNIT + SMALL)
+        assert _peaks(model)[1] >= 2 * 2 * UNIT
+
+
+def test_a_limit_is_of_the_root_and_a_number_of_bytes() -> None:
+    with _model(nccl=False) as model:
+        _step(model)
+        with pytest.raises(RuntimeError, match="set_gradient_bytes: expected the root module, found 0 below it"):
+            model[0].set_gradient_bytes(1)
+        with pytest.raises(ValueError, match="nbytes: expected a whole number of bytes"):
+            model.set_gradient_bytes(-1)
