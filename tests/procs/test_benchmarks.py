@@ -117,3 +117,11 @@ def test_peers_that_are_missing_are_named() -> None:
     )
     (table,) = results["tables"]
     assert set(table["ways"]) == {"fsdp2", "fullshard"} and table["ways"]["fullshard"]["losses_agree"]
+
+
+def test_checkpoint() -> None:
+    answer = _last_line("benchmarks.checkpoint")
+    results = answer["results"]
+    assert isinstance(results, dict)
+    assert set(results["ways"]) == {"fullshard", "no checksums", "dcp", "torch.save", "safetensors"}
+    assert set(results["ways"]["fullshard"]["seconds"]) == {"save", "load", "blocked"}

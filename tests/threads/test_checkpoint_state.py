@@ -1,0 +1,151 @@
+"""State dicts of models and optimizers: names, groups, dtypes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from fullshard import checkpoint
+from fullshard.checkpoint import CheckpointMismatch
+from tests.harness.models import seeded
+
+
+def model() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))
+
+
+class Master(torch.optim.Optimizer):
+    """An optimizer whose state has another dtype than its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master", parameter.float() * 1.001)
+                state.setdefault("seen", []).append(1)
+                state["nested"] = {"a": None}
+                state["master"] -= group["lr"] * 1e-4
+                parameter.copy_(state["master"])
+
+
+def test_names_are_those_of_the_plain_model() -> None:
+    plain = model()
+    wrapped = torch.compile(nn.Sequential(checkpoint_wrapper(plain[0]), plain[1]), backend="eager")
+    state, _ = checkpoint.get_state_dict(wrapped)
+    assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    changed = {name: torch.full_like(value, 2.0) for name, value in state.items()}
+    checkpoint.set_state_dict(wrapped, model_state_dict=changed)
+    assert all((parameter == 2.0).all() for parameter in plain.parameters())
+
+
+def test_state_keeps_its_dtype(tmp_path: Any) -> None:
+    """torch's load_state_dict casts it to the parameter's, and so loses what a master copy is for."""
+    trained = model().to(torch.bfloat16)
+    optimizer = Master(trained.parameters())
+    optimizer.step()
+    names, state = checkpoint.get_state_dict(trained, optimizer)
+    checkpoint.save({"m": names, "o": state}, checkpoint_id=tmp_path)
+    other = model().to(torch.bfloat16)
+    fresh = Master(other.parameters())
+    names, target = checkpoint.get_state_dict(other, fresh)
+    loaded: dict[str, Any] = {"m": names, "o": target}
+    with pytest.raises(CheckpointMismatch, match="unexpected: o.state.0.bias.nested.a"):
+        checkpoint.load(loaded, checkpoint_id=tmp_path)
+    checkpoint.load(loaded, checkpoint_id=tmp_path, allow_unexpected=["*.nested.a"])
+    checkpoint.set_state_dict(other, fresh, model_state_dict=loaded["m"], optim_state_dict=loaded["o"])
+    for mine, theirs in zip(trained.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        found: Tensor = fresh.state[theirs]["master"]
+        assert found.dtype is torch.float32 and torch.equal(found, optimizer.state[mine]["master"])
+        assert fresh.state[theirs]["seen"] == [1]
+
+
+def test_several_optimizers_are_one_state() -> None:
+    trained = model()
+    optimizers = [torch.optim.Adam(trained[0].parameters(), lr=0.1), torch.optim.SGD(trained[1].parameters(), lr=0.2)]
+    trained(torch.ones(1, 2)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    _, state = checkpoint.get_state_dict(trained, optimizers)
+    assert set(state["state"]) >= {"0.weight", "0.bias"}
+    assert [group["params"] for group in state["param_groups"]] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    other = model()
+    fresh = [torch.optim.Adam(other[0].parameters()), torch.optim.SGD(other[1].parameters(), lr=9.0)]
+    checkpoint.set_state_dict(other, fresh, optim_state_dict=state)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in fresh] == [0.1, 0.2]
+    assert torch.equal(fresh[0].state[other[0].weight]["exp_avg"], optimizers[0].state[trained[0].weight]["exp_avg"])
+
+
+def test_parameters_may_be_grouped_and_numbered_otherwise() -> None:
+    """Names decide, not positions; groups of different settings cannot become one."""
+    trained = model()
+    first = torch.optim.AdamW(trained.parameters(), lr=0.3)
+    trained(torch.ones(1, 2)).sum().backward()
+    first.step()
+    _, state = checkpoint.get_state_dict(trained, first)
+    parameters = list(trained.parameters())[::-1]
+    second = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    checkpoint.set_state_dict(trained, second, optim_state_dict=state)
+    assert [group["lr"] for group in second.param_groups] == [0.3, 0.3]
+    for parameter in parameters:
+        assert torch.equal(second.state[parameter]["exp_avg"], first.state[parameter]["exp_avg"])
+    second.param_groups[0]["lr"] = 0.7
+    _, state = checkpoint.get_state_dict(trained, second)
+    before = first.state_dict()["param_groups"]
+    with pytest.raises(CheckpointMismatch, match="different settings"):
+        checkpoint.set_state_dict(trained, first, optim_state_dict=state)
+    assert first.state_dict()["param_groups"] == before
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_set() -> None:
+    trained = model()
+    optimizer = torch.optim.Adam(trained.parameters())
+    names, state = checkpoint.get_state_dict(trained, optimizer)
+    before = {name: value.clone() for name, value in names.items()}
+    less = {name: torch.zeros_like(value) for name, value in list(names.items())[1:]} | {"new": torch.ones(1)}
+    with pytest.raises(CheckpointMismatch) as caught:
+        checkpoint.set_state_dict(trained, optimizer, model_state_dict=less, optim_state_dict=state)
+    assert caught.value.problems == ["missing: 0.weight", "unexpected: new"]
+    wrong = {"state": {"gone": {}}, "param_groups": [{"params": ["0.weight"], "lr": 1.0}]}
+    with pytest.raises(CheckpointMismatch) as caught:
+        checkpoint.set_state_dict(trained, optimizer, model_state_dict=names, optim_state_dict=wrong)
+    assert len(caught.value.problems) == 4 and "unexpected: state of gone" in caught.value.problems
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+    with pytest.raises(ValueError, match="build the optimizer after fully_shard"):
+        checkpoint.get_state_dict(model(), optimizer)
+
+
+def test_writing_tensor_by_tensor(tmp_path: Any) -> None:
+    """For converters: announced first, in files of a given size; nothing is there before the end."""
+    specs = [checkpoint.TensorSpec(("m", f"t{i}"), "int32", (i, 2)) for i in range(4)]
+    with checkpoint.CheckpointWriter(tmp_path / "c", specs, {("step",): 3}, file_nbytes=20) as writer:
+        for i, spec in enumerate(specs):
+            writer.write(f"m.t{i}", torch.full(spec.shape, i, dtype=torch.int32))
+            assert not checkpoint.is_complete(tmp_path / "c")
+    manifest = checkpoint.verify(tmp_path / "c")
+    assert len(manifest.files) == 3, "8, 16 and 24 bytes; the first has nothing to write"
+    with checkpoint.open_checkpoint(tmp_path / "c") as opened:
+        found = opened.state_dict()
+        assert opened.value("step") == 3
+        with pytest.raises(KeyError):
+            opened.tensor("step")
+    assert found["step"] == 3 and all((found["m"][f"t{i}"] == i).all() for i in range(4))
+    for act, says in [
+        (lambda w: w.write("m.t1", torch.zeros(1)), "expected m.t0"),
+        (lambda w: w.write("m.t0", torch.zeros(0, 2)), "float32"),
+        (lambda w: None, "lacks"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            with checkpoint.CheckpointWriter(tmp_path / "c", specs) as writer:
+                act(writer)
+        assert checkpoint.verify(tmp_path / "c").save_id == manifest.save_id, "the one before stays"
+    with pytest.raises(CheckpointMismatch, match="each key once"):
+        checkpoint.CheckpointWriter(tmp_path / "c", specs[:1] * 2)
