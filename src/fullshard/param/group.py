@@ -229,6 +229,12 @@ class ParamGroup:
         self.swap.put(self._slot_shards)
 
     def _check_standing(self, param: ShardedParam, standing: nn.Parameter | None) -> None:
+        if standing is not None and not standing.is_leaf:
+            raise RuntimeError(
+                f"{param.name}: expected a parameter on its module, found a tensor that was computed from others, as "
+                f"torch.func.functional_call puts it there: its gradient could not go on from the shards; call the "
+                f"model with its own parameters, or with values that are detached, or use the unsharded model"
+            )
         if isinstance(standing, DTensor) and standing.shape == param.spec.shape:
             local = local_of(standing)
             if tuple(local.shape) == param.layout.local_shape(self.placing.rank):
