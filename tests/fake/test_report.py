@@ -280,6 +280,24 @@ def test_what_looks_wrong_is_noted() -> None:
         fullshard.report(nn.Linear(2, 2))
 
 
+def test_memory_that_waits_for_a_recorded_graph_is_noted() -> None:
+    """A backward that records a graph, thrown away; then what ends the wait."""
+    with fake_world(2):
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        x = torch.ones(2, 6, requires_grad=True)
+        for ends in (lambda: model(x).sum().backward(), lambda: [layer.reshard() for layer in model]):
+            assert fullshard.report(model).notes == ()
+            torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+            live = sum(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+            (note,) = fullshard.report(model).notes
+            assert live and f"0, 1, {human(live)}; " in note and "create_graph" in note
+            ends()
+        assert fullshard.report(model).notes == ()
+
+
 def test_it_sends_nothing_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["residual"]
     with fake_world(2) as group:

@@ -24,7 +24,7 @@ from ..policy import Options
 from ..runtime import Unit, unit_of
 from ..runtime.names import clean_name
 from .expected import Bytes, Held, expected_of, expected_peak, kept_nbytes, standing
-from .table import render
+from .table import human, render
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,15 @@ def _notes(
     pending = [name for name, param in params if param.held is not None]
     if pending:
         notes.append(f"gradients accumulated and not reduced yet: {_some(pending)}, held whole on every rank")
+    pinned = [
+        (name or "root", row.full_nbytes_live) for (name, unit), row in zip(found, rows, strict=True) if _waits(unit)
+    ]
+    if pinned:
+        notes.append(
+            f"full for the backward of a graph that a backward (create_graph) or torch.func recorded: "
+            f"{_some([name for name, _ in pinned])}, {human(sum(nbytes for _, nbytes in pinned))}; a backward that "
+            f"brings gradients, changed shards, or reshard() of each of them ends that"
+        )
     padded = [name or "root" for name, unit in found if _is_mostly_padding(unit)]
     if padded:
         notes.append(f"more padding than parameters: {_some(padded)}; dims are small for so many ranks")
@@ -269,6 +278,11 @@ def _notes(
         if missing:
             notes.append(f"trainable, but not in the optimizer: {_some(missing)}")
     return tuple(notes)
+
+
+def _waits(unit: Unit) -> bool:
+    """Whether its memory is kept for a backward that may never come (lifecycle/pins.py)."""
+    return unit.record.pins > 0 and unit.releases
 
 
 def _is_mostly_padding(unit: Unit) -> bool:
