@@ -433,6 +433,15 @@ def test_r31_weights_of_an_opaque_graph_stay_until_the_shards_change() -> None:
         assert world["a"].pins == 0
 
 
+def test_r31_a_forward_that_records_a_graph_keeps_its_weights_to_its_end() -> None:
+    """[R31] A force inside of a forward: its backward is over, the forward is not; then they are put aside."""
+    world = World("a")
+    says(world, "pre_forward root", "pre_forward a", "pre_backward a create_graph")
+    assert "shelve a" not in say(world, "backward_end root")
+    assert world["a"].pins == 1 and world["a"].full is Full.FULL
+    assert say(world, "post_forward a outputs") == ["shelve a"]
+
+
 def test_r31_pins_of_a_unit_that_stays_full_anyway() -> None:
     """[R31] Kept by the user, it is not put aside behind a forward that a backward follows, nor behind that."""
     world = World("a", reshard=False)

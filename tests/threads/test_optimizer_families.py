@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run, sharded
 from tests.harness.models import Trained, assert_close_to_tensor_max, assert_same_training, collect, seeded
-from tests.harness.threads import WORLD
+from tests.harness.threads import WORLD, several
 
 # Each as it is used where it is not at its simplest; in all ways that torch has on a CPU.
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -140,4 +140,4 @@ def test_refused_optimizers(impl: Implementation) -> None:
             ):
                 _train(name, sharded(impl, _model(even=even)), range(rank, rank + 1), lr=1e-2, **WAYS.get(way, {}))
 
-    run(job, impl)
+    run(job, impl, world=several())

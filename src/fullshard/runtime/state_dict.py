@@ -95,6 +95,8 @@ class _ModuleHooks:
 
     def after_loading(self, *_: object) -> None:
         before, self._before = self._before, []
+        if not before:
+            return  # full parameters were loaded
         strangers: dict[str, str] = {}
         for (slot, old), place in zip(before, self._places, strict=True):
             new = slot.get()
