@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.counting import MemoryCounter, nccl_plan
-from fullshard import fully_shard
+from fullshard import fully_shard, report
+from fullshard.layout import total
 from fullshard.lifecycle import Command
 from fullshard.runtime import unit_of
 from tests.harness.fake import fake_world
@@ -120,6 +121,19 @@ def test_one_message_a_unit_is_waited_for_as_a_whole() -> None:
         assert 0 < _peaks(model)[1] <= 2 * UNIT + SMALL
         model.set_gradient_bytes(2 * UNIT)
         assert _peaks(model)[1] == 0
+
+
+@pytest.mark.parametrize("limit", [UNIT // 2, UNIT, 3 * UNIT // 2, 3 * UNIT, 99 * UNIT])
+def test_the_expected_peak_knows_the_limit(limit: int) -> None:
+    """What is counted is no more than the report says, and not much less; gradient shards are not part of it."""
+    with _model(nccl=True) as model:
+        _step(model)
+        model.set_gradient_bytes(limit)
+        for _ in range(2):
+            _step(model)
+        moving = [term for term in report(model).peak_terms if not term.name.startswith(("shards", "reduced"))]
+        counted, expected = _peaks(model)[0], total(moving)
+        assert counted - SMALL <= expected <= counted + 2 * WEIGHT, moving
 
 
 @pytest.mark.parametrize("reductions", [1, 2, 4])

@@ -69,16 +69,25 @@ def narrowing_terms(
 
 
 def backward_terms(
-    units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2, prefetch_nbytes: int | None = None
+    units: Sequence[UnitMemory],
+    current: int,
+    *,
+    reductions_in_flight: int = 2,
+    prefetch_nbytes: int | None = None,
+    gradient_nbytes: int | None = None,
 ) -> list[Term]:
     """When the gradients of units[current] are ready, before its full parameters are freed and its message is made.
 
     The unit before it is being gathered, or as many as fit into `prefetch_nbytes`. `reductions_in_flight` counts the
     earlier reductions (units current + 1, ...) whose buffers still exist. Their gradients are gone, copied into the
     send buffer, unless they are sent from where they are, and live as long as one would. On a mesh that replicates as
-    many more, behind these, are summed over the replicas.
+    many more, behind these, are summed over the replicas. `gradient_nbytes` limits gradients and messages together.
     """
-    units_behind = _behind(units, current, reductions_in_flight)
+    room = None
+    if gradient_nbytes is not None:
+        # What its own gradients leave; the last one that came is there before anything was waited for.
+        room = max(0, gradient_nbytes - units[current].gradient_nbytes) + units[current].largest_gradient_nbytes
+    units_behind = _behind(units, current, reductions_in_flight, room)
     return [
         *shard_terms(units),
         *_kept(units, current),
@@ -90,10 +99,18 @@ def backward_terms(
 
 
 def sending_terms(
-    units: Sequence[UnitMemory], current: int, *, reductions_in_flight: int = 2, prefetch_nbytes: int | None = None
+    units: Sequence[UnitMemory],
+    current: int,
+    *,
+    reductions_in_flight: int = 2,
+    prefetch_nbytes: int | None = None,
+    gradient_nbytes: int | None = None,
 ) -> list[Term]:
     """A moment later: the full parameters of units[current] are freed, its gradients were copied into its message."""
-    units_behind = _behind(units, current, reductions_in_flight)
+    room = None
+    if gradient_nbytes is not None:
+        room = max(0, gradient_nbytes - 2 * units[current].gradient_nbytes)
+    units_behind = _behind(units, current, reductions_in_flight, room)
     unit = units[current]
     return [
         *shard_terms(units),
@@ -157,6 +174,7 @@ def peak(
     prefetch_depth: int = 1,
     reductions_in_flight: int = 2,
     prefetch_nbytes: int | None = None,
+    gradient_nbytes: int | None = None,
 ) -> tuple[str, list[Term]]:
     """The largest of all these moments: its name (`forward layers.3`) and its terms; of equals the first.
 
@@ -171,7 +189,13 @@ def peak(
                 moments.append((f"{what} {units[i].name}", terms))
     for i in reversed(indices):
         for what, terms_of in (("backward", backward_terms), ("sending", sending_terms)):
-            terms = terms_of(units, i, reductions_in_flight=reductions_in_flight, prefetch_nbytes=prefetch_nbytes)
+            terms = terms_of(
+                units,
+                i,
+                reductions_in_flight=reductions_in_flight,
+                prefetch_nbytes=prefetch_nbytes,
+                gradient_nbytes=gradient_nbytes,
+            )
             moments.append((f"{what} {units[i].name}", terms))
     if not moments:
         raise ValueError("units: expected at least one, found none; give the units in order of execution")
@@ -208,17 +232,30 @@ def _ahead(units: Sequence[UnitMemory], following: Sequence[int], depth: int, nb
     return missing[: leading_within((units[i].gather_nbytes for i in missing), nbytes)]
 
 
-def _behind(units: Sequence[UnitMemory], current: int, reductions_in_flight: int) -> list[Term]:
-    """What the units whose backward is over have left."""
+def _behind(
+    units: Sequence[UnitMemory], current: int, reductions_in_flight: int, room: int | None = None
+) -> list[Term]:
+    """What the units whose backward is over have left. `room`: bytes that messages under way may take."""
     _check(units, current)
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
     behind = units[current + 1 :]
     sending = [u for u in behind[:reductions_in_flight] if u.send_nbytes]
     # As many again are summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
     replicating = [u for u in behind[reductions_in_flight : 2 * reductions_in_flight] if u.replicating_nbytes]
+    under_way: dict[str, int] = {}
+    left = room
+    for unit in sending:
+        nbytes = unit.send_nbytes + unit.leaving_nbytes + unit.receive_nbytes
+        if left is not None:
+            # The oldest are received first, one gradient after the other where these are messages of their own.
+            nbytes = min(nbytes, left) if unit.grouped else nbytes * (nbytes <= left)
+            left -= nbytes
+        under_way[unit.name] = nbytes
+    # What was received in part has its sum already.
+    sending = [u for u in sending if under_way[u.name] == u.send_nbytes + u.leaving_nbytes + u.receive_nbytes]
     arrived = [u for u in behind if u not in sending and u not in replicating]
     return [
-        *(Term(f"reduction of {u.name}", u.send_nbytes + u.leaving_nbytes + u.receive_nbytes) for u in sending),
+        *(Term(f"reduction of {name}", nbytes) for name, nbytes in under_way.items() if nbytes),
         *(Term(f"all-reduce of {u.name}", u.replicating_nbytes) for u in replicating),
         *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived if not u.frozen),
     ]

@@ -120,6 +120,13 @@ class UnitMemory:
         return 0 if self.frozen else self.pack.numel * self.compute_itemsize
 
     @property
+    def largest_gradient_nbytes(self) -> int:
+        """That of one parameter."""
+        if self.frozen:
+            return 0
+        return max(segment.layout.numel for segment in self.pack.segments) * self.compute_itemsize
+
+    @property
     def sent_itemsize(self) -> int:
         """Bytes per element of the send buffer. Where nothing is cut, it is what the replicas sum."""
         return self.wire_itemsize if self.pack.world > 1 else self.sum_itemsize

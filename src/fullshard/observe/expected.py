@@ -158,10 +158,13 @@ def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[
     if not memories:
         return "never", ()
     chosen = found[0][1].prefetch_nbytes
+    # Of a root that has not formed yet, the default of its backend is not known.
+    limit = root.executor.gradient_nbytes if root is not None else found[0][1].gradient_nbytes
     moment, terms = peak(
         memories,
         prefetch_depth=options.prefetch_depth,
         reductions_in_flight=options.reductions_in_flight,
         prefetch_nbytes=options.prefetch_nbytes if chosen is None else chosen,
+        gradient_nbytes=limit,
     )
     return moment, tuple(terms)
