@@ -16,14 +16,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from tests.harness import worlds
 from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks
 from tests.harness.implementations import for_each_implementation
-from tests.harness.models import Trained, assert_same_training, collect, full_copy
+from tests.harness.models import Trained, assert_same_training, collect, full_copy, seeded
 
 pytestmark = pytest.mark.hang_after(280)
 STEPS, ROWS, LENGTH = 3, 2, 16
@@ -159,6 +161,11 @@ def _trained(titan: Any, rank: int, world: int, ours: bool, variant: dict[str, A
     assert_same_training(_cleaned(collect(model, optimizers[0])), collect(plain, optimizers[1]), 2048)
 
 
+def _on_ranks(world: int, fn: Any, *args: Any) -> None:
+    worlds.note("gloo", world)
+    run_forks(world, fn, args, 240)
+
+
 def _variants(rank: int, ours: bool, world: int, names: tuple[str, ...]) -> None:
     titan = _torchtitan(ours)
     from torchtitan.config import CompileConfig
@@ -185,18 +192,127 @@ def _variants(rank: int, ours: bool, world: int, names: tuple[str, ...]) -> None
 @for_each_implementation
 def test_its_own_call_sites(impl: Any) -> None:
     names = ("as it is", "tied, on the meta device", "selectively recomputed")
-    run_forks(2, _variants, (impl.name == "fullshard", 2, names), 240)
+    _on_ranks(2, _variants, impl.name == "fullshard", 2, names)
 
 
 @behaviour("torchtitan: its `parallelize_llama` with compiled and recomputed blocks", area="packages")
 @for_each_implementation
 @pytest.mark.slow
 def test_its_compiled_blocks(impl: Any) -> None:
-    run_forks(2, _variants, (impl.name == "fullshard", 2, ("recomputed and compiled",)), 240)
+    _on_ranks(2, _variants, impl.name == "fullshard", 2, ("recomputed and compiled",))
 
 
 @behaviour("torchtitan: its `parallelize_llama` with replicas, and with tensor parallelism", area="packages")
 @for_each_implementation
 @pytest.mark.slow
 def test_its_own_call_sites_on_a_mesh(impl: Any) -> None:
-    run_forks(4, _variants, (impl.name == "fullshard", 4, ("replicated", "tensor parallel")), 240)
+    _on_ranks(4, _variants, impl.name == "fullshard", 4, ("replicated", "tensor parallel"))
+
+
+# ---- experts: a decoder of the names that its function looks for, on meshes as it makes them ----------------------
+
+
+class _Experts(nn.Module):
+    """Two of four experts, which a rank has."""
+
+    num_experts = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 6, 5) * 0.3)
+        self.down = nn.Parameter(torch.randn(2, 5, 6) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("eni,eio->no", torch.tanh(torch.einsum("ni,eio->eno", x, self.up)), self.down)
+
+
+class _Block(nn.Module):
+    moe_enabled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.moe: Any = nn.ModuleDict({"routed_experts": nn.ModuleDict({"inner_experts": _Experts()})})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        output: Tensor = self.moe.routed_experts.inner_experts(x)
+        return x + output
+
+
+class _Decoder(nn.Module):
+    enable_weight_tying = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(11, 6)
+        self.layers = nn.ModuleDict({str(i): _Block() for i in range(2)})
+        self.norm, self.lm_head = nn.LayerNorm(6), nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def _decoder(pair: int) -> _Decoder:
+    """Equal on all ranks but for the experts, which are those of one pair of ranks."""
+    model = seeded(_Decoder)
+    assert isinstance(model, _Decoder)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, _Experts):
+                module.up.mul_(1 + pair)
+    return model
+
+
+def _expert_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    tokens = torch.randint(0, 11, (8,), generator=torch.Generator().manual_seed(10 * step + rank))
+    return F.cross_entropy(model(tokens), tokens) / 4
+
+
+def _experts(rank: int, ours: bool) -> None:
+    """Ranks 0 and 2 share their experts, and so do 1 and 3; all four share the rest."""
+    titan = _torchtitan(ours)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model: Any = _decoder(rank % 2)
+    titan.distributed.fsdp.apply_fsdp_to_decoder(
+        model,
+        init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        pp_enabled=False,
+        ep_degree=2,
+        edp_mesh=mesh["efsdp"],
+    )
+    assert isinstance(model, fullshard.FSDPModule) is ours
+    if not ours:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+    plain = [_decoder(pair) for pair in range(2)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (model, *plain)]
+    for step in range(STEPS):
+        _expert_loss(model, step, rank).backward()
+        for each in range(4):
+            _expert_loss(plain[each % 2], step, each).backward()
+        for name, parameter in plain[0].named_parameters():
+            other = plain[1].get_parameter(name)
+            if "inner_experts" not in name:
+                parameter.grad = other.grad = parameter.grad + other.grad  # type: ignore[operator]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = collect(model, optimizers[0]), collect(plain[rank % 2], optimizers[1 + rank % 2])
+    assert_same_training(found, expected, 256)
+    local = model.layers["0"].moe.routed_experts.inner_experts.up
+    assert isinstance(local, DTensor) and local.device_mesh.size() == 2 and local.to_local().shape[0] == 1
+
+
+@behaviour("torchtitan: its `apply_fsdp_to_decoder` with experts on a mesh of their own and prefetch lists",
+           area="packages")  # fmt: skip
+@for_each_implementation
+@pytest.mark.slow
+def test_its_experts(impl: Any) -> None:
+    _on_ranks(4, _experts, impl.name == "fullshard")
