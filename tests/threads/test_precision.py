@@ -171,7 +171,7 @@ def test_float16_gradients_are_summed_without_overflow(communication: str, monke
         torch.testing.assert_close(model.weight.grad.full_tensor(), expected, rtol=1e-3, atol=0)
 
     for reduce in (None, F32):
-        run_ranks(WORLD, rank_main, reduce)
+        run_ranks(2, rank_main, reduce)  # four sums of half as much would end there too, as FSDP2's do
 
 
 @behaviour(
