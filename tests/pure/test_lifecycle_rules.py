@@ -562,8 +562,8 @@ def resident(*names: str, traits: dict[str, Trait] | None = None, **options: obj
     return world
 
 
-def test_r33_a_resident_unit_is_gathered_once_in_a_step() -> None:
-    """[R33] It stays full until its backward, whatever it would keep otherwise, and is freed then."""
+def test_r34_a_resident_unit_is_gathered_once_in_a_step() -> None:
+    """[R34] It stays full until its backward, whatever it would keep otherwise, and is freed then."""
     for reshard in (True, 2):
         world = resident("a", reshard=reshard)
         for _ in range(2):
@@ -571,8 +571,8 @@ def test_r33_a_resident_unit_is_gathered_once_in_a_step() -> None:
             assert commands == ["gather a", "wait a", "free a", "reduce a"]
 
 
-def test_r33_after_an_evaluation_users_find_shards() -> None:
-    """[R33] The memory is kept for the next forward."""
+def test_r34_after_an_evaluation_users_find_shards() -> None:
+    """[R34] The memory is kept for the next forward."""
     world = resident("a")
     says(world, "pre_forward root", "pre_forward a")
     assert say(world, "post_forward a") == ["shelve a"]
@@ -580,8 +580,8 @@ def test_r33_after_an_evaluation_users_find_shards() -> None:
     assert say(world, "pre_forward a") == ["expose a"]
 
 
-def test_r34_a_frozen_resident_unit_is_gathered_once() -> None:
-    """[R34] Between steps users find shards; what was written is gathered again, and `reshard` frees."""
+def test_r35_a_frozen_resident_unit_is_gathered_once() -> None:
+    """[R35] Between steps users find shards; what was written is gathered again, and `reshard` frees."""
     frozen = {"a": Trait(gradients="none")}
     world = resident("a", traits=frozen)
 
@@ -599,8 +599,8 @@ def test_r34_a_frozen_resident_unit_is_gathered_once() -> None:
     assert say(world, "reshard a") == ["free a"]
 
 
-def test_r34_two_uses_of_a_frozen_resident_unit() -> None:
-    """[R34] Put aside after the backward of the one, on the module again for that of the other."""
+def test_r35_two_uses_of_a_frozen_resident_unit() -> None:
+    """[R35] Put aside after the backward of the one, on the module again for that of the other."""
     frozen = {"a": Trait(gradients="none")}
     world = resident("a", "b", traits=frozen)
     program = step("a", "b", "a", traits=frozen)

@@ -302,7 +302,7 @@ def _end_use(
             # [R31] What a backward to come reads without a report stays.
             _shelve(unit, commands)
         elif unit.resident:
-            # [R33] There is memory for it until its backward. Where none comes, users must find shards, as in R6.
+            # [R34] There is memory for it until its backward. Where none comes, users must find shards, as in R6.
             if not outputs:
                 _shelve(unit, commands)
         elif unit.reshard_after_forward and unit.narrows:
@@ -425,7 +425,7 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
 def _free_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
     if unit.full in _FREED and unit.reshard_after_backward and not is_held(run, unit):
         if unit.resident and not unit.trainable:
-            # [R34] Nothing is to write what is frozen, so it serves the next step, too; if something does, see R2.
+            # [R35] Nothing is to write what is frozen, so it serves the next step, too; if something does, see R2.
             if unit.full is Full.FULL:
                 _shelve(unit, commands)
             return
