@@ -95,7 +95,7 @@ def main() -> None:
         if left < 15:
             results[part.name] = {"ok": False, "seconds": 0.0, "text": "", "figures": None, "error": "no time left"}
         else:
-            results[part.name] = run(part, tiny=options.tiny, limit_s=min(left, part.limit_s))
+            results[part.name] = run(part, tiny=options.tiny, limit_s=left if options.tiny else min(left, part.limit_s))
         found = results[part.name]
         print(f"\n==== {part.name}: {'ok' if found['ok'] else 'FAILED'}, {found['seconds']:.0f} s ====")
         print(found["text"])
