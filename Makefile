@@ -44,6 +44,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.cpu_step $(ARGS)
 	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.host
+	$(BIN)/python -m benchmarks.optimizer
+	$(BIN)/python -m benchmarks.bytes
+	$(BIN)/python -m benchmarks.memory --worlds 8
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
