@@ -11,7 +11,8 @@
 
 Every way writes through to the disk (fsync) and is loaded from the page cache. `blocked` is how long async_save keeps
 the caller; `memory` is what the resident memory of a rank rises to above what it was before, at most. MiB/s are those
-of all ranks together. Medians over interleaved rounds. What is loaded is compared with what was saved.
+of all ranks together; cpu_s are CPU seconds of the first rank, which a busy machine changes least. Medians over
+interleaved rounds. What is loaded is compared with what was saved.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class Peak:
-    """How far resident memory rose within the block, in bytes."""
+    """How far resident memory rose within the block, in bytes, and the CPU seconds of all threads of this process."""
 
     def __enter__(self) -> Peak:
         # What was freed goes back first, or it would hide what is taken now.
@@ -204,9 +205,11 @@ class Peak:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the high-water mark begins anew
         self._before = _status("VmRSS")
+        self._cpu = time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.cpu = time.process_time() - self._cpu
         self.nbytes = max(_status("VmHWM") - self._before, 0)
 
 
@@ -222,6 +225,7 @@ def measure(rank: int, world: int, parent: str, mebibytes: int, rounds: int) -> 
     state, other = state_of(world, rank, mebibytes), state_of(world, rank + world, mebibytes)
     seconds: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in WAYS}
     memory: dict[str, dict[str, list[int]]] = {way: {part: [] for part in PARTS} for way in WAYS}
+    cpu: dict[str, dict[str, list[float]]] = {way: {"save": [], "load": []} for way in WAYS}
     for current in range(rounds + 1):
         for name, kind in CLASSES.items():
             folder = f"{parent}/{name.replace(' ', '-')}"
@@ -233,9 +237,11 @@ def measure(rank: int, world: int, parent: str, mebibytes: int, rounds: int) -> 
             found: dict[str, tuple[float, int]] = {}
             with Peak() as peak:
                 found["save"] = (timed(lambda way=way: way.save(state))[0], 0)
+            cpu[name]["save"].append(peak.cpu)
             found["save"] = (found["save"][0], peak.nbytes)
             with Peak() as peak:
                 taken = timed(lambda way=way: way.load(other))[0]
+            cpu[name]["load"].append(peak.cpu)
             found["load"] = (taken, peak.nbytes)
             for key, local in locals_of(other).items():
                 assert torch.equal(local, locals_of(state)[key]), f"{name}: {key} was loaded wrong"
@@ -250,7 +256,7 @@ def measure(rank: int, world: int, parent: str, mebibytes: int, rounds: int) -> 
                 for part, (one, nbytes) in found.items():
                     seconds[name][part].append(one)
                     memory[name][part].append(nbytes)
-    return {"seconds": seconds, "memory": memory}
+    return {"seconds": seconds, "memory": memory, "cpu": cpu}
 
 
 def ratio(seconds: dict[str, dict[str, list[float]]], way: str, other: str, part: str) -> float:
@@ -261,19 +267,7 @@ def ratio(seconds: dict[str, dict[str, list[float]]], way: str, other: str, part
 def report(mebibytes: int, world: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Print the table; return its figures."""
     print(f"\n{mebibytes} MiB over {world} ranks; medians")
-    head = (
-        "save s",
-        "MiB/s",
-        "to dcp",
-        "load s",
-        "MiB/s",
-        "to dcp",
-        "blocked s",
-        "of save",
-        "mem save",
-        "load",
-        "async",
-    )
+    head = "save_s MiB/s to_dcp cpu_s load_s MiB/s to_dcp cpu_s blocked_s of_save mem_save load async".split()
     print(f"  {'':13}" + "".join(f"{name:>12}" for name in head))
     rows: dict[str, Any] = {}
     seconds = answers[0]["seconds"]
@@ -281,9 +275,12 @@ def report(mebibytes: int, world: int, answers: list[dict[str, Any]]) -> dict[st
         middle = {part: statistics.median(found) for part, found in seconds[way].items() if found}
         ratios = {part: ratio(seconds, way, "dcp", part) for part in ("save", "load")}
         extra = {part: max(max(answer["memory"][way][part]) for answer in answers) for part in middle}
-        row = {"seconds": middle, "to_dcp": ratios, "extra_nbytes": extra}
-        cells = [f"{middle['save']:.3f}", f"{mebibytes / middle['save']:.0f}", f"{ratios['save']:.2f}"]
-        cells += [f"{middle['load']:.3f}", f"{mebibytes / middle['load']:.0f}", f"{ratios['load']:.2f}"]
+        cpu = {part: statistics.median(found[1:] or found) for part, found in answers[0]["cpu"][way].items()}
+        row = {"cpu_seconds": cpu, "seconds": middle, "to_dcp": ratios, "extra_nbytes": extra}
+        cells = []
+        for part in ("save", "load"):
+            speed = mebibytes / middle[part]
+            cells += [f"{middle[part]:.3f}", f"{speed:.0f}", f"{ratios[part]:.2f}", f"{cpu[part]:.3f}"]
         if "blocked" in middle:
             row["blocked_of_save"] = middle["blocked"] / middle["save"]
             cells += [f"{middle['blocked']:.3f}", f"{row['blocked_of_save']:.2f}"]
