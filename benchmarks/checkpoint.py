@@ -124,6 +124,12 @@ def without_checksums() -> Iterator[None]:
 
 
 class Dcp(Way):
+    def __init__(self, folder: str, rank: int) -> None:
+        super().__init__(folder, rank)
+        # Its thread sends messages while the caller does: over one group the two would take each other's, and wait for
+        # ever.
+        self.group = dist.new_group()
+
     def save(self, state: dict[str, Any]) -> None:
         import torch.distributed.checkpoint as dcp
 
@@ -137,7 +143,7 @@ class Dcp(Way):
     def async_save(self, state: dict[str, Any]) -> Any:
         import torch.distributed.checkpoint as dcp
 
-        return dcp.async_save(state, checkpoint_id=self.folder)
+        return dcp.async_save(state, checkpoint_id=self.folder, process_group=self.group)
 
 
 class TorchSave(Way):
