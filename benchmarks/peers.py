@@ -92,6 +92,8 @@ def deepspeed_step(shape: ModelShape, kind: str) -> Step:
         config={
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 3},
+            # Its default clips to a norm of 1, which AdamW all but hides.
+            "gradient_clipping": 0.0,
             # Otherwise it insists on an optimizer that it has to compile.
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
