@@ -38,6 +38,7 @@ from benchmarks.common import (
     paired_ratio,
     print_json,
 )
+from fullshard.comm import pair_reduce, pairs
 from fullshard.comm.group import ShardGroup
 
 WARMUP_ROUNDS = 3  # the order of execution is recorded in the first, and followed from the second on
@@ -57,10 +58,16 @@ class Clock:
     def install(self) -> None:
         for method, kind in (("gather_into", "gather"), ("exchange", "reduce"), ("reduce_scatter", "reduce")):
             setattr(ShardGroup, method, self._timed(getattr(ShardGroup, method), kind))
+        # What goes from rank to rank.
+        pairs.gather_each = self._timed(pairs.gather_each, "gather")
+        pair_reduce.exchange_each = self._timed(pair_reduce.exchange_each, "reduce")
 
     def _timed(self, send: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def timed(*args: Any) -> _TimedWork:
-            return _TimedWork(send(*args), self.waited, kind)
+        def timed(*args: Any) -> Any:
+            sent = send(*args)
+            if isinstance(sent, list):
+                return [_TimedWork(work, self.waited, kind) for work in sent]
+            return _TimedWork(sent, self.waited, kind)
 
         return timed
 
