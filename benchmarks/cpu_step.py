@@ -4,6 +4,9 @@
     python -m benchmarks.cpu_step --worlds 2 --workloads light   one of them
     python -m benchmarks.cpu_step --adamw                        the optimizer step belongs to the measured step
 
+"cpu" is the CPU time of a step on rank 0, all its threads together, user and system: with no more cores than ranks, a
+step can hardly be shorter.
+
 Rounds are interleaved (each way of training takes one step in turn, then all again), so that a slow spell of the
 machine hits all of them; ratios are taken within a round and their median is reported. Absolute times on a shared
 machine mean little.
@@ -39,38 +42,46 @@ WARMUP_ROUNDS = 2
 
 def measure(
     rank: int, world: int, shape: ModelShape, workload: Workload, names: list[str], rounds: int, adamw: bool
-) -> dict[str, list[float]]:
-    """Seconds per step and round, by name: from the moment all ranks start to the moment the last has finished."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """By name, seconds per step and round from the moment all ranks start to the moment the last has finished; and
+    seconds of CPU time of this rank."""
     check_same_training(shape, workload, rank, names)
     trainees = [Trainee(name, BUILDERS[name](shape), adamw=adamw) for name in names]
     tokens, targets = batch_of(shape, workload, rank)
     times: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     for current in range(WARMUP_ROUNDS + rounds):
         for trainee in trainees:
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             trainee.step(tokens, targets)
+            cpu_seconds = time.process_time() - cpu_start
             seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if current >= WARMUP_ROUNDS:
                 times[trainee.name].append(seconds.item())
-    return times
+                cpu[trainee.name].append(cpu_seconds)
+    return times, cpu
 
 
-def report(world: int, workload: Workload, times: dict[str, list[float]]) -> dict[str, Any]:
+def report(
+    world: int, workload: Workload, times: dict[str, list[float]], cpu: dict[str, list[float]]
+) -> dict[str, Any]:
     """Print one table; return its figures (milliseconds, and the ratio to torch's FSDP2)."""
     print(f"\n{workload.name}: {workload.sequences}x{workload.length} tokens per rank, {world} ranks")
-    print(f"  {'':12} {'median ms':>10} {'min':>8} {'max':>8} {'/ ' + BASE:>10}")
+    print(f"  {'':12} {'median ms':>10} {'min':>8} {'max':>8} {'cpu ms':>8} {'/ ' + BASE:>10}")
     rows: dict[str, Any] = {}
     for name, seconds in times.items():
         row = {
             "median_ms": statistics.median(seconds) * 1e3,
             "min_ms": min(seconds) * 1e3,
             "max_ms": max(seconds) * 1e3,
+            "cpu_ms": statistics.median(cpu[name]) * 1e3,
         }
         row["ratio"] = paired_ratio(seconds, times[BASE]) if BASE in times else None
         ratio = f"{row['ratio']:10.3f}" if row["ratio"] is not None else f"{'-':>10}"
-        print(f"  {name:12} {row['median_ms']:10.1f} {row['min_ms']:8.1f} {row['max_ms']:8.1f} {ratio}", flush=True)
+        columns = f"{row['median_ms']:10.1f} {row['min_ms']:8.1f} {row['max_ms']:8.1f} {row['cpu_ms']:8.1f}"
+        print(f"  {name:12} {columns} {ratio}", flush=True)
         rows[name] = {key: round(value, 4) if value is not None else None for key, value in row.items()}
     return {"world": world, "workload": workload.name, "rounds": len(next(iter(times.values()))), "steps": rows}
 
@@ -92,7 +103,7 @@ def main() -> None:
         for key in options.workloads:
             workload = WORKLOADS[key]
             answers = on_ranks(world, measure, shape, workload, options.implementations, options.rounds, options.adamw)
-            results.append(report(world, workload, answers[0]))
+            results.append(report(world, workload, *answers[0]))
     print()
     print_json("cpu_step" + ("_adamw" if options.adamw else ""), shape, results)
 
