@@ -17,6 +17,11 @@
     ._reduce_scatter_base                       microseconds a call and rename these in 2.13
     ProcessGroup._get_backend, Backend.         memory that a backend wants its messages in is had from 2.13
     supports_tensor_alloc, .allocate_tensor     it alone
+    distributed_c10d._get_default_store         the one thing that all ranks share and that is no       2.13
+                                                collective (comm/control.py)
+    ProcessGroup(store, rank, size),            groups that can be replaced when a peer failed; those of    2.13
+    ._register_backend, ._set_default_backend,  new_group live under names that may come again with
+    ._set_group_name, Backend.options           what older ones left in the store (comm/lines.py)
     tensor._post_accumulate_grad_hooks,         hooks of the sharded parameter are ours to run          2.13
     ._backward_hooks
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
@@ -53,14 +58,16 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +97,7 @@ __all__ = [
     "concatenated_mesh",
     "current_backward",
     "cut_dim",
+    "default_store",
     "dtensor_like",
     "flattened_axes",
     "hand_over_hooks",
@@ -109,6 +117,7 @@ __all__ = [
     "push_saved_tensor_hooks",
     "queue_backward_callback",
     "root_mesh",
+    "same_group",
     "same_spec",
     "saved_tensor_hooks_allowed",
     "set_local",
@@ -398,3 +407,28 @@ def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, de
     if backend.supports_tensor_alloc(device):
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def default_store() -> Any:
+    """The store of the default process group, by a connection of our own: one that waits holds up nobody else."""
+    return cast(Any, distributed_c10d._get_default_store()).clone()
+
+
+def same_group(like: ProcessGroup, device: torch.device, name: str, timeout: timedelta) -> ProcessGroup:
+    """A process group of the ranks of `like` with connections of its own, known to nobody but the caller: it ends with
+    its last reference. `name`: never used before, the same on all of its ranks. gloo and NCCL."""
+    ranks = dist.get_process_group_ranks(like)
+    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    rank, size = like.rank(), len(ranks)
+    made = cast(Any, ProcessGroup)(store, rank, size)
+    kinds = ProcessGroup.BackendType
+    if device.type == "cuda":
+        options = cast(Any, like._get_backend(device)).options
+        backend, kind = cast(Any, dist).ProcessGroupNCCL(store, rank, size, options), kinds.NCCL
+    else:
+        backend, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, timeout), kinds.GLOO
+    backend._set_sequence_number_for_group()
+    made._register_backend(device, kind, backend)
+    made._set_default_backend(kind)
+    made._set_group_name(name)
+    return cast(ProcessGroup, made)

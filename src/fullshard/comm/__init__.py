@@ -2,14 +2,20 @@
 
 `group` (the messages), `blocks` (of few ranks), `gather` and `reduce` (strategies over them), `reduction` (what these
 make), `replicate` (what follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small
-messages by which ranks come to one answer), `messages` (texts, on a group of their own).
+messages by which ranks come to one answer), `messages` (texts, on a group of their own), `control` (what ranks tell
+each other besides tensors, when they fail or have to agree; no collective).
 """
 
 from .agree import agreed as agreed
 from .agree import sum_over as sum_over
 from .blocks import block_of as block_of
+from .control import Domain as Domain
+from .control import domain_of as domain_of
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
+from .errors import PeerFailed as PeerFailed
+from .errors import RanksDisagree as RanksDisagree
+from .errors import shown_ranks as shown_ranks
 from .extension import ExtensionGather as ExtensionGather
 from .gather import CastGather as CastGather
 from .gather import GatherChannel as GatherChannel

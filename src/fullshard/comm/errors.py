@@ -1,0 +1,42 @@
+"""What is raised when ranks do not agree, or when one of them is gone: ordinary `RuntimeError`s, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class PeerFailed(RuntimeError):
+    """Another rank raised, was killed, was stopped or ended while this one waits for it.
+
+    `rank`: of the default process group. `step`: optimizer steps that rank had taken. `unit`: the name of the sharded
+    module and what was being done with it, "" where that is not known. `text`: what that rank said.
+    """
+
+    def __init__(self, message: str, *, rank: int, step: int = -1, unit: str = "", text: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.step, self.unit, self.text = rank, step, unit, text
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks were about to do different things, or have different models. `by_rank`: what each of them had."""
+
+    def __init__(self, message: str, *, what: str = "", by_rank: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.what, self.by_rank = what, dict(by_rank or {})
+
+
+def shown_ranks(ranks: list[int]) -> str:
+    """Ranks as a text names them.
+
+    >>> shown_ranks([3]), shown_ranks([0, 1]), shown_ranks([0, 1, 2, 3, 7])
+    ('rank 3', 'ranks 0 and 1', 'ranks 0 to 3 and 7')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
+    listed = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
