@@ -1,7 +1,8 @@
 """When to gather, wait, free and reduce: pure decisions. Standard library only.
 
 Read `state` (what is known of a unit), `events` (the vocabulary), `rules` (one function per event), `prefetch` (which
-unit is next), `sending` (in which order gradients are sent), `check` (invariants of a command sequence).
+unit is next), `sending` (in which order gradients are sent), `check` (invariants of a command sequence), `order` (the
+order of messages on which ranks agreed).
 """
 
 from .check import CommandChecker as CommandChecker
@@ -13,6 +14,13 @@ from .events import Command as Command
 from .events import Event as Event
 from .events import parse_command as parse_command
 from .events import parse_event as parse_event
+from .order import Action as Action
+from .order import Order as Order
+from .order import Question as Question
+from .order import deviation as deviation
+from .order import disagreement as disagreement
+from .order import parse_action as parse_action
+from .order import parse_question as parse_question
 from .state import NOWHERE as NOWHERE
 from .state import Full as Full
 from .state import Phase as Phase

@@ -1,0 +1,418 @@
+"""The agreed order: ranks as `Order`s, programs as lists of actions. No torch, no messages.
+
+Programs are what training loops do: steps of several micro-batches, with and without synchronisation, evaluations of
+any length, units that run twice or are skipped, two models in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.lifecycle import (
+    Action,
+    Order,
+    Question,
+    deviation,
+    disagreement,
+    parse_action,
+    parse_question,
+)
+
+KINDS = ("gather", "reduce")
+
+
+def action(kind: str, index: int, *flags: str, family: int = 0, sizes: str = "") -> Action:
+    return Action(kind, family, index, f"unit{index}", sizes or f"float32*{16 * (index + 1)}", flags)
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Loop:
+    """A training loop of one rank, written down as actions."""
+
+    units: int
+    family: int = 0
+    actions: list[Action] = field(default_factory=list)
+    stepped: bool = False
+    trained: bool = False
+
+    def add(self, kind: str, index: int, *flags: str) -> None:
+        if kind == "gather" and index == 0:
+            if "eval" not in flags and not self.trained:
+                flags = ("train", *flags)
+            self.trained = "eval" not in flags
+        if self.stepped:
+            flags, self.stepped = ("stepped", *flags), False
+        self.actions.append(action(kind, index, *flags, family=self.family))
+
+    def forward(self, order: Sequence[int]) -> None:
+        for index in order:
+            self.add("gather", index)
+
+    def micro_batch(self, order: Sequence[int], *, sync: bool = True) -> None:
+        """Forward and backward: in backward each unit but the root is gathered before that behind it is reduced."""
+        self.forward([0, *order])
+        back = list(reversed(order))
+        for position, index in enumerate(back):
+            self.add("gather", index)
+            if position and sync:
+                self.add("reduce", back[position - 1])
+        if sync:
+            for index in (*back[-1:], 0):
+                self.add("reduce", index)
+
+    def step(self) -> None:
+        self.stepped = True
+
+    def evaluate(self, batches: int) -> None:
+        for _ in range(batches):
+            self.add("gather", 0, "eval")
+            self.forward(range(1, self.units))
+
+
+# A step: how many micro-batches, whether all of them send; then how many batches of evaluation; units that it skips.
+Step = tuple[int, bool, int, tuple[int, ...]]
+STEPS = st.lists(
+    st.tuples(
+        st.integers(1, 3), st.booleans(), st.sampled_from([0, 0, 0, 1, 4]), st.lists(st.integers(1, 4), max_size=2)
+    ).map(lambda s: (s[0], s[1], s[2], tuple(s[3]))),
+    min_size=1,
+    max_size=6,
+)
+
+
+def program(units: int, steps: Sequence[Step], loop: Loop | None = None) -> list[Action]:
+    """The actions of `steps`; of a loop that goes on, where there is one."""
+    loop = loop or Loop(units)
+    loop.actions = []
+    for batches, always, evaluation, skipped in steps:
+        for batch in range(batches):
+            order = [index for index in range(1, units) if index not in skipped]
+            loop.micro_batch(order, sync=always or batch == batches - 1)
+        loop.step()
+        loop.evaluate(evaluation)
+    return loop.actions
+
+
+PROGRAMS = st.builds(program, st.integers(2, 6), STEPS)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """Ranks that run programs. `issued[rank]`: what each sent."""
+
+    orders: list[Order]
+    issued: list[list[Action]] = field(default_factory=list)
+    questions: int = 0
+
+    @staticmethod
+    def of(world: int, units: int = 6, *, limit: int = 20_000) -> World:
+        made = World([Order(limit=limit) for _ in range(world)], [[] for _ in range(world)])
+        form, plain = plain_actions(made.orders[0], units)
+        for order in made.orders:
+            assert not order.follows(form)
+            order.enter(form)
+            order.introduced(plain)
+        return made
+
+    def run(self, programs: Sequence[Sequence[Action]]) -> dict[int, Question] | None:
+        """Each rank goes on as far as it may without a question, then all answer. The questions on which they
+        disagree: those of the ranks that ask (others ended, or wait for what does not come); None: all ended."""
+        at = [0] * len(programs)
+        while True:
+            asking: dict[int, Question] = {}
+            for rank, (order, actions) in enumerate(zip(self.orders, programs, strict=True)):
+                while at[rank] < len(actions) and order.follows(actions[at[rank]]):
+                    self.issued[rank].append(actions[at[rank]])
+                    at[rank] += 1
+                if at[rank] < len(actions):
+                    asking[rank] = order.question(actions[at[rank]])
+            if not asking:
+                return None
+            if len(asking) < len(programs) or len(set(asking.values())) > 1:
+                return asking
+            self.questions += 1
+            for rank, order in enumerate(self.orders):
+                order.enter(programs[rank][at[rank]])
+                self.issued[rank].append(programs[rank][at[rank]])
+                at[rank] += 1
+
+    def never_mixed(self) -> bool:
+        """Whether no two ranks sent different things at one place."""
+        longest = max(map(len, self.issued))
+        return all(len({sent[i] for sent in self.issued if i < len(sent)}) == 1 for i in range(longest))
+
+
+def plain_actions(order: Order, units: int) -> tuple[Action, list[Action]]:
+    plain = [(kind, index, f"unit{index}", f"float32*{16 * (index + 1)}") for index in range(units) for kind in KINDS]
+    return order.introduce("unit0", plain)
+
+
+# ---- no false alarms, and no cost -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(PROGRAMS, st.integers(1, 4), st.sampled_from([4, 30, 20_000]))
+def test_equal_programs_never_disagree(actions: list[Action], world: int, limit: int) -> None:
+    ranks = World.of(world, limit=limit)
+    assert ranks.run([actions] * world) is None
+    assert ranks.issued == [actions] * world
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 6), STEPS)
+def test_what_repeats_is_not_asked_again(units: int, steps: list[Step]) -> None:
+    ranks, loop, before = World.of(2), Loop(units), 0
+    for _ in range(5):
+        before = ranks.questions
+        assert ranks.run([program(units, steps, loop)] * 2) is None
+    # Where steps differ questions remain where their ways part; and on the way into evaluation and out of it.
+    forks = len(steps) if len(set(steps)) > 1 else 0
+    evaluations = sum(step[2] > 0 for step in steps)
+    assert ranks.questions - before <= 2 * (forks + evaluations)
+
+
+def test_a_steady_state_asks_nothing() -> None:
+    ranks = World.of(2, units=40)
+    loop = Loop(40)
+    for _ in range(3):
+        loop.micro_batch(range(1, 40), sync=False)
+        loop.micro_batch(range(1, 40))
+        loop.step()
+    rest = loop.actions
+    assert ranks.run([rest] * 2) is None
+    assert len(rest) > 590 and ranks.questions <= 20  # nearly all of them are guessed
+    before = ranks.questions
+    for _ in range(20):
+        assert ranks.run([[action("gather", 0, "stepped"), *rest[1:]]] * 2) is None
+    assert ranks.questions - before <= 1  # the first of them follows a step
+
+
+def test_evaluation_now_and_then_asks_twice_and_batches_of_it_nothing() -> None:
+    ranks, loop = World.of(2, units=5), Loop(5)
+
+    def steps(count: int, batches: int) -> int:
+        loop.actions, before = [], ranks.questions
+        for _ in range(count):
+            loop.micro_batch(range(1, 5))
+            loop.step()
+        loop.evaluate(batches)
+        assert ranks.run([loop.actions] * 2) is None
+        return ranks.questions - before
+
+    steps(3, 3)
+    steps(3, 3)
+    assert [steps(10, batches) for batches in (2, 7, 30)] == [2, 2, 2]
+
+
+def test_a_program_that_changes_for_good_asks_for_two_steps() -> None:
+    ranks = World.of(2, units=6)
+    before, after = ([0, *range(1, 6)], [0, 1, 2, 4, 5])
+
+    def step(order: Sequence[int]) -> int:
+        loop, asked = Loop(6, stepped=True), ranks.questions
+        loop.micro_batch(order[1:])
+        assert ranks.run([loop.actions] * 2) is None
+        return ranks.questions - asked
+
+    for _ in range(3):
+        step(before)
+    assert step(before) == 0
+    # The change; once more, and the beginning of a step behind it; from then on it is what is expected.
+    assert 0 < step(after) <= 7
+    assert [step(after), step(after), step(after)] == [2, 0, 0]
+
+
+def test_skipping_layers_at_random_asks_a_few_times_each() -> None:
+    """Layer drop, with the same choice on every rank: what was never seen is guessed behind the gap."""
+    import random
+
+    draw = random.Random(1)
+    ranks, questions = World.of(2, units=33), []
+    for _ in range(60):
+        dropped = draw.sample(range(2, 32), 3)
+        loop, before = Loop(33, stepped=True), ranks.questions
+        loop.micro_batch([index for index in range(1, 33) if index not in dropped])
+        assert ranks.run([loop.actions] * 2) is None
+        questions.append(ranks.questions - before)
+    # Of some 90 actions: each gap is met in forward, and when it is gathered and sent in backward.
+    assert sum(questions[30:]) / 30 <= 15
+
+
+def test_the_history_is_bounded() -> None:
+    order = Order(limit=100)
+    for place in range(5000):
+        order.enter(action("gather", place))
+        assert order._nodes <= 100 and len(order._habits) <= 100 and len(order._starts) <= 100
+
+
+# ---- every divergence is found --------------------------------------------------------------------------------------
+
+
+def _swapped(actions: list[Action], at: int) -> list[Action]:
+    return [*actions[:at], *reversed(actions[at : at + 2]), *actions[at + 2 :]]
+
+
+def _skipped(actions: list[Action], at: int) -> list[Action]:
+    return actions[:at] + actions[at + 1 :]
+
+
+def _extra_batch(actions: list[Action], at: int) -> list[Action]:
+    loop = Loop(3)
+    loop.micro_batch([1, 2])
+    return actions[:at] + loop.actions + actions[at:]
+
+
+def _stepped(actions: list[Action], at: int) -> list[Action]:
+    return [*actions[:at], actions[at]._replace(flags=("stepped", *actions[at].flags)), *actions[at + 1 :]]
+
+
+def _other_sizes(actions: list[Action], at: int) -> list[Action]:
+    return [*actions[:at], actions[at]._replace(sizes="bfloat16*7"), *actions[at + 1 :]]
+
+
+def _evaluation(actions: list[Action], at: int) -> list[Action]:
+    loop = Loop(3)
+    loop.evaluate(1)
+    return actions[:at] + loop.actions + actions[at:]
+
+
+DIVERGENCES = (_swapped, _skipped, _extra_batch, _stepped, _other_sizes, _evaluation)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.integers(2, 6),
+    STEPS,
+    st.integers(0, 3),
+    st.sampled_from(DIVERGENCES),
+    st.data(),
+    st.integers(2, 4),
+    st.sampled_from([4, 30, 20_000]),
+)
+def test_any_divergence_is_found_before_a_message_of_it(
+    units: int, steps: list[Step], repeats: int, diverge: object, data: st.DataObject, world: int, limit: int
+) -> None:
+    ranks, cycle = World.of(world, limit=limit), program(units, steps)
+    for _ in range(repeats):
+        assert ranks.run([cycle] * world) is None
+    at = data.draw(st.integers(0, len(cycle) - 1))
+    who = data.draw(st.integers(0, world - 1))
+    assert callable(diverge)
+    # Something follows on all ranks: without any message behind it nothing can be noticed, and nothing is wrong.
+    tail = [action("gather", 0, "eval"), action("gather", 1), action("gather", 0, "eval", "stepped")]
+    programs = [[*(diverge(cycle, at) if rank == who else cycle), *tail] for rank in range(world)]
+    found = ranks.run(programs)
+    if programs[who] == programs[(who + 1) % world]:  # two equal units swapped
+        assert found is None
+        return
+    assert ranks.never_mixed()
+    same = (
+        len(cycle) * repeats
+        + next(i for i, (one, other) in enumerate(zip(programs[0], programs[1], strict=False)) if one != other)
+        if who < 2
+        else None
+    )
+    if found is None:
+        # It ended earlier than the others, who wait for it: one program is the beginning of the other.
+        shorter, longer = sorted((programs[who], programs[(who + 1) % world]), key=len)
+        assert longer[: len(shorter)] == shorter
+        return
+    # Whoever did something else than was expected asked before; the place of the first question is that of the change.
+    place = min(question.place for question in found.values()) - 1  # behind `form`
+    deviating = [rank for rank, question in found.items() if question.place - 1 == place]
+    assert all(len(ranks.issued[rank]) == place for rank in deviating)
+    if same is not None:
+        assert place == same
+    text = disagreement(found) if len(found) == world else deviation(found[deviating[0]], deviating, 1 - deviating[0])
+    assert "expected" in text and "found" in text and f"rank {deviating[0]}" in text.replace("ranks", "rank")
+
+
+def test_a_rank_that_follows_does_not_ask_and_one_that_deviates_does() -> None:
+    ranks = World.of(3, units=4)
+    loop = Loop(4)
+    for _ in range(3):
+        loop.micro_batch([1, 2, 3])
+        loop.step()
+    assert ranks.run([loop.actions] * 3) is None
+    usual = Loop(4, stepped=True)
+    usual.micro_batch([1, 2, 3])
+    other = Loop(4, stepped=True)
+    other.micro_batch([2, 1, 3])
+    sent = [len(issued) for issued in ranks.issued]
+    found = ranks.run([other.actions, usual.actions, usual.actions])
+    assert found is not None and list(found) == [0]
+    assert [len(issued) for issued in ranks.issued] == [sent[0] + 1, sent[1] + 11, sent[2] + 11]
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.builds(
+        Action,
+        st.sampled_from(["gather", "widen", "reduce", "form"]),
+        st.integers(0, 9),
+        st.integers(0, 999),
+        st.sampled_from(["root", "layers.0", "a+b"]),
+        st.sampled_from(["float32*8", "bfloat16*3+float32*1", "-"]),
+        st.lists(st.sampled_from(["stepped", "eval", "train", "accumulated", "partials", "keep"]), unique=True).map(
+            tuple
+        ),
+    ),
+    st.integers(0, 10**9),
+    st.booleans(),
+)
+def test_actions_and_questions_are_printed_and_read_back(printed: Action, place: int, known: bool) -> None:
+    assert parse_action(str(printed)) == printed
+    question = Question(place, printed, printed if known else None)
+    assert parse_question(str(question)) == question
+
+
+@pytest.mark.parametrize("text", ["", "gather", "gather 0 root x", "gather a.b root x", "gather 0.1 root x loudly"])
+def test_other_texts_are_no_actions(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_action(text)
+    with pytest.raises(ValueError, match="expected"):
+        parse_question(text)
+
+
+def test_what_is_said_about_units_in_another_order() -> None:
+    first, second = action("gather", 1), action("gather", 2)
+    questions = {0: Question(7, second, first), 1: Question(9, action("reduce", 0), None), 2: Question(7, first, first)}
+    assert disagreement(questions) == (
+        "unit2: expected all ranks to gather the parameters of unit1 (float32*32), as in the steps before "
+        "(ranks 1 and 2), found rank 0 about to gather the parameters of unit2 (float32*48); make all ranks run the "
+        "same modules in the same order (a rank that has no use for one runs it too, and multiplies what it gives by 0)"
+    )
+    assert deviation(questions[0], [0], 1).startswith(
+        "unit2: expected rank 0 to gather the parameters of unit1 (float32*32), as in the steps before (as rank 1), "
+        "found rank 0 about to gather the parameters of unit2 (float32*48); make all ranks run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "advice"),
+    [
+        (action("gather", 0, "stepped"), action("gather", 0), "call optimizer.step() on all ranks alike"),
+        (action("gather", 0, "eval"), action("gather", 0, "stepped"), "fullshard.joined"),
+        (action("gather", 0), action("reduce", 2), "as many forwards and backwards"),
+        (action("reduce", 1), action("reduce", 1, sizes="float16*3"), "the same dtype, requires_grad"),
+        (action("form", 0), action("gather", 0), "the same models in the same order"),
+    ],
+)
+def test_advice_is_for_what_differs(one: Action, other: Action, advice: str) -> None:
+    for expected in (one, other, None):
+        text = disagreement({0: Question(3, one, expected), 1: Question(3, other, expected)})
+        assert advice in text and "rank 0" in text and "rank 1" in text
+    assert advice in deviation(Question(3, other, one), [1], 0)
