@@ -16,6 +16,7 @@ fails leaves what earlier micro-batches brought exactly as it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -205,6 +206,29 @@ class ShardedParam:
         if returned.placements == sharded.placements:
             return returned
         return returned.redistribute(placements=sharded.placements)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether `run_hooks` will call anything after the end of this backward."""
+        return self.reduced is not None and bool(post_accumulate_grad_hooks(self.sharded))
+
+    def standing(self) -> Callable[[], None]:
+        """Remember what earlier backwards left, with copies of what `commit` writes in place; the result brings it
+        back."""
+        gradient, marker = self.sharded.grad, self.marker
+        held, partial = self.live_held(), self.live_partial()
+        written = [] if gradient is None or isinstance(gradient, PendingGrad) else [local_of(gradient)]
+        written += [] if held is None else [held]
+        copies = [tensor.clone() for tensor in written]
+
+        def bring_back() -> None:
+            with torch.no_grad():
+                for tensor, copy in zip(written, copies, strict=True):
+                    tensor.copy_(copy)
+            self.sharded.grad, self.marker = gradient, marker
+            self.held, self.partial = held, partial
+
+        return bring_back
 
     def run_hooks(self) -> None:
         """Those that the user registered to see `sharded.grad` whenever it was written."""

@@ -16,6 +16,7 @@ from ..lifecycle import Command, CommandChecker
 from ..param import ShardedParam
 from .shared import InFlight, Shared
 from .stepping import Stepping
+from .taken_back import TakenBack
 from .unit import Unit
 
 
@@ -274,6 +275,7 @@ class Executor:
         for i in with_tensor_hooks([param.sharded for _, _, param in touched]):
             touched[i][2].run_tensor_hooks()
         arrived: dict[Unit, list[ShardedParam]] = {}
+        undo = TakenBack(self.units, [param for _, _, param in touched])
         for unit, group, param in touched:
             if param.commit(group.precision.reduce):
                 arrived.setdefault(unit, []).append(param)
@@ -287,10 +289,11 @@ class Executor:
             unit.partial_open = kept or (unit.partial_open and unit not in self._carrying)
         self._closing.clear()
         self._carrying.clear()
-        # Last: they are the user's and may raise, and then all gradients are there.
-        for params in arrived.values():
-            for param in params:
-                param.run_hooks()
+        # Last: they are the user's and may read any gradient, and raise.
+        with undo:
+            for params in arrived.values():
+                for param in params:
+                    param.run_hooks()
         self.stepping.finish(arrived)
 
     def _discard(self, root: Unit) -> None:
