@@ -31,14 +31,16 @@ class Fault:
     """One fault: `rank` (None = every rank), `step` and `event` say when; `kind` says what happens.
 
     "raise": `InjectedFault`. "kill": the process ends at once by SIGKILL, as a lost machine would (procs tier only).
-    "stall": the rank sleeps `seconds`, as a straggler or a stuck file system would.
+    "stall": the rank sleeps `seconds`, as a straggler or a stuck file system would. "do": `action` is called with the
+    context that the code under test gave to `check`, and does whatever it does.
     """
 
     step: int
     event: str = "step"
     rank: int | None = None
-    kind: Literal["raise", "kill", "stall"] = "raise"
+    kind: Literal["raise", "kill", "stall", "do"] = "raise"
     seconds: float = 0.0
+    action: Callable[[Any], None] | None = None
 
 
 class Faults:
@@ -50,6 +52,8 @@ class Faults:
         self._lock = threading.Lock()
         self._pending: list[Fault] = list(faults)
         self._struck: list[tuple[int, Fault]] = []
+        # Called with (rank, fault) just before a fault does what it does: it may leave no later moment to note it.
+        self.listener: Callable[[int, Fault], None] | None = None
 
     def __getstate__(self) -> list[Fault]:
         return list(self._pending)
@@ -83,8 +87,11 @@ class Faults:
         with self._lock:
             return tuple(self._struck)
 
-    def check(self, *, rank: int, step: int, event: str = "step") -> None:
-        """Strike here if a fault was asked for at this rank, step and event; otherwise do nothing."""
+    def check(self, *, rank: int, step: int, event: str = "step", context: Any = None) -> None:
+        """Strike here if a fault was asked for at this rank, step and event; otherwise do nothing.
+
+        `context`: what a fault of kind "do" acts on.
+        """
         with self._lock:
             fault = next((f for f in self._pending if self._matches(f, rank, step, event)), None)
             if fault is None:
@@ -92,10 +99,15 @@ class Faults:
             self._struck.append((rank, fault))
             if fault.rank is not None:
                 self._pending.remove(fault)
+        if self.listener is not None:
+            self.listener(rank, fault)
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stall":
             time.sleep(fault.seconds)
+        elif fault.kind == "do":
+            assert fault.action is not None, "a fault of kind 'do' needs an action"
+            fault.action(context)
         else:
             raise InjectedFault(f"injected fault on rank {rank} at step {step}, event {event!r}")
 

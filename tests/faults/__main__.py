@@ -1,0 +1,58 @@
+"""The command: run the matrix, or a part of it. See the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.faults.run import IMPLEMENTATIONS, Runner, summary, table  # noqa: E402
+from tests.faults.table import CASES  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--class", dest="group", help="only this class: the part of an id before the slash")
+    parser.add_argument("--case", action="append", default=[], help="only the case of this id; may be repeated")
+    parser.add_argument("--fast", action="store_true", help="only the slice of `make test`")
+    parser.add_argument("--implementation", choices=list(IMPLEMENTATIONS), default="fullshard")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each case, instead of a table")
+    parser.add_argument("--verbose", action="store_true", help="print the traceback of each rank that ended badly")
+    options = parser.parse_args()
+    unknown = set(options.case) - {case.id for case in CASES}
+    if unknown:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    chosen = [
+        case
+        for case in CASES
+        if (not options.case or case.id in options.case)
+        and (not options.group or case.group == options.group)
+        and (not options.fast or case.fast)
+    ]
+    if not chosen:
+        parser.error("no case is chosen")
+    runner = Runner(options.implementation)
+    results = []
+    for case in chosen:
+        result = runner.run(case)
+        results.append(result)
+        if options.json:
+            print(json.dumps(result.as_json()), flush=True)
+        else:
+            print(table([result]).splitlines()[0], flush=True)
+        if options.verbose:
+            for report in result.reports:
+                for error in [*report.caught, *([report.error] if report.error else [])]:
+                    print(f"--- rank {report.rank} {report.ended}\n{error.trace}")
+                if report.ended in ("died", "hung"):
+                    print(f"--- rank {report.rank} {report.ended} {report.code}\n{report.output}")
+    if not options.json:
+        print(summary(results))
+    return 0 if all(result.good for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

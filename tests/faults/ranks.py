@@ -1,0 +1,246 @@
+"""Ranks of a case: forks of this process over gloo, each bounded in time, whose end is told apart.
+
+A fork of a process that has torch imported costs some milliseconds, so every case has processes of its own and none can
+spoil the next. They meet, as under torchrun, through a store that none of them hosts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.forked import _clear_sharding_prop_cache
+
+# The process group's own limit: behind that of every case, so that what is left to it counts as a hang.
+GROUP_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Caught:
+    """An exception, as text: `kinds` are the names of its class and of the bases, `at` is monotonic time."""
+
+    kinds: tuple[str, ...]
+    text: str
+    at: float
+    trace: str = ""
+
+    @staticmethod
+    def of(error: BaseException) -> Caught:
+        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        trace = "".join(traceback.format_exception(error))
+        return Caught(kinds, text, time.monotonic(), trace)
+
+
+@dataclass
+class Report:
+    """What became of one rank. `ended`: done, raised (`error`), hung (`error` is None, `output` has its stacks), died
+    (by `signal`, or with the exit status `code` and no word)."""
+
+    rank: int
+    ended: Literal["done", "raised", "hung", "died"]
+    error: Caught | None = None
+    caught: list[Caught] = field(default_factory=list)
+    state: dict[str, torch.Tensor] | None = None
+    warned: list[str] = field(default_factory=list)
+    code: int = 0
+    output: str = ""
+    # (moment, position of the fault in its case) of the faults that struck on this rank.
+    strikes: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass
+class Told:
+    """What a rank's program gathers for its report."""
+
+    strikes_file: Path
+    caught: list[Caught] = field(default_factory=list)
+    state: dict[str, torch.Tensor] | None = None
+
+    def struck(self, number: int) -> None:
+        """Note, where it outlives this process, that the fault of this number strikes now."""
+        with open(self.strikes_file, "a") as file:
+            file.write(f"{time.monotonic()} {number}\n")
+
+
+_stores: list[dist.TCPStore] = []
+
+
+def _store() -> dist.TCPStore:
+    if not _stores:
+        _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return _stores[0]
+
+
+_cases_run = 0
+
+
+def run_ranks(
+    world: int,
+    fn: Callable[[int, Told], None],
+    *,
+    limit: float,
+    environment: tuple[tuple[str, str], ...] = (),
+    group: bool = True,
+) -> list[Report]:
+    """Call `fn(rank, told)` on `world` forks; one report for each rank. `group=False`: no process group is made."""
+    global _cases_run
+    _cases_run += 1
+    port = _store().port if group else 0
+    with tempfile.TemporaryDirectory(prefix="fullshard-faults-") as folder:
+        ranks = [
+            _fork(rank, world, fn, Path(folder), (port, f"case{_cases_run}"), environment) for rank in range(world)
+        ]
+        reports = _collect(ranks, Path(folder), limit)
+        for _, conn in ranks:
+            with contextlib.suppress(OSError):
+                conn.send_bytes(b"all ranks have answered")
+            conn.close()
+        for pid, _ in ranks:
+            _end(pid)
+        return reports
+
+
+def _fork(
+    rank: int,
+    world: int,
+    fn: Callable[[int, Told], None],
+    folder: Path,
+    store: tuple[int, str],
+    environment: tuple[tuple[str, str], ...],
+) -> tuple[int, Connection]:
+    ours, theirs = Pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; ours wait
+        pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    try:
+        _rank_main(theirs, rank, world, fn, folder, store, environment)
+    finally:
+        os._exit(70)
+
+
+def _rank_main(
+    conn: Connection,
+    rank: int,
+    world: int,
+    fn: Callable[[int, Told], None],
+    folder: Path,
+    store: tuple[int, str],
+    environment: tuple[tuple[str, str], ...],
+) -> None:
+    atexit._clear()  # those of the parent
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _write_output_to(folder / f"output{rank}")
+    stacks = open(folder / f"stacks{rank}", "w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(environment)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    _clear_sharding_prop_cache()
+    told = Told(folder / f"strikes{rank}")
+    error: Caught | None = None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            if store[0]:
+                client = dist.TCPStore("127.0.0.1", store[0], is_master=False, wait_for_workers=False)
+                limit = timedelta(seconds=GROUP_SECONDS)
+                meeting = dist.PrefixStore(store[1], client)
+                dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
+            fn(rank, told)
+        except BaseException as raised:
+            error = Caught.of(raised)
+            # As the interpreter does with what nobody caught; somebody may have put a hook there.
+            sys.excepthook(type(raised), raised, raised.__traceback__)
+    report = Report(rank, "raised" if error else "done", error, told.caught, told.state)
+    report.warned = [str(warning.message) for warning in warned]
+    conn.send_bytes(pickle.dumps(report))
+    if error is None:
+        with contextlib.suppress(EOFError, OSError):
+            conn.recv_bytes()  # until all have answered: a peer may still read what this rank sent
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(1 if error else 0)
+
+
+def _write_output_to(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+
+
+def _collect(ranks: list[tuple[int, Connection]], folder: Path, limit: float) -> list[Report]:
+    reports: dict[int, Report] = {}
+    waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
+    deadline = time.monotonic() + limit
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for conn in wait(list(waiting), timeout=left):
+            assert isinstance(conn, Connection)
+            rank = waiting.pop(conn)
+            try:
+                reports[rank] = pickle.loads(conn.recv_bytes())
+            except (EOFError, OSError):
+                status = os.waitpid(ranks[rank][0], 0)[1]
+                reports[rank] = Report(rank, "died", code=os.waitstatus_to_exitcode(status))
+    hung = set(waiting.values())
+    for rank in hung:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[rank][0], signal.SIGUSR1)
+    if hung:
+        time.sleep(0.3)
+    for rank in hung:
+        reports[rank] = Report(rank, "hung", output=_read(folder / f"stacks{rank}"))
+    for rank, report in reports.items():
+        report.output = (report.output + _read(folder / f"output{rank}"))[-6000:]
+        lines = _read(folder / f"strikes{rank}").split("\n")
+        report.strikes = [(float(line.split()[0]), int(line.split()[1])) for line in lines if line]
+    return [reports[rank] for rank in range(len(ranks))]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _end(pid: int) -> None:
+    """Wait a little for this rank, then end it. It may be stopped, or ended and collected long ago."""
+    deadline = time.monotonic() + 1.0
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while time.monotonic() < deadline:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+            time.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -1,0 +1,422 @@
+"""Exceptions at every point of a step, on all ranks and on one: what is caught leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.faults.actions import Action, out_of_memory, parameter, throw
+from tests.faults.cases import Case, Equal, Raises, Recovers, Setup, at
+from tests.faults.program import Run
+
+CATCHES = Setup(catches=True)
+WINDOW = Setup(catches=True, micros=2)
+HELD = replace(WINDOW, hold=True)
+
+
+def _peer(*words: str) -> tuple[str, ...]:
+    return ("rank 1", *words)
+
+
+def _grow(name: str) -> Action:
+    """A hook of the parameter raises once: at the end of the backward that reduces its gradient."""
+
+    def action(run: Run) -> None:
+        def hook(gradient: Any) -> None:
+            handle.remove()
+            throw(ValueError, "a tensor hook")(run)
+
+        handle = parameter(run, name).register_hook(hook)
+
+    return action
+
+
+def _post_hook(run: Run) -> None:
+    def hook(p: Any) -> None:
+        handle.remove()
+        throw(ValueError, "a hook behind accumulation")(run)
+
+    handle = parameter(run, "layers.1.up.weight").register_post_accumulate_grad_hook(hook)
+
+
+def _backward_hook(run: Run) -> None:
+    def hook(*_: Any) -> None:
+        handle.remove()
+        throw(ValueError, "a full backward hook")(run)
+
+    handle = run.model.layers[1].register_full_backward_hook(hook)
+
+
+def _optimizer_hook(run: Run) -> None:
+    def hook(*_: Any) -> None:
+        handle.remove()
+        throw(ValueError, "a hook before the update")(run)
+
+    handle = run.optimizer.register_step_pre_hook(hook)
+
+
+def _failing_evaluation(place: str) -> Action:
+    def action(run: Run) -> None:
+        module = run.model.layers[1].up
+        register = module.register_forward_pre_hook if place == "before" else module.register_forward_hook
+        handle = register(lambda *_: throw(ValueError, "evaluation")(run))
+        try:
+            run.evaluate()
+        except ValueError:
+            pass
+        finally:
+            handle.remove()
+
+    return action
+
+
+def _abandoned(clear: Callable[[Run], None]) -> Action:
+    """A micro-batch without synchronisation is given up before the step, and its gradients cleared."""
+
+    def action(run: Run) -> None:
+        if hasattr(run.model, "set_requires_gradient_sync"):
+            run.model.set_requires_gradient_sync(False)
+        for tokens in run.batches(step=70):
+            run.loss(tokens).backward()
+        if hasattr(run.model, "set_requires_gradient_sync"):
+            run.model.set_requires_gradient_sync(True)
+        clear(run)
+
+    return action
+
+
+def _in_full_params(run: Run) -> None:
+    if not run.ours:
+        return
+    import fullshard
+
+    try:
+        with fullshard.full_params(run.model):
+            raise ValueError("inside full_params")
+    except ValueError:
+        pass
+
+
+def _in_unshard(run: Run) -> None:
+    try:
+        run.model.unshard()
+        raise ValueError("between unshard and reshard")
+    except ValueError:
+        pass
+
+
+def _bad_load(run: Run) -> None:
+    state = {name: value for name, value in run.model.state_dict().items() if "up" not in name}
+    try:
+        run.model.load_state_dict(state)
+    except RuntimeError:
+        pass
+
+
+def _reset(run: Run) -> None:
+    if hasattr(run.model, "reset_iter_state"):
+        run.model.reset_iter_state()
+
+
+def _two_models(run: Run) -> None:
+    """Another sharded model fails between forward and backward of the first."""
+    from tests.threads.programs import Model, batch, shard
+
+    torch.manual_seed(0)
+    other = Model() if run.plain else shard(Model(), run.impl)
+    handle = other.layers[1].register_forward_pre_hook(lambda *_: throw(ValueError)(run))
+    try:
+        other(batch(1, 0))
+    except ValueError:
+        pass
+    handle.remove()
+
+
+def _everywhere(names: str, does: str, step: int, event: str, action: Action | None = None, **more: Any) -> Case:
+    setup = more.pop("setup", CATCHES)
+    return Case(f"exceptions/{names}", does, Equal(), (at(step, event, action),), setup, **more)
+
+
+ALL = (
+    _everywhere("before_root", "all ranks raise in a hook before the root's forward", 1, "before "),
+    _everywhere("before_layer", "all ranks raise before the forward of layers.1", 1, "before layers.1", fast=True),
+    _everywhere(
+        "before_linear", "all ranks raise inside layers.1, before its second linear", 1, "before layers.1.down"
+    ),
+    _everywhere("before_head", "all ranks raise before the head, with all units recorded", 1, "before head"),
+    _everywhere(
+        "after_layer", "all ranks raise in a hook behind layers.2, which is freed already", 1, "after layers.2"
+    ),
+    _everywhere("after_embedding", "all ranks raise behind the embedding, the root full", 1, "after embedding"),
+    _everywhere("loss", "all ranks raise between forward and backward", 1, "loss"),
+    _everywhere("backward_root", "all ranks raise as the backward begins", 1, "backward "),
+    _everywhere("backward_layer", "all ranks raise in the backward of layers.1", 1, "backward layers.1", fast=True),
+    _everywhere("backward_linear", "all ranks raise in the backward inside layers.0", 1, "backward layers.0.up"),
+    _everywhere("backward_embedding", "all ranks raise at the end of the backward", 1, "backward embedding"),
+    _everywhere("gradients", "all ranks raise behind backward, before the update", 1, "gradients"),
+    _everywhere("first_forward", "the very first forward raises", 0, "before layers.1"),
+    _everywhere("first_backward", "the very first backward raises", 0, "backward layers.1"),
+    Case(
+        "exceptions/twice_in_a_row",
+        "forward raises, and so does the backward of the second attempt",
+        Equal(),
+        (at(1, "before layers.1"), at(1, "backward layers.2")),
+        CATCHES,
+    ),
+    Case(
+        "exceptions/every_step",
+        "each step fails once, at another place",
+        Equal(),
+        (at(0, "after layers.0"), at(1, "backward layers.2"), at(2, "before head")),
+        CATCHES,
+    ),
+    _everywhere("keyboard_interrupt", "Ctrl-C in forward", 1, "before layers.1", throw(KeyboardInterrupt), fast=True),
+    _everywhere("keyboard_interrupt_backward", "Ctrl-C in backward", 1, "backward layers.1", throw(KeyboardInterrupt)),
+    _everywhere("system_exit", "SystemExit in forward, caught", 1, "before layers.1", throw(SystemExit)),
+    _everywhere("out_of_memory", "OutOfMemoryError in forward", 1, "after layers.1", throw(torch.OutOfMemoryError)),
+    _everywhere(
+        "out_of_memory_backward", "OutOfMemoryError in backward", 1, "backward layers.1", throw(torch.OutOfMemoryError)
+    ),
+    _everywhere("allocator", "the CPU's allocator refuses memory in backward", 1, "backward layers.1", out_of_memory),
+    _everywhere("stop_iteration", "StopIteration in forward", 1, "before layers.1", throw(StopIteration)),
+    _everywhere(
+        "recomputation",
+        "all ranks raise while a block is recomputed in backward",
+        1,
+        "again layers.1.up",
+        setup=replace(CATCHES, recompute=True),
+        fast=True,
+    ),
+    _everywhere(
+        "tensor_hook", "a hook on a sharded parameter's gradient raises", 1, "step", _grow("layers.1.up.weight")
+    ),
+    _everywhere("accumulation_hook", "a hook behind accumulation of a gradient raises", 1, "step", _post_hook),
+    _everywhere("module_backward_hook", "a full backward hook of a block raises", 1, "step", _backward_hook),
+    _everywhere("optimizer_hook", "a hook before the optimizer's update raises", 1, "step", _optimizer_hook),
+    _everywhere("evaluation", "an evaluation forward raises between steps", 1, "step", _failing_evaluation("before")),
+    _everywhere("evaluation_after", "an evaluation raises behind a linear", 1, "loss", _failing_evaluation("after")),
+    _everywhere("full_params", "a block inside full_params raises", 1, "step", _in_full_params),
+    _everywhere("unshard", "an exception between unshard and a forward", 1, "step", _in_unshard),
+    _everywhere("load_state_dict", "load_state_dict raises of missing keys", 1, "step", _bad_load),
+    _everywhere("two_models", "another sharded model fails inside the step", 1, "loss", _two_models),
+    _everywhere("reset_iter_state", "reset_iter_state() is called after each step", 1, "cleared", _reset),
+    Case(
+        "exceptions/reset_after_failure",
+        "reset_iter_state() is called after a backward that raised",
+        Equal(),
+        (at(1, "backward layers.1"), at(1, "step", _reset)),
+        CATCHES,
+    ),
+    _everywhere(
+        "mixed_precision",
+        "backward raises, bfloat16 compute and float32 sums",
+        1,
+        "backward layers.1",
+        setup=replace(
+            CATCHES,
+            options=lambda impl: {
+                "mp_policy": impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            },
+        ),
+    ),
+    _everywhere(
+        "no_reshard",
+        "backward raises, parameters kept after forward",
+        1,
+        "backward layers.1",
+        setup=replace(CATCHES, options=lambda impl: {"reshard_after_forward": False}),
+    ),
+    _everywhere(
+        "part_kept",
+        "backward raises, a part of each unit kept (4 ranks, reshard_after_forward=2)",
+        1,
+        "backward layers.1",
+        setup=replace(CATCHES, world=4, options=lambda impl: {"reshard_after_forward": 2}),
+    ),
+    _everywhere(
+        "hsdp",
+        "backward raises on a mesh that replicates and shards (2 x 2)",
+        1,
+        "backward layers.1",
+        setup=replace(CATCHES, world=4, options=lambda impl: {"mesh": _hsdp()}),
+    ),
+    _everywhere(
+        "offload",
+        "backward raises with CPU offload",
+        1,
+        "backward layers.1",
+        setup=replace(
+            CATCHES, options=lambda impl: {"offload_policy": impl.namespace.CPUOffloadPolicy(pin_memory=False)}
+        ),
+    ),
+    Case(
+        "exceptions/second_micro_batch",
+        "the second micro-batch raises in backward and is tried again with the whole window",
+        Equal(),
+        (at(1, "backward layers.1 #1"),),
+        WINDOW,
+    ),
+    Case(
+        "exceptions/second_held_micro_batch",
+        "the second micro-batch of a window without synchronisation raises in forward; the window is given up",
+        Equal(),
+        (at(1, "before layers.1 #1"),),
+        HELD,
+        fast=True,
+    ),
+    _everywhere(
+        "abandoned_window_optimizer",
+        "a micro-batch without synchronisation is given up: optimizer.zero_grad()",
+        1,
+        "step",
+        _abandoned(lambda run: run.optimizer.zero_grad()),
+    ),
+    _everywhere(
+        "abandoned_window_model",
+        "a micro-batch without synchronisation is given up: model.zero_grad()",
+        1,
+        "step",
+        _abandoned(lambda run: run.model.zero_grad()),
+    ),
+    _everywhere(
+        "abandoned_window_zeros",
+        "a micro-batch without synchronisation is given up: zero_grad(False)",
+        1,
+        "step",
+        _abandoned(lambda run: run.optimizer.zero_grad(set_to_none=False)),
+    ),
+)
+
+
+def _hsdp() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+TOLD = Recovers("PeerFailed", ("rank 1", "step", "injected"))
+
+
+def _one(name: str, does: str, step: int, event: str, action: Action | None = None, **more: Any) -> Case:
+    setup = more.pop("setup", CATCHES)
+    expected = more.pop("expected", TOLD)
+    return Case(f"exceptions/one_{name}", does, expected, (at(step, event, action, rank=1),), setup, **more)
+
+
+ONE = (
+    _one("before_layer", "rank 1 alone raises before layers.1; both catch it and try again", 1, "before layers.1"),
+    _one("first_forward", "rank 1 alone raises in the very first forward", 0, "before layers.1"),
+    _one("after_layer", "rank 1 alone raises behind layers.0", 1, "after layers.0"),
+    _one("backward_layer", "rank 1 alone raises in the backward of layers.1", 1, "backward layers.1"),
+    _one("backward_root", "rank 1 alone raises as the backward begins", 1, "backward "),
+    _one("before_forward", "rank 1's data loader raises before the forward", 1, "batch", expected=Equal()),
+    _one(
+        "out_of_memory",
+        "rank 1 alone runs out of memory in forward",
+        1,
+        "after layers.1",
+        throw(torch.OutOfMemoryError, "injected"),
+    ),
+    _one(
+        "keyboard_interrupt",
+        "Ctrl-C reaches rank 1 alone, in forward",
+        1,
+        "before layers.1",
+        throw(KeyboardInterrupt, "injected"),
+    ),
+    _one(
+        "recomputation",
+        "rank 1 alone raises while a block is recomputed",
+        1,
+        "again layers.1.up",
+        setup=replace(CATCHES, recompute=True),
+    ),
+    _one("of_three", "rank 1 of three raises in backward", 1, "backward layers.1", setup=replace(CATCHES, world=3)),
+    _one(
+        "mixed_precision",
+        "rank 1 alone raises in backward, bfloat16 compute",
+        1,
+        "backward layers.1",
+        setup=replace(
+            CATCHES,
+            options=lambda impl: {
+                "mp_policy": impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            },
+        ),
+    ),
+    _one(
+        "hsdp",
+        "rank 1 of a 2 x 2 mesh raises in backward",
+        1,
+        "backward layers.1",
+        setup=replace(CATCHES, world=4, options=lambda impl: {"mesh": _hsdp()}),
+    ),
+    _one(
+        "guard_loss",
+        "rank 1 alone raises between forward and backward, inside a guard",
+        1,
+        "loss",
+        setup=replace(CATCHES, guard=True),
+    ),
+    _one(
+        "guard_gradients",
+        "rank 1 alone raises behind its backward, inside a guard: no rank updates",
+        1,
+        "gradients",
+        setup=replace(CATCHES, guard=True),
+    ),
+    _one(
+        "guard_backward_end",
+        "rank 1 alone raises at the very end of its backward, inside a guard",
+        1,
+        "backward embedding",
+        setup=replace(CATCHES, guard=True),
+    ),
+    _one(
+        "guard_window",
+        "rank 1 alone raises in the second micro-batch, inside a guard",
+        1,
+        "backward layers.1 #1",
+        setup=replace(WINDOW, guard=True),
+    ),
+    Case(
+        "exceptions/one_then_the_other",
+        "rank 1 raises in step 1 and rank 0 in step 2",
+        Equal(),
+        (at(1, "before layers.1", rank=1), at(2, "backward layers.1", rank=0)),
+        replace(CATCHES, guard=True),
+    ),
+    Case(
+        "exceptions/one_twice",
+        "rank 1 alone raises at the same place in two attempts",
+        TOLD,
+        (at(1, "before layers.1", rank=1), at(1, "before layers.1", rank=1)),
+        CATCHES,
+    ),
+    Case(
+        "exceptions/both_differently",
+        "rank 0 raises in forward while rank 1 raises something else further on",
+        Equal(),
+        (at(1, "before layers.0", rank=0), at(1, "before layers.0", throw(ValueError, "another"), rank=1)),
+        CATCHES,
+    ),
+    *(
+        Case(
+            f"exceptions/one_uncaught_{name}",
+            f"rank 1 alone raises {where} and nobody catches it: its peer ends with an error that names it",
+            Raises("PeerFailed", ("rank 1", "injected"), on="others"),
+            (at(1, event, rank=1),),
+        )
+        for name, where, event in (
+            ("forward", "in forward", "before layers.1"),
+            ("backward", "in backward", "backward layers.1"),
+            ("between_steps", "between two steps", "step"),
+            ("before_update", "between backward and the update", "gradients"),
+        )
+    ),
+)
+
+CASES: tuple[Case, ...] = (*ALL, *ONE)
