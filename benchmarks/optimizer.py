@@ -1,4 +1,4 @@
-"""Clipping and AdamW over sharded parameters, beside the same on plain local tensors of the same sizes.
+"""Clipping, a look for NaN and AdamW over sharded parameters, beside the same on plain local tensors of the same sizes.
 
     python -m benchmarks.optimizer                2 ranks, 100 and 1,000 parameters; a minute on two cores
 
@@ -7,9 +7,12 @@
     dtensor      the sharded parameters of torch's fully_shard: torch's clip_grad_norm_ and AdamW
     fullshard    ours: fullshard.clip_grad_norm_ and AdamW after fullshard.step_on_shards
 
+The look for NaN and inf: local and + message by the norm, as users write it (a sum of squares is the cheapest that sees
+both); dtensor is the norm by torch; fullshard is fullshard.check_gradients, which also knows which parameter it was.
+
 AdamW in torch's default form (on a CPU a loop over parameters) and with foreach=True. Medians of interleaved rounds;
-the ratio is to "+ message" for clipping and to "local" for AdamW. Where ranks share cores, a message waits until
-the other rank gets one, which is neither torch's nor ours: so CPU time stands beside the time on the clock.
+the ratio is to "+ message" for clipping and the look, to "local" for AdamW. Where ranks share cores, a message waits
+until the other rank gets one, which is neither torch's nor ours: so CPU time stands beside the time on the clock.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from benchmarks.common import TINY, ModelShape, on_ranks, paired_ratio, print_json
 
 WAYS = ("local", "+ message", "dtensor", "fullshard")
-PARTS = ("clip", "adamw", "adamw foreach")
-BOUNDS = {"clip": "+ message", "adamw": "local", "adamw foreach": "local"}
+PARTS = ("clip", "check", "adamw", "adamw foreach")
+BOUNDS = {"clip": "+ message", "check": "+ message", "adamw": "local", "adamw foreach": "local"}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 # (rows, columns) of most parameters of a small block; every fourth is a norm or bias.
 MATRIX, VECTOR = (256, 256), (256,)
@@ -77,11 +80,28 @@ def clip_with_message(parameters: list[nn.Parameter], max_norm: float) -> torch.
     return norm
 
 
+def look(parameters: list[nn.Parameter]) -> bool:
+    """Whether all gradients are finite, by their norm."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return bool((norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite())
+
+
+def look_with_message(parameters: list[nn.Parameter]) -> bool:
+    """The same of plain tensors on all ranks."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    dist.all_reduce(norm)
+    return bool(norm.isfinite())
+
+
 def measure(rank: int, world: int, count: int, rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Seconds by way, part and clock."""
     import fullshard
 
     clips: dict[str, Any] = {"fullshard": fullshard.clip_grad_norm_, "+ message": clip_with_message}
+    looks: dict[str, Any] = {
+        "fullshard": lambda parameters: fullshard.check_gradients(parameters).ok,
+        "+ message": look_with_message,
+    }
     steps: dict[tuple[str, str], Any] = {}
     norms = {}
     for way in WAYS:
@@ -89,6 +109,10 @@ def measure(rank: int, world: int, count: int, rounds: int) -> dict[str, dict[st
         clip = clips.get(way, nn.utils.clip_grad_norm_)
         norms[way] = float(clip(parameters, 1e9))
         steps[way, "clip"] = lambda clip=clip, parameters=parameters: clip(parameters, 1e9)
+        finite = looks.get(way, look)
+        if not finite(parameters):
+            raise AssertionError(f"{way}: gradients that are finite were called broken")
+        steps[way, "check"] = lambda finite=finite, parameters=parameters: finite(parameters)
         for part, options in (("adamw", {}), ("adamw foreach", {"foreach": True})):
             optimizer = torch.optim.AdamW(parameters, lr=1e-5, **options)
             if way == "fullshard":

@@ -2,12 +2,15 @@
 
 from ._version import __version__ as __version__
 from .api import FSDPModule as FSDPModule
+from .api import GradientCheck as GradientCheck
 from .api import GradScaler as GradScaler
 from .api import Installation as Installation
+from .api import NonFiniteError as NonFiniteError
 from .api import ShardPlacementResult as ShardPlacementResult
 from .api import StepInBackward as StepInBackward
 from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
+from .api import check_gradients as check_gradients
 from .api import clip_grad_norm_ as clip_grad_norm_
 from .api import full_params as full_params
 from .api import fully_shard as fully_shard
@@ -33,8 +36,10 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "GradScaler",
+    "GradientCheck",
     "Installation",
     "MixedPrecisionPolicy",
+    "NonFiniteError",
     "OffloadPolicy",
     "Report",
     "ShardPlacementResult",
@@ -42,6 +47,7 @@ __all__ = [
     "UnitInfo",
     "UnshardHandle",
     "__version__",
+    "check_gradients",
     "clip_grad_norm_",
     "full_params",
     "fully_shard",

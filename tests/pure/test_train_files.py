@@ -116,7 +116,7 @@ def test_a_damaged_file_is_refused_or_harmless(tmp_path_factory: pytest.TempPath
 
 
 def test_metrics_are_a_json_object_a_line(tmp_path: Path) -> None:
-    """Whole after every write, appended to, validation only where it was; not a number is never written."""
+    """Whole after every write, appended to, validation only where it was; what is not finite is null, and NaN again."""
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     file.write(record(1))
@@ -124,10 +124,13 @@ def test_metrics_are_a_json_object_a_line(tmp_path: Path) -> None:
     file.write(record(2, val_loss=4.0, val_bits_per_byte=5.8))
     first, second = read_metrics(path)
     assert "val_loss" not in first and second["val_loss"] == 4.0 and first["mfu"] is None
-    with pytest.raises(ValueError):
-        file.write(record(3, loss=math.nan))
-    assert path.read_text().count("\n") == 2
+    file.write(record(3, loss=math.nan, grad_norm=math.inf, nonfinite="the loss"))
     file.close()
+    line = json.loads(path.read_text().splitlines()[2])
+    assert line["loss"] is line["grad_norm"] is line["mfu"] is None and line["nonfinite"] == "the loss"
+    third = read_metrics(path)[2]
+    assert math.isnan(third["loss"]) and math.isnan(third["grad_norm"]) and third["mfu"] is None
+    assert "nonfinite" not in first
 
 
 def test_the_folder_must_be_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
 """The public surface: thin, and the only place that raises errors about what the caller gave."""
 
+from .check_gradients import GradientCheck as GradientCheck
+from .check_gradients import NonFiniteError as NonFiniteError
+from .check_gradients import check_gradients as check_gradients
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .forward_method import register_fsdp_forward_method as register_fsdp_forward_method
 from .full_params import full_params as full_params

@@ -7,6 +7,8 @@ each other besides tensors, when they fail or have to agree; no collective).
 """
 
 from .agree import agreed as agreed
+from .agree import joining_groups as joining_groups
+from .agree import least_over as least_over
 from .agree import sum_over as sum_over
 from .blocks import block_of as block_of
 from .control import Domain as Domain

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,3 +31,28 @@ def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType) 
         if mesh.size(axis) > 1:
             all_reduce_over(values, mesh.get_group(axis), op)
     return values
+
+
+def least_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:
+    """The least `value` (any shape) of all ranks of `groups`, one group after the other, in place."""
+    for group in groups:
+        all_reduce_over(value, group, dist.ReduceOp.MIN)
+    return value
+
+
+def joining_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
+    """Process groups over which an extremum is taken, one after the other, so that all ranks of `meshes` have it.
+
+    The axes of one mesh where that has the ranks of all others: a message for each axis of several ranks. Otherwise all
+    of them twice: what a rank learns on the last mesh has to reach those it meets on the first one. Every rank gets
+    its own groups, in the same order.
+    """
+    ranks = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)}
+    # Of those that are a part of another one nothing is needed; of equal ones the first is.
+    wide = [
+        mesh
+        for i, (mesh, own) in enumerate(ranks.items())
+        if not any(own < other or (own == other and j < i) for j, other in enumerate(ranks.values()))
+    ]
+    groups = [mesh.get_group(axis) for mesh in wide for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    return groups if len(wide) < 2 else [*groups, *groups]

@@ -71,6 +71,11 @@ class TrainingKeys:
         'several micro-batches: "local" reduces gradients once, after the last; "reduce" after each, in less memory',
         choices=("local", "reduce"),
     )
+    nonfinite: str = _key(
+        "raise",
+        'NaN or inf in loss or gradients: "raise" ends the run, "skip" leaves the update out, "count" notes it',
+        choices=("raise", "skip", "count"),
+    )
     recompute: str = _key(
         "none",
         'activations: "none" keeps all; "block" keeps block inputs and recomputes',

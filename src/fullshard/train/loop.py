@@ -2,7 +2,8 @@
 
 ```
 windows of the step (same list on all ranks) -> this rank's slice -> micro-batches: forward, backward
-   -> clip by the global norm -> the loss of the whole batch -> AdamW -> now and then: validation
+   -> NaN or inf on some rank? -> clip by the global norm -> the loss of the whole batch -> AdamW
+   -> now and then: validation
 ```
 
 The mathematics does not know how many ranks there are: the global batch is fixed, each token's loss has the weight
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard import checkpoint, clip_grad_norm_
+from fullshard import check_gradients, checkpoint, clip_grad_norm_
 from fullshard.train.config import Config
 from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, windows
@@ -73,6 +74,8 @@ class Outputs:
         if self.tensorboard is not None:
             self.tensorboard.write(record)
         self.console.step(record)
+        if record.nonfinite is not None:
+            self.console.say(f"step {record.step}: {record.nonfinite}")
 
     def close(self) -> None:
         self.console.end()
@@ -124,8 +127,8 @@ class Trainer:
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
         """All steps behind step `after`, with checkpoints between them.
 
-        Raises `FloatingPointError`, before the update, when loss or gradient is not finite, and `Stopped` when a rank
-        was told to stop: behind a step, the same one on all ranks, with its checkpoint made.
+        Raises `FloatingPointError`, before the update, when loss or gradient is not finite (`training.nonfinite`), and
+        `Stopped` when a rank was told to stop: behind a step, the same one on all ranks, with its checkpoint made.
         """
         begun = time.monotonic()
         steps = self.config.training.steps
@@ -138,7 +141,7 @@ class Trainer:
                 checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
             if self.stopped_by and checkpoints is not None:
                 raise Stopped(self.stopped_by, step)
-        if record is None:
+        if not self.held.total:
             self.held = measured_local(self.model, self.optimizer)
         return Outcome(record, time.monotonic() - begun, self.held)
 
@@ -149,20 +152,28 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
+        # Before clipping, which spreads one NaN over all gradients.
+        check = check_gradients(self.model, nats, on_nonfinite="count")
         norm = float(clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
         # What some rank was told travels with the figures, so that all stop behind the same step.
         nats, nbytes, signals = self.world.total([nats, nbytes, float(stop_requested() != 0)])
         self.stopped_by = signal.SIGTERM if signals else 0
         tokens = keys.global_batch * keys.sequence_length
         loss = Loss(nats, tokens, round(nbytes))
-        if not (math.isfinite(nats) and math.isfinite(norm)):
+        # A norm may overflow that finite gradients have.
+        finite = check.ok and math.isfinite(norm)
+        nonfinite = None
+        if not finite:
+            nonfinite = f"loss is {loss.per_token}, gradient norm is {norm}; {check}"
+        if nonfinite is not None and keys.nonfinite == "raise":
             raise FloatingPointError(
-                f"step {step}: loss is {loss.per_token}, gradient norm is {norm}; nothing was updated. "
-                "A lower optimizer.lr or a longer optimizer.warmup_steps may help"
+                f"step {step}: {nonfinite}. Nothing was updated. A lower optimizer.lr or a longer "
+                f'optimizer.warmup_steps may help; training.nonfinite = "skip" leaves such steps out'
             )
-        self.optimizer.step()
-        if not self.held.total:
-            self.held = measured_local(self.model, self.optimizer)
+        if finite or keys.nonfinite == "count":
+            self.optimizer.step()
+            if not self.held.total:
+                self.held = measured_local(self.model, self.optimizer)
         self.optimizer.zero_grad()
         seconds = time.monotonic() - begun
         validated = self._validation_due(step)
@@ -184,6 +195,7 @@ class Trainer:
             samples=self.order.digest(step - 1, keys.global_batch),
             val_loss=val.per_token if val else None,
             val_bits_per_byte=val.bits_per_byte if val else None,
+            nonfinite=nonfinite,
         )
 
     def _validation_due(self, step: int) -> bool:

@@ -30,11 +30,23 @@ class StepRecord:
     samples: str = ""  # a digest of which windows of the corpus the step saw
     val_loss: float | None = None  # nats per token, after the update; None where this step does not validate
     val_bits_per_byte: float | None = None
+    nonfinite: str | None = None  # what had a NaN or inf, and on which rank; None where all was finite
 
     def to_json(self) -> str:
-        """One line. Validation fields are there only where the step validated."""
-        fields = {k: v for k, v in asdict(self).items() if v is not None or not k.startswith("val_")}
-        return json.dumps(fields, allow_nan=False)
+        """One line. Validation fields are there only where the step validated, `nonfinite` only where something is
+        to be told; figures that are not finite are null."""
+        optional_fields = ("val_loss", "val_bits_per_byte", "nonfinite")
+        fields = {k: v for k, v in asdict(self).items() if v is not None or k not in optional_fields}
+        return json.dumps(without_nan(fields), allow_nan=False)
+
+
+# What is null in a file where it is not finite.
+_MAY_BE_NULL = ("loss", "bits_per_byte", "grad_norm", "val_loss", "val_bits_per_byte")
+
+
+def without_nan(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` as JSON can say them: None in the place of NaN and inf."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
 def bits_per_byte(nats: float, nbytes: float) -> float:
@@ -83,5 +95,6 @@ class TensorBoard:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The records of a `metrics.jsonl`, in order; NaN for a figure that was not finite."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: math.nan if v is None and k in _MAY_BE_NULL else v for k, v in fields.items()} for fields in records]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from fullshard.train.data import Corpus, TokenSplit, read_corpus, tokenize
 from fullshard.train.facts import in_units, peak_memory_nbytes
 from fullshard.train.launch import RUN_DIR, STOPPED
 from fullshard.train.loop import Outcome, Outputs, Trainer
-from fullshard.train.metrics import MetricsFile, TensorBoard, read_metrics
+from fullshard.train.metrics import MetricsFile, TensorBoard, read_metrics, without_nan
 from fullshard.train.model import Llama
 from fullshard.train.process import Stopped, World, noting_stops
 from fullshard.train.resume import FOLDER, Checkpoints, forget_steps_after, last_record
@@ -163,7 +164,7 @@ def _finish(
     expected, unsharded = add(map(expected_local, units)), add(map(expected_unsharded, units))
     peak = round(world.largest([peak_memory_nbytes(world.device)])[0])
     save_model(run_dir, model, rank=world.rank)
-    text = _sample(config, world, model, tokenizer)
+    text = _sample(config, world, model, tokenizer) if _is_finite(outcome) else ""
     if world.rank != 0:
         return
     last = outcome.last or last_record(run_dir)
@@ -183,14 +184,15 @@ def _finish(
         else:
             console.say(optional.missing("matplotlib", "plot", "there is no loss.png"))
     assert last.val_loss is not None and last.val_bits_per_byte is not None  # the last step always validates
+    nonfinite = [record["step"] for record in read_metrics(run_dir / "metrics.jsonl") if "nonfinite" in record]
+    losses = {"loss": last.loss, "val_loss": last.val_loss, "val_bits_per_byte": last.val_bits_per_byte}
     close_manifest(
         run_dir,
         "completed",
         last_step=last.step,
         seconds=outcome.seconds,
-        loss=last.loss,
-        val_loss=last.val_loss,
-        val_bits_per_byte=last.val_bits_per_byte,
+        **without_nan(losses),
+        nonfinite_steps=len(nonfinite),
         memory={
             "peak_process_bytes": peak,
             "rank0_measured": outcome.held._asdict(),
@@ -198,12 +200,20 @@ def _finish(
             "unsharded": unsharded._asdict(),
         },
     )
+    if nonfinite:
+        updated = "and updated all the same" if config.training.nonfinite == "count" else "and left out"
+        console.say(f"{len(nonfinite)} steps had a NaN or inf, {updated}; the first was step {nonfinite[0]}")
     console.say(
         f"{last.step} steps in {clock(outcome.seconds)}: validation loss {last.val_loss:.4f} nats per token, "
         f"{last.val_bits_per_byte:.4f} bits per byte"
     )
     console.say(f"run folder: {run_dir} ({', '.join(files)})")
     console.say(f'generate:   fullshard generate {run_dir} --prompt "{config.sample.prompt}"')
+
+
+def _is_finite(outcome: Outcome) -> bool:
+    """Whether the model can still tell anything: one of NaN has no likely next token."""
+    return outcome.last is None or outcome.last.val_loss is None or math.isfinite(outcome.last.val_loss)
 
 
 def _sample(config: Config, world: World, model: Llama, tokenizer: Tokenizer) -> str:
