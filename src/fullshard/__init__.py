@@ -24,6 +24,7 @@ from .api import share_comm_ctx as share_comm_ctx
 from .api import step_in_backward as step_in_backward
 from .api import step_on_shards as step_on_shards
 from .api import uninstall as uninstall
+from .micro import MicroBatches as MicroBatches
 from .observe import Report as Report
 from .observe import report as report
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
@@ -38,6 +39,7 @@ __all__ = [
     "GradScaler",
     "GradientCheck",
     "Installation",
+    "MicroBatches",
     "MixedPrecisionPolicy",
     "NonFiniteError",
     "OffloadPolicy",

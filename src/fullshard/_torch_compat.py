@@ -31,6 +31,7 @@
                                                 without hooks; dropped when a module is copied or pickled
     _dynamo.decorators.skip_code                code that stands between modules is none to compile     2.13
     Module._non_persistent_buffers_set          which buffers a state dict leaves out                   2.13
+    Module._buffers                             names under which a forward may put its first tensor    2.13
     DeviceMesh._concatenate, ._flatten,         parameters of two and more dims of parallelism: axes    2.13
     ._get_root_mesh                             behind each other, several axes as one, and of one mesh?
     AsyncCollectiveTensor.trigger_wait          gradients of DTensors may be results under way          2.13
@@ -92,6 +93,7 @@ __all__ = [
     "all_hold",
     "applied_apis",
     "base_of",
+    "buffers_of",
     "call_instead",
     "called_now",
     "concatenated_mesh",
@@ -329,6 +331,11 @@ def pass_by(function: Callable[..., Any]) -> None:
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Names of the module's own buffers that its state dict leaves out."""
     return frozenset(module._non_persistent_buffers_set)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name, None where one is registered without a tensor; the dict itself."""
+    return module._buffers
 
 
 def keeping_versions(*tensors: Tensor) -> AbstractContextManager[Any]:

@@ -30,9 +30,10 @@ ROOMS: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"layout", "comm", "_torch_compat", "_version", ""}),
     "planner": frozenset({"layout", "lifecycle", "policy"}),
     "observe": LOWER | {"runtime", "planner", ""},
+    "micro": LOWER | {"runtime", "observe"},
     "migrate": frozenset({""}),
     "train": frozenset({"", "checkpoint"}),
-    "__init__": frozenset({"_version", "api", "policy", "observe", "checkpoint"}),
+    "__init__": frozenset({"_version", "api", "policy", "micro", "observe", "checkpoint"}),
     "cli": frozenset({"", "checkpoint", "train"}),
     "__main__": frozenset({"cli"}),
 }

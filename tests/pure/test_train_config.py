@@ -164,6 +164,21 @@ def test_degrees_that_cannot_be(setting: str, world: int, key: str, nearest: str
     assert str(caught.value).startswith(key) and str(caught.value).endswith(f"nearest valid: {nearest}")
 
 
+def test_a_word_in_the_place_of_a_number() -> None:
+    config = load_config(None, ["training.micro_batch=auto"])
+    config.check_world(3 - 1)
+    assert config.training.micro_batch == "auto" and config.micro_batch(2) == 8
+    assert load_config(None, ['training.micro_batch="auto"']) == config
+    for wrong, nearest in (("atuo", '"auto"'), ("2.0", "2"), ("-1", "0"), ("true", "4")):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [f"training.micro_batch={wrong}"])
+        assert str(caught.value).endswith(f"nearest valid: {nearest}"), str(caught.value)
+    with pytest.raises(ConfigError, match='a whole number or "auto"'):
+        load_config(None, ["training.micro_batch=large"])
+    with pytest.raises(ConfigError, match="expected a whole number;"):
+        load_config(None, ["training.steps=auto"])
+
+
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 16])
 def test_the_default_runs_on_these_worlds(world: int) -> None:
     """The default micro-batch is the same on 1, 2 and 4 processes, so that their arithmetic is; beyond, the share."""

@@ -48,6 +48,9 @@ def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert lines["data_parallel_shard_degree"].endswith("[here: 8]")
     assert lines["micro_batch"].endswith("[here: 2]")
     assert lines["ffn_dim"].endswith("[here: 352]")
+    assert main([*arguments, "--set", "training.micro_batch=auto"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("micro_batch"))
+    assert line.startswith('micro_batch = "auto"') and line.endswith("[here: at most 2]")
 
 
 @pytest.mark.parametrize(

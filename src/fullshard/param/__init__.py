@@ -1,14 +1,16 @@
 """The tensors of parameters: shards, full parameters, gradients, and which of them stands on the modules.
 
 `sharded` (one parameter), `group` (those that travel together), `placement` (meshes and DTensor specs), `memory` (of
-full parameters), `swap` (module slots), `pending` (what stands for a gradient that was not reduced yet),
-`uninitialized` (memory that nobody wrote yet).
+full parameters), `swap` (module slots), `pending` (what stands for a gradient that was not reduced yet), `kept`
+(gradients to which one may go back), `uninitialized` (memory that nobody wrote yet).
 """
 
 from .extension import ExtensionGroup as ExtensionGroup
 from .extension import has_extension as has_extension
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
+from .kept import KeptGradients as KeptGradients
+from .kept import KeptTensor as KeptTensor
 from .memory import OwnedMemory as OwnedMemory
 from .narrowed import NarrowedGroup as NarrowedGroup
 from .pending import PendingGrad as PendingGrad

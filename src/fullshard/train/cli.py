@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.train.config import Config, ConfigError
+from fullshard.train.config import AUTO, Config, ConfigError
 from fullshard.train.config_load import load_config, to_toml
 
 _NEWEST = object()
@@ -149,17 +149,23 @@ def _automatic(config: Config, world: int) -> dict[str, str]:
     """What the automatic values mean on this machine."""
     from fullshard.train import launch
 
-    micro = config.micro_batch(world)
     notes = {
         "parallelism.data_parallel_shard_degree": config.parallelism.degrees(world)[1]
         if config.parallelism.data_parallel_shard_degree == -1
         else None,
         "training.device": launch.device_kind(config) if config.training.device == "auto" else None,
         "training.threads": None if config.training.threads else launch.threads_per_process(config, world),
-        "training.micro_batch": micro if micro != config.training.micro_batch else None,
+        "training.micro_batch": _automatic_micro_batch(config, world),
         "model.ffn_dim": None if config.model.ffn_dim else config.ffn_dim,
     }
     return {key: f"here: {value}" for key, value in notes.items() if value is not None}
+
+
+def _automatic_micro_batch(config: Config, world: int) -> str | int | None:
+    found = config.micro_batch(world)
+    if config.training.micro_batch == AUTO:
+        return f"at most {found}"
+    return found if found != config.training.micro_batch else None
 
 
 def _be_one_of(config: Config) -> int:

@@ -34,12 +34,16 @@ def _key(
     doc: str,
     *,
     choices: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),  # of a key of type `int | str`: what may stand in the place of a number
     least: float | None = None,  # inclusive lower limit
     above: float | None = None,  # exclusive lower limit
     most: float | None = None,  # inclusive upper limit
 ) -> Any:
-    limits = {"doc": doc, "choices": choices, "least": least, "above": above, "most": most}
+    limits = {"doc": doc, "choices": choices, "words": words, "least": least, "above": above, "most": most}
     return field(default=default, metadata=limits)
+
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,13 @@ class ModelKeys:
 class TrainingKeys:
     steps: int = _key(300, "optimizer steps", least=1)
     global_batch: int = _key(16, "sequences per optimizer step over all processes together", least=1)
-    micro_batch: int = _key(4, "most sequences in one forward pass of a process; 0 = its whole share", least=0)
+    micro_batch: int | str = _key(
+        4,
+        'most sequences in one forward pass of a process; 0 = its whole share; "auto" = what memory allows, found by '
+        "halving",
+        least=0,
+        words=(AUTO,),
+    )
     sequence_length: int = _key(128, "tokens per sequence, also the longest context of the model", least=2)
     clip_norm: float = _key(1.0, "largest global gradient norm; 0 = do not clip", least=0.0)
     accumulate: str = _key(
@@ -207,7 +217,7 @@ class Config:
 
     def check_world(self, world: int) -> None:
         """Rules that depend on the number of processes `world`. Raises `ConfigError`."""
-        batch, micro = self.training.global_batch, self.training.micro_batch
+        batch = self.training.global_batch
         degree = self.parallelism.data_parallel_shard_degree
         copies = self.parallelism.data_parallel_replicate_degree
         if world % copies:
@@ -222,16 +232,16 @@ class Config:
             problem = f"must be a multiple of the {world} processes"
             multiples = [max(batch // world, 1) * world, (batch // world + 1) * world]
             raise invalid("training.global_batch", batch, problem, _nearest(batch, multiples))
-        share = batch // world
-        if micro and share % min(micro, share):
+        share, micro = batch // world, self.training.micro_batch
+        if isinstance(micro, int) and micro and share % min(micro, share):
             problem = f"must divide the {share} sequences that each of {world} process(es) has of a step"
             divisors = [k for k in range(1, share + 1) if share % k == 0]
             raise invalid("training.micro_batch", micro, problem, _nearest(micro, divisors))
 
     def micro_batch(self, world: int) -> int:
-        """Sequences in one forward pass of each of `world` processes."""
-        share = self.training.global_batch // world
-        return min(self.training.micro_batch or share, share)
+        """Sequences in one forward pass of each of `world` processes; with "auto", in the first one."""
+        share, micro = self.training.global_batch // world, self.training.micro_batch
+        return min(micro or share, share) if isinstance(micro, int) else share
 
 
 def _nearest(value: int, valid: list[int]) -> str:

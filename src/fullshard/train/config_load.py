@@ -134,12 +134,16 @@ def _unknown(name: str, value: Any, valid: list[str], what: str) -> ConfigError:
 
 def _checked(name: str, key: Field[Any], value: Any) -> Any:
     """`value` in the key's type and within its limits."""
-    kind, limits = str(key.type), key.metadata
+    kind, limits = _kind(key), key.metadata
+    words: tuple[str, ...] = limits["words"]
+    if isinstance(value, str) and value in words:
+        return value
     if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     expected_type = {"int": int, "float": float, "bool": bool, "str": str}[kind]
     if not isinstance(value, expected_type) or (isinstance(value, bool) and kind != "bool"):
-        raise invalid(name, value, f"expected {_TYPE_NAMES[kind]}", _nearest_value(key, value))
+        expected = " or ".join([_TYPE_NAMES[kind], *map(show, words)])
+        raise invalid(name, value, f"expected {expected}", _nearest_value(key, value))
     choices: tuple[str, ...] = limits["choices"]
     if choices and value not in choices:
         nearest = _SYNONYMS.get(str(value).lower(), "")
@@ -163,14 +167,22 @@ def _check_limits(name: str, key: Field[Any], value: float) -> None:
         raise invalid(name, value, f"expected at most {show(most)}", show(most))
 
 
+def _kind(key: Field[Any]) -> str:
+    """The type of a key as it is written, without the words that may stand for a number."""
+    return str(key.type).removesuffix(" | str") if key.metadata["words"] else str(key.type)
+
+
 def _nearest_value(key: Field[Any], value: Any) -> str:
     """For a value of the wrong type: the same value in the right type where that is plain, else the default."""
-    if key.type == "int" and isinstance(value, float) and value == value and abs(value) < 2**53:
+    kind = _kind(key)
+    if isinstance(value, str) and (close := difflib.get_close_matches(value, key.metadata["words"], n=1)):
+        return show(close[0])
+    if kind == "int" and isinstance(value, float) and value == value and abs(value) < 2**53:
         return str(round(value))
-    if key.type == "int" and isinstance(value, str) and value.strip().lstrip("-").isdigit():
+    if kind == "int" and isinstance(value, str) and value.strip().lstrip("-").isdigit():
         return value.strip()
-    if key.type == "bool" and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+    if kind == "bool" and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return "true" if str(value).lower() in ("true", "yes", "on", "1") else "false"
-    if key.type == "str" and isinstance(value, (int, float, bool)):
+    if kind == "str" and isinstance(value, (int, float, bool)):
         return show(str(value).lower() if isinstance(value, bool) else str(value))
     return show(key.default)

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard import check_gradients, checkpoint, clip_grad_norm_
-from fullshard.train.config import Config
+from fullshard import MicroBatches, check_gradients, checkpoint, clip_grad_norm_
+from fullshard.train.config import AUTO, Config
 from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, windows
 from fullshard.train.facts import flop_per_token, memory_nbytes, peak_flop_per_second
@@ -109,7 +109,12 @@ class Trainer:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         keys = config.training
         self.share = keys.global_batch // world.size
-        self.micro_batch = config.micro_batch(world.size)
+        self.micro = MicroBatches(
+            model,
+            size=config.micro_batch(world.size),
+            search="halve" if keys.micro_batch == AUTO else "fixed",
+            reduce="last" if keys.accumulate == "local" else "each",
+        )
         self.train_tokens = split.train
         self.order = SampleOrder(num_tokens=len(split.train), sequence_length=keys.sequence_length, seed=keys.seed)
         self.validation = validation_windows(
@@ -123,6 +128,11 @@ class Trainer:
         self.random = checkpoint.RandomState(keys.seed, world.rank)
         self.held = StateBytes(0, 0, 0)
         self.stopped_by = 0  # the signal that some rank got before the last step's figures were summed
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in one forward pass of this process."""
+        return self.micro.size or self.share
 
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
         """All steps behind step `after`, with checkpoints between them.
@@ -192,6 +202,7 @@ class Trainer:
             tflop_per_second=flop_per_second / 1e12,
             mfu=flop_per_second / (peak * self.world.size) if peak else None,
             memory_bytes=memory_nbytes(self.world.device),
+            micro_batch=self.micro_batch,
             samples=self.order.digest(step - 1, keys.global_batch),
             val_loss=val.per_token if val else None,
             val_bits_per_byte=val.bits_per_byte if val else None,
@@ -208,15 +219,12 @@ class Trainer:
         # Ranks are averaged in the reduction, so each weighs its tokens by the world's size: the mean over the global
         # batch, exact for powers of two.
         weight = self.world.size / (len(starts) * inputs.shape[1])
-        nats = 0.0
-        fsdp = as_fsdp(self.model)
-        for first in range(0, self.share, self.micro_batch):
-            last = first + self.micro_batch == self.share
-            fsdp.set_requires_gradient_sync(last or self.config.training.accumulate == "reduce")
-            piece = slice(first, first + self.micro_batch)
+
+        def loss_of(piece: slice) -> tuple[Tensor, float]:
             losses = self._losses(inputs[piece], targets[piece])
-            torch.autograd.backward(losses.sum() * weight)
-            nats += float(losses.detach().double().sum())
+            return losses.sum() * weight, float(losses.detach().double().sum())
+
+        nats = sum(of_piece for _, of_piece in self.micro.backward(loss_of, self.share))
         return nats, float(self.token_nbytes[targets].sum())
 
     def _losses(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class StepRecord:
     tflop_per_second: float  # see `facts.flop_per_token`
     mfu: float | None  # part of the devices' peak rate; None where the peak is not known
     memory_bytes: int  # rank 0, see `facts.memory_nbytes`
+    micro_batch: int = 0  # most sequences in one forward pass of a process; with "auto", what was found
     samples: str = ""  # a digest of which windows of the corpus the step saw
     val_loss: float | None = None  # nats per token, after the update; None where this step does not validate
     val_bits_per_byte: float | None = None

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import checkpoint
+from fullshard import MicroBatches, checkpoint
 from fullshard.train.artifacts import write_text
 from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, show
 from fullshard.train.config_load import load_config
@@ -49,10 +49,12 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         facts: dict[str, Any],
+        micro: MicroBatches | None = None,
     ) -> None:
         self.folder, self.keys, self.world = run_dir / FOLDER, keys, world
         self.model, self.optimizer = model, optimizer
         self.facts = facts  # what must be the same when the run goes on: the corpus, the seed
+        self.micro = micro
         self._under_way: Future[str] | None = None
 
     def newest(self) -> Path | None:
@@ -77,12 +79,18 @@ class Checkpoints:
         ]
         if wrong:
             raise RuntimeError(f"{path} is of another run: {'; '.join(wrong)}. Use the same data, or another run.dir")
-        state = {"model": model_state, "optimizer": optimizer_state, "run": {**self.facts, "step": 0, "world": 0}}
+        run = {**self.facts, "step": 0, "world": 0}
+        if "micro_batch" in held:  # not in those of older runs
+            run["micro_batch"] = 0
+        state = {"model": model_state, "optimizer": optimizer_state, "run": run}
         checkpoint.load(state, checkpoint_id=path)
         checkpoint.set_state_dict(
             self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
-        step = state["run"]["step"]
+        size = run.get("micro_batch", 0)
+        if self.micro is not None and self.micro.search != "fixed" and size:
+            self.micro.load_state_dict({"size": size, "fits": 0, "fails": 0})
+        step = run["step"]
         assert isinstance(step, int)
         return step
 
@@ -96,7 +104,9 @@ class Checkpoints:
         self._settle()
         path = self.folder / f"step-{step}"
         model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
-        run = {**self.facts, "step": step, "world": self.world.size}
+        # What was found by failing, so that nobody has to fail again; 0: it was given.
+        found = self.micro.size or 0 if self.micro is not None and self.micro.search != "fixed" else 0
+        run = {**self.facts, "step": step, "world": self.world.size, "micro_batch": found}
         state = {"model": model_state, "optimizer": optimizer_state, "run": run}
         if self.keys.asynchronous and not wait:
             self._under_way = checkpoint.async_save(state, checkpoint_id=path)

@@ -43,7 +43,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
     _introduce(console, world, corpus, split, model)
     facts = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
-    checkpoints = Checkpoints(run_dir, config.checkpoint, world, model, optimizer, facts)
+    checkpoints = Checkpoints(run_dir, config.checkpoint, world, model, optimizer, facts, trainer.micro)
     after = _resumed(console, world, checkpoints)
     outputs = Outputs(console)
     if world.rank == 0:
