@@ -9,6 +9,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.faults import document  # noqa: E402
 from tests.faults.run import IMPLEMENTATIONS, Runner, summary, table  # noqa: E402
 from tests.faults.table import CASES  # noqa: E402
 
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true", help="only the slice of `make test`")
     parser.add_argument("--implementation", choices=list(IMPLEMENTATIONS), default="fullshard")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each case, instead of a table")
+    parser.add_argument("--write", action="store_true", help="write docs/reliability.md, or torch's dated document")
     parser.add_argument("--verbose", action="store_true", help="print the traceback of each rank that ended badly")
     options = parser.parse_args()
     unknown = set(options.case) - {case.id for case in CASES}
@@ -35,9 +37,14 @@ def main() -> int:
     if not chosen:
         parser.error("no case is chosen")
     runner = Runner(options.implementation)
-    results = []
+    results, broken = [], 0
     for case in chosen:
-        result = runner.run(case)
+        try:
+            result = runner.run(case)
+        except AssertionError as error:
+            print(f"! {case.id}  NOT JUDGED  {error}", flush=True)
+            broken += 1
+            continue
         results.append(result)
         if options.json:
             print(json.dumps(result.as_json()), flush=True)
@@ -51,7 +58,9 @@ def main() -> int:
                     print(f"--- rank {report.rank} {report.ended} {report.code}\n{report.output}")
     if not options.json:
         print(summary(results))
-    return 0 if all(result.good for result in results) else 1
+    if options.write:
+        document.write_torch(results) if options.implementation == "torch" else document.write_page(results)
+    return 0 if not broken and all(result.good for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ class Setup:
 
     `options(impl)`: arguments of `fully_shard`. `units`: names of the modules to shard before the root; None: its
     layers. `loss(run, tokens)`: a scalar. `micros`: micro-batches of a step; `hold`: only the last one is reduced.
-    `catches`: the program catches what a step raises, clears gradients (unless `keeps` the window) and tries that step
-    again. `guard`: forward and backward are inside `fullshard.guard(model)`. `finite`: what the gradients' check does.
+    `catches`: so many exceptions of steps the program catches; it clears gradients (unless it `keeps` the window) and
+    tries that step again. `guard`: forward and backward are inside `fullshard.guard(model)`. `finite`: what the check
+    of the gradients does.
     """
 
     world: int = 2
@@ -33,7 +34,7 @@ class Setup:
     loss: Callable[[Any, Tensor], Tensor] | None = None
     micros: int = 1
     hold: bool = False
-    catches: bool = False
+    catches: int = 0
     keeps: bool = False
     guard: bool = False
     scaler: bool = False
@@ -109,7 +110,7 @@ class Case:
     setup: Setup = field(default_factory=Setup)
     program: Callable[[Any], None] | None = None
     also: Raises | None = None
-    limit: float = 20.0
+    limit: float = 40.0
     deaths: tuple[int, ...] = ()
     fast: bool = False
 

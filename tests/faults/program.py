@@ -28,7 +28,6 @@ from tests.harness.models import seeded
 from tests.threads.programs import batch, part
 
 _IN_MODULES = re.compile(r"^(before|after|backward|again) ?([^#]*?)( #\d+)?$")
-MOST_ATTEMPTS = 8
 
 
 class Run:
@@ -55,9 +54,9 @@ class Run:
 
     def at(self, event: str) -> None:
         """This moment has come: let the faults that are waiting for it strike."""
-        self.faults.check(rank=self.rank, step=self.step, event=event, context=self)
-        if self.setup.micros > 1:
-            self.faults.check(rank=self.rank, step=self.step, event=f"{event} #{self.micro}", context=self)
+        for name in (event, f"{event} #{self.micro}"):
+            while self.faults.check(rank=self.rank, step=self.step, event=name, context=self):
+                pass
 
     # ---- the parts of a program ------------------------------------------------------------------------------
 
@@ -153,6 +152,8 @@ class Run:
                 self.scaler.unscale_(self.optimizer)
             found = fullshard.check_gradients(self.model, loss=self.kept["losses"][-1], on_nonfinite=self.setup.finite)
             return bool(found.ok)
+        if self.setup.finite and self.impl is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), float("inf"), error_if_nonfinite=True)
         return True
 
     @contextlib.contextmanager
@@ -236,15 +237,15 @@ def train(run: Run) -> None:
 
 def steps(run: Run) -> None:
     """The steps of `train`, for programs that build in their own way."""
-    attempts = 0
+    caught = 0
     run.step = 0
     while run.step < run.setup.steps:
-        attempts += 1
         try:
             run.one_step()
         except BaseException as error:
-            if not run.setup.catches or attempts >= run.setup.steps + MOST_ATTEMPTS:
+            if caught >= run.setup.catches:
                 raise
+            caught += 1
             assert run.told is not None
             run.told.caught.append(Caught.of(error))
             del error

@@ -178,8 +178,9 @@ def _rank_main(
             fn(rank, told)
         except BaseException as raised:
             error = Caught.of(raised)
-            # As the interpreter does with what nobody caught; somebody may have put a hook there.
-            sys.excepthook(type(raised), raised, raised.__traceback__)
+            if not isinstance(raised, SystemExit):
+                # As the interpreter does with what nobody caught; somebody may have put a hook there.
+                sys.excepthook(type(raised), raised, raised.__traceback__)
     report = Report(rank, "raised" if error else "done", error, told.caught, told.state)
     report.warned = [str(warning.message) for warning in warned]
     conn.send_bytes(pickle.dumps(report))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.cases import Case
 from tests.faults.run import Runner
-from tests.faults.table import CASES
+from tests.faults.table import CASES, OPEN
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +16,18 @@ def runner() -> Runner:
 
 @pytest.mark.hang_after(120)
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case.fast else pytest.mark.slow, id=case.id) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=() if case.fast and case.id not in OPEN else pytest.mark.slow, id=case.id)
+        for case in CASES
+    ],
 )
 def test_case(runner: Runner, case: Case) -> None:
     result = runner.run(case)
     told = "\n".join(
         f"--- rank {r.rank} {r.ended} {r.code}\n{r.error.trace if r.error else r.output}" for r in result.reports
     )
+    if case.id in OPEN:
+        assert not result.good, f"{case.id} is right now: take it off OPEN in tests/faults/table"
+        return
     assert result.good, f"{case.id}: expected {case.wanted}, found {result.verdict}; {case.command}\n{told}"

@@ -87,15 +87,15 @@ class Faults:
         with self._lock:
             return tuple(self._struck)
 
-    def check(self, *, rank: int, step: int, event: str = "step", context: Any = None) -> None:
-        """Strike here if a fault was asked for at this rank, step and event; otherwise do nothing.
+    def check(self, *, rank: int, step: int, event: str = "step", context: Any = None) -> bool:
+        """Strike here if a fault was asked for at this rank, step and event; otherwise do nothing. Whether one did.
 
         `context`: what a fault of kind "do" acts on.
         """
         with self._lock:
             fault = next((f for f in self._pending if self._matches(f, rank, step, event)), None)
             if fault is None:
-                return
+                return False
             self._struck.append((rank, fault))
             if fault.rank is not None:
                 self._pending.remove(fault)
@@ -110,6 +110,7 @@ class Faults:
             fault.action(context)
         else:
             raise InjectedFault(f"injected fault on rank {rank} at step {step}, event {event!r}")
+        return True
 
     def hook(self, *, rank: int, step: int, event: str) -> Callable[..., None]:
         """`check` as a function that takes and ignores any arguments: fits every kind of module or tensor hook."""

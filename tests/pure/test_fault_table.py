@@ -12,7 +12,7 @@ import torch
 from tests.faults.cases import Case, Equal, Outcome, Raises, Recovers, Warns, at
 from tests.faults.judge import judge
 from tests.faults.ranks import Caught, Report
-from tests.faults.table import CASES, CLASSES
+from tests.faults.table import CASES, CLASSES, OPEN
 
 
 def test_ids_are_distinct_and_begin_with_a_class() -> None:
@@ -24,6 +24,20 @@ def test_ids_are_distinct_and_begin_with_a_class() -> None:
 def test_what_is_done_is_distinct() -> None:
     told = Counter(case.does for case in CASES)
     assert [text for text, number in told.items() if number > 1] == []
+
+
+def test_the_table_is_as_large_as_it_has_to_be() -> None:
+    assert len(CASES) >= 150
+    numbers = Counter(case.group for case in CASES)
+    assert all(numbers[group] >= 20 for group in CLASSES), numbers
+
+
+def test_the_slice_has_cases_of_every_class() -> None:
+    assert {case.group for case in CASES if case.fast} == set(CLASSES)
+
+
+def test_what_is_open_exists() -> None:
+    assert set(OPEN) <= {case.id for case in CASES}
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------

@@ -172,6 +172,11 @@ def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"mesh: expected names for 2 axes, of which the first replicates and the second shards, found {mesh}; "
             f"use init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
         )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"mesh: expected one that this rank is in, found {mesh} on rank {dist.get_rank()}; call fully_shard on the "
+            f"ranks of the mesh alone, or give this rank a mesh of its own"
+        )
     return mesh
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.cases import Case
-from tests.faults.table import exceptions, misuse
+from tests.faults.table import divergence, exceptions, initialisation, misuse, numbers, processes
 
 # Class -> what it is about, in the order of the documents.
 CLASSES: dict[str, str] = {
@@ -14,4 +14,25 @@ CLASSES: dict[str, str] = {
     "numbers": "numbers: NaN, stale state, what must be equal",
     "processes": "processes: killed, stopped, slow",
 }
-CASES: tuple[Case, ...] = (*exceptions.CASES, *misuse.CASES)
+# Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
+OPEN: dict[str, str] = {
+    "divergence/joined_evaluation": "what finds it is being built",
+    "divergence/one_micro_batch_more": "what finds it is being built",
+    "divergence/skipped": "what finds it is being built",
+    "divergence/swapped": "what finds it is being built",
+    "init/another_block": "what finds it is being built",
+    "init/optimizer_over_full": "what finds it is being built",
+    "init/seed": "what finds it is being built",
+    "init/synchronised": "what finds it is being built",
+    "init/unit_left_out": "what finds it is being built",
+    "processes/killed_before_step": "what finds it is being built",
+    "processes/killed_in_backward": "what finds it is being built",
+}
+CASES: tuple[Case, ...] = (
+    *initialisation.CASES,
+    *exceptions.CASES,
+    *divergence.CASES,
+    *misuse.CASES,
+    *numbers.CASES,
+    *processes.CASES,
+)

@@ -12,8 +12,8 @@ from tests.faults.actions import Action, out_of_memory, parameter, throw
 from tests.faults.cases import Case, Equal, Raises, Recovers, Setup, at
 from tests.faults.program import Run
 
-CATCHES = Setup(catches=True)
-WINDOW = Setup(catches=True, micros=2)
+CATCHES = Setup(catches=8)
+WINDOW = Setup(catches=8, micros=2)
 HELD = replace(WINDOW, hold=True)
 
 
