@@ -24,6 +24,8 @@ from .api import share_comm_ctx as share_comm_ctx
 from .api import step_in_backward as step_in_backward
 from .api import step_on_shards as step_on_shards
 from .api import uninstall as uninstall
+from .comm import PeerFailed as PeerFailed
+from .comm import RanksDisagree as RanksDisagree
 from .micro import MicroBatches as MicroBatches
 from .observe import Report as Report
 from .observe import report as report
@@ -43,6 +45,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "NonFiniteError",
     "OffloadPolicy",
+    "PeerFailed",
+    "RanksDisagree",
     "Report",
     "ShardPlacementResult",
     "StepInBackward",

@@ -421,10 +421,11 @@ def default_store() -> Any:
     return cast(Any, distributed_c10d._get_default_store()).clone()
 
 
-def same_group(like: ProcessGroup, device: torch.device, name: str, timeout: timedelta) -> ProcessGroup:
-    """A process group of the ranks of `like` with connections of its own, known to nobody but the caller: it ends with
-    its last reference. `name`: never used before, the same on all of its ranks. gloo and NCCL."""
-    ranks = dist.get_process_group_ranks(like)
+def same_group(
+    like: ProcessGroup, ranks: Sequence[int], device: torch.device, name: str, timeout: timedelta
+) -> ProcessGroup:
+    """A process group of `ranks`, those of `like`, with connections of its own, known to nobody but the caller: it ends
+    with its last reference. `name`: never used before, the same on all of its ranks. gloo and NCCL."""
     store = dist.PrefixStore(name, distributed_c10d._get_default_store())
     rank, size = like.rank(), len(ranks)
     made = cast(Any, ProcessGroup)(store, rank, size)

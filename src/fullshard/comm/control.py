@@ -20,21 +20,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
 from .._torch_compat import default_store
-from .errors import PeerFailed, RanksDisagree, shown_ranks
+from .faults import TEXT_CHARACTERS, Fault, looks
 
-# A text longer than this is cut before it is told: it is for an error message.
-_TEXT_CHARACTERS = 2000
-_BACKENDS = ("fake",)
+if TYPE_CHECKING:
+    from .lines import Line, Sent
+
+# A rank whose connection is closed and that gives no sign of life for so long was killed.
+CLOSED_SECONDS = 2.5
+# How often a process gives a sign of life, and looks after who waits.
+BEAT_SECONDS = 0.5
+# Who waits longer looks whether a peer failed, or asks for something else.
+PATIENCE_SECONDS = 1.0
 
 
 class Store(Protocol):
@@ -47,57 +54,15 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What a rank says when it fails. `kind`: "raised", "ended" (its process did), "lost" (no sign of life: said by
-    another), "disagree".
-
-    `issued` is how many messages it had sent over each line (lines.py) of the domain: who waits for one of these will
-    get it, and who waits for a later one will not.
-    """
-
-    rank: int
-    kind: str
-    text: str
-    step: int = -1
-    doing: str = ""
-    issued: Mapping[str, int] = field(default_factory=dict)
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def loads(text: bytes) -> Fault:
-        return Fault(**json.loads(text))
-
-    @property
-    def message(self) -> str:
-        step = f" at step {self.step}" if self.step >= 0 else ""
-        doing = f" in {self.doing}" if self.doing else ""
-        how = {"raised": "raised", "ended": "ended", "lost": "gives no sign of life"}.get(self.kind, self.kind)
-        return f"rank {self.rank} {how}{step}{doing}: {self.text}"
-
-    def error(self, waiting: str = "") -> RuntimeError:
-        """What the others raise; `waiting`: what this rank is waiting for."""
-        if self.kind == "disagree":
-            return RanksDisagree(self.text)
-        what = waiting or "its next message"
-        return PeerFailed(
-            f"expected every rank to take part in {what}, found that {self.message}",
-            rank=self.rank,
-            step=self.step,
-            unit=self.doing,
-            text=self.text,
-        )
-
-
 class Control:
     """The end of one process (in tests: of one thread)."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.store, self.rank = store, rank
         self.domains: dict[tuple[int, ...], Domain] = {}
-        self.lock = threading.Lock()
+        # Of each rank, its last sign of life and since when it is the last (on our clock).
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._beat = 0
 
     def domain(self, ranks: Sequence[int]) -> Domain:
         """The domain of these ranks of the default group. Every one of them makes this call at its first time."""
@@ -105,6 +70,25 @@ class Control:
         if key not in self.domains:
             self.domains[key] = Domain(self, key)
         return self.domains[key]
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        self._beat += 1
+        self.store.set(f"fullshard/beat/{self.rank}", str(self._beat))
+
+    def silent_for(self, rank: int) -> float:
+        """Seconds since the last change of the sign of life of `rank`, as far as this rank has looked."""
+        key, now = f"fullshard/beat/{rank}", time.monotonic()
+        last = self.store.get(key) if self.store.check([key]) else b""
+        known = self._beats.get(rank)
+        if known is None or known[0] != last or not last:
+            self._beats[rank] = known = (last, now)
+        return now - known[1]
+
+    def publish(self, kind: str, text: str) -> None:
+        """To everybody who shares a domain with this rank."""
+        for domain in list(self.domains.values()):
+            domain.publish(kind, text)
 
 
 _controls: dict[int, tuple[weakref.ref[dist.ProcessGroup], Control | None]] = {}
@@ -116,12 +100,12 @@ def control() -> Control | None:
         return None
     world = dist.group.WORLD
     assert world is not None
-    known = _controls.get(id(world))
+    key = id(world)
+    known = _controls.get(key)
     if known is not None and known[0]() is world:
         return known[1]
-    silent = dist.get_backend(world) in _BACKENDS or dist.get_world_size(world) == 1
+    silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
     made = None if silent else Control(default_store(), dist.get_rank(world))
-    key = id(world)
     _controls[key] = (weakref.ref(world, lambda _: _controls.pop(key, None)), made)
     return made
 
@@ -136,19 +120,41 @@ class Domain:
         # A process group may be made again over the same store: everybody counts how often.
         again = self.store.add(f"fullshard/{name}/{self.rank}", 1)
         self.prefix = f"fullshard/{name}.{again}"
-        self.epoch = 0
-        self._asked = 0
+        self.timeout = timedelta(minutes=30)
+        # Meetings so far; and those that made new connections.
+        self.epoch = self.renewed = 0
+        self.asked = 0
         # What is being done, for the text of an error; and the optimizer steps taken.
-        self.doing = ""
+        self.doing: object = ""
         self.step: Callable[[], int] = lambda: -1
-        # How many messages this rank sent, by line.
-        self.issued: dict[str, int] = {}
-        # This rank published a fault, or its lines are broken: everybody meets before anything is sent.
+        self.lines: dict[str, Line] = {}
+        self._named: Counter[str] = Counter()
+        # The message that the main thread waits for.
+        self.waiting: Sent | None = None
+        # A rank without a sign of life for so many seconds is lost; 0: never.
+        self.silence_seconds = 20.0
+        # Why the lines were cut.
+        self.failure: Fault | None = None
+        # This rank published a fault, or its lines are cut: everybody meets before anything is sent.
         self.must_meet = False
 
     @property
     def _base(self) -> str:
         return f"{self.prefix}/{self.epoch}"
+
+    @property
+    def issued(self) -> dict[str, int]:
+        """How many messages this rank sent, by line."""
+        return {name: line.issued for name, line in self.lines.items()}
+
+    def line_name(self, name: str) -> str:
+        """`name`, told from those of lines before it."""
+        self._named[name] += 1
+        return f"{name} #{self._named[name]}" if self._named[name] > 1 else name
+
+    def add_line(self, line: Line) -> None:
+        """Count its messages, and cut it when a peer failed."""
+        self.lines[line.name] = line
 
     # ---- agreement -----------------------------------------------------------------------------------------
 
@@ -156,67 +162,71 @@ class Domain:
         """Compare `value` on all ranks, which all make this call, in the same order with the same `what`.
 
         None where all are equal; else what each rank has, the same on all of them ("what: value" where they ask for
-        different things). Raises `PeerFailed` when a rank that has not come failed, ended or is gone.
+        different things). Raises `PeerFailed` when a rank that has not come failed, ended or is gone, and
+        `RanksDisagree` when one found that it and this rank do different things.
         """
-        asked, self._asked = self._asked, self._asked + 1
+        asked, self.asked = self.asked, self.asked + 1
         key = f"{self._base}/ask/{asked}"
         digest = hashlib.blake2s(f"{what}\0{value}".encode(), digest_size=16).hexdigest()
-        self.store.set(
-            f"{self._base}/asking/{self.rank}",
-            json.dumps({"asked": asked, "what": what, "value": value[:_TEXT_CHARACTERS], "issued": self.issued}),
-        )
+        asking = {"asked": asked, "what": what, "value": value[:TEXT_CHARACTERS], "issued": self.issued}
+        self.store.set(f"{self._base}/asking/{self.rank}", json.dumps(asking))
         same = self.store.add(f"{key}/{digest}", 1)
         if self.store.add(f"{key}/all", 1) == len(self.ranks):
             same = self.store.add(f"{key}/{digest}", 0)
             self.store.set(f"{key}/verdict", "same" if same == len(self.ranks) else "differ")
-        self._wait_for(f"{key}/verdict", what)
+        self._wait_for(f"{key}/verdict", asked, what)
         answer = self.store.get(f"{key}/verdict")
         if self.rank == self.ranks[0] and asked:
             # Everybody has read the answer before this one.
-            for end in (digest, "all", "verdict"):
+            for end in ("all", "verdict"):
                 self.store.delete_key(f"{self._base}/ask/{asked - 1}/{end}")
         if answer == b"same":
             return None
         self.store.set(f"{key}/value/{self.rank}", json.dumps([what, value]))
         found = {}
         for rank in self.ranks:
-            self._wait_for(f"{key}/value/{rank}", what)
+            self._wait_for(f"{key}/value/{rank}", asked, what)
             found[rank] = json.loads(self.store.get(f"{key}/value/{rank}"))
         if len({asked_for for asked_for, _ in found.values()}) > 1:
             return {rank: f"{asked_for}: {text}" for rank, (asked_for, text) in found.items()}
         return {rank: text for rank, (_, text) in found.items()}
 
-    def _wait_for(self, key: str, what: str) -> None:
+    def _wait_for(self, key: str, asked: int, what: str) -> None:
+        silence = 0.0
         for waited in looks():
             if self.store.check([key]):
                 return
-            if waited > 0.2:
-                self._refuse_faults(what)
-
-    def _refuse_faults(self, what: str) -> None:
-        for fault in self.faults():
-            if fault.rank != self.rank:
-                self.must_meet = True
+            if waited > 0.2 and (fault := self._cause(lambda fault: fault.asked <= asked)) is not None:
+                self.fail(fault)
                 raise fault.error(what)
+            if waited > PATIENCE_SECONDS + silence and self.silence_seconds:
+                silence = waited
+                if (lost := self._lost(self.silence_seconds)) is not None:
+                    self.fail(lost)
+                    raise lost.error(what)
 
     # ---- failures ------------------------------------------------------------------------------------------
 
     def publish(self, kind: str, text: str, *, rank: int | None = None) -> None:
         """Tell the others that this rank failed (or that `rank` did). Does not wait, and does not raise."""
         self.must_meet = True
+        own = rank is None or rank == self.rank
         fault = Fault(
             self.rank if rank is None else rank,
             kind,
-            text[:_TEXT_CHARACTERS],
-            self.step(),
-            self.doing,
-            dict(self.issued) if rank is None else {},
+            text[:TEXT_CHARACTERS],
+            self.step() if own else -1,
+            str(self.doing) if own else "",
+            self.issued if own else {},
+            self.asked if own else 0,
         )
-        try:
+        self._tell(fault)
+
+    def _tell(self, fault: Fault) -> None:
+        # When the store ended with the process that served it, nobody is left to be told.
+        with suppress(RuntimeError):
             number = self.store.add(f"{self._base}/faults", 1)
             self.store.set(f"{self._base}/fault/{number}", fault.dumps())
-        except RuntimeError:
-            pass  # the store ended with the process that served it: nobody is left to be told
 
     def faults(self) -> list[Fault]:
         """What was published in this epoch, in order."""
@@ -229,24 +239,147 @@ class Domain:
                 found.append(Fault.loads(self.store.get(key)))
         return found
 
+    def _cause(self, concerns: Callable[[Fault], bool]) -> Fault | None:
+        """The fault of a peer because of which this rank waits in vain, if one does: where that peer only followed
+        another one, that of the other."""
+        known = [fault for fault in self.faults() if fault.rank != self.rank or fault.kind == "lost"]
+        concerned = [fault for fault in known if fault.kind in ("lost", "disagree") or concerns(fault)]
+        if not concerned:
+            return None
+        first = concerned[0]
+        if first.kind == "followed":
+            first = next((fault for fault in known if fault.kind != "followed"), first)
+        # Of several things that it said, the last one knows most.
+        return [fault for fault in known if fault.rank == first.rank and fault.kind == first.kind][-1]
+
+    def _lost(self, seconds: float) -> Fault | None:
+        """The first peer without a sign of life for so long; said to the others, too."""
+        for rank in self.ranks:
+            if rank != self.rank and self.control.silent_for(rank) > seconds:
+                text = f"for {seconds:g} s: killed, stopped or hanging"
+                fault = Fault(rank, "lost", text)
+                self._tell(fault)
+                return fault
+        return None
+
+    def _question(self, sent: Sent) -> Fault | None:
+        """A peer waits for an answer and has not sent the message that this rank waits for: they do different
+        things."""
+        for rank in self.ranks:
+            key = f"{self._base}/asking/{rank}"
+            if rank == self.rank or not self.store.check([key]):
+                continue
+            asking = json.loads(self.store.get(key))
+            missing = asking["issued"].get(sent.line.name, sent.number) < sent.number
+            if not missing or self.store.check([f"{self._base}/ask/{asking['asked']}/verdict"]):
+                continue
+            text = (
+                f"{asking['what']}: expected all ranks to do the same, found rank {rank} about to do "
+                f"{asking['value']}, while rank {self.rank} waits in {self.doing or 'a message'}, as in the steps "
+                f"before; make all ranks run the same modules in the same order"
+            )
+            fault = Fault(self.rank, "disagree", text, self.step(), str(self.doing), self.issued, self.asked)
+            self._tell(fault)
+            return fault
+        return None
+
+    def look(self) -> None:
+        """Look after the main thread, from another one: when it waits for what will not come, end that wait."""
+        sent, now = self._oldest(), time.monotonic()
+        if sent is None or self.failure is not None or now - sent.since < PATIENCE_SECONDS:
+            return
+        fault = self._cause(lambda fault: fault.withholds(sent.line.name, sent.number)) or self._question(sent)
+        if fault is None and self.silence_seconds:
+            fault = self._lost(self.silence_seconds)
+        if fault is not None and sent is self._oldest():
+            self.fail(fault)
+
+    def _oldest(self) -> Sent | None:
+        if self.waiting is not None:
+            return self.waiting
+        for line in list(self.lines.values()):
+            while line.under_way and line.under_way[0].is_completed:
+                line.under_way.popleft()
+            if line.under_way:
+                return line.under_way[0]
+        return None
+
+    def fail(self, fault: Fault) -> None:
+        """Cut all lines because of `fault`."""
+        self.failure, self.must_meet = fault, True
+        for line in list(self.lines.values()):
+            line.cut()
+
+    def explain(self, line: Line, number: int, error: RuntimeError) -> RuntimeError:
+        """What to raise in the place of a backend's `error` for message `number` of `line`. Waits some seconds for
+        peers to say why they closed it. The lines are cut afterwards."""
+        self.waiting = None
+        text = str(error).split("\n")[0]
+        for waited in looks():
+            fault = self.failure
+            with suppress(RuntimeError):
+                fault = fault or self._cause(lambda fault: fault.withholds(line.name, number))
+                fault = fault or self._lost(CLOSED_SECONDS)
+            if fault is not None:
+                self.fail(fault)
+                return fault.error(str(self.doing) or f"message {number} of {line.name}")
+            if waited > CLOSED_SECONDS + 1:
+                break
+        own = Fault(self.rank, "raised", text, self.step(), str(self.doing), self.issued, self.asked)
+        self._tell(own)
+        self.fail(own)
+        return RuntimeError(
+            f"{self.doing or line.name}: expected an answer of the other ranks, found that a message between them "
+            f"failed ({text}) and that none of them said why: a process that was killed, and served the store, or a "
+            f"broken network; see the output of the other ranks"
+        )
+
+    # ---- together again ------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """After a failure: wait until all ranks came here, and begin a new epoch with them.
+
+        Ranks that failed come by themselves, at their next forward; the others when they wait in vain for those. Where
+        all were equally far (they raised at the same place), connections stay as they are; else they are made anew.
+        Raises `PeerFailed` when a rank ended or is lost.
+        """
+        key = f"{self.prefix}/meet/{self.epoch}"
+        mine = {"cut": any(line.is_cut for line in self.lines.values()), "issued": self.issued, "asked": self.asked}
+        self.store.set(f"{key}/{self.rank}", json.dumps(mine))
+        silence = 0.0
+        for waited in looks():
+            if self.store.check([f"{key}/{rank}" for rank in self.ranks]):
+                break
+            if waited < PATIENCE_SECONDS + silence:
+                continue
+            silence = waited
+            gone = next((fault for fault in self.faults() if fault.kind == "ended"), None)
+            if gone is None and self.silence_seconds:
+                gone = self._lost(self.silence_seconds)
+            if gone is not None:
+                raise gone.error("the next step after a failure")
+        here = [json.loads(self.store.get(f"{key}/{rank}")) for rank in self.ranks]
+        issued: dict[str, set[int]] = {}
+        for one in here:
+            for name, number in one["issued"].items():
+                issued.setdefault(name, set()).add(number)
+        differ = any(len(numbers) > 1 for numbers in issued.values())
+        renews = differ or any(one["cut"] for one in here)
+        self.epoch += 1
+        self.asked = 0
+        self.failure, self.must_meet = None, False
+        if renews:
+            self.renewed += 1
+            for line in self.lines.values():
+                line.renew()
+
+
+def controls() -> list[Control]:
+    """All that exist in this process."""
+    return [made for _, made in list(_controls.values()) if made is not None]
+
 
 def domain_of(ranks: Sequence[int]) -> Domain | None:
     """The domain of these ranks; None where they have nobody to ask."""
     here = control()
     return None if here is None or len(ranks) < 2 else here.domain(ranks)
-
-
-def looks(limit: float = 0.05) -> Any:
-    """Yield the seconds waited so far: at once and often in the beginning, `limit` apart in the end."""
-    begun, pause = time.monotonic(), 0.0
-    while True:
-        waited = time.monotonic() - begun
-        yield waited
-        if waited < 0.0003:
-            time.sleep(0)
-            continue
-        pause = min(limit, pause * 1.5 + 0.0001)
-        time.sleep(pause)
-
-
-__all__ = ["Control", "Domain", "Fault", "control", "domain_of", "looks", "shown_ranks"]

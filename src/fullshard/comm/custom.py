@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..policy import CustomComm
 from .group import SUM, ShardGroup, Work
+from .lines import Line
 from .pool import BufferPool, Slot
 
 
@@ -17,10 +19,15 @@ class CustomGroup(ShardGroup):
     """The ranks of `group`, whose gathers and reduce-scatters are `comm`'s."""
 
     def __init__(self, group: ShardGroup, comm: CustomComm) -> None:
-        self.process_group = group.process_group
+        self.origin, self._inner = group.origin, group
         self.device = group.device
         self.world, self.rank, self.backend = group.world, group.rank, group.backend
         self._comm = comm
+
+    @property
+    def line(self) -> Line | None:  # type: ignore[override]
+        """That of the same ranks."""
+        return self._inner.line
 
     @property
     def sends_in_pairs(self) -> bool:
@@ -30,18 +37,17 @@ class CustomGroup(ShardGroup):
         # From this rank's place in the output: both ends of the message are memory that `comm` allocated.
         own = out.narrow(0, self.rank * piece.numel(), piece.numel())
         own.copy_(piece)
-        return self._under_way(self._comm(output_tensor=out, input_tensor=own, group=self.process_group, async_op=True))
+        return self._send(self._under_way, out, own, {})
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        return self._under_way(
-            self._comm(output_tensor=out, input_tensor=pieces, group=self.process_group, op=op, async_op=True)
-        )
+        return self._send(self._under_way, out, pieces, {"op": op})
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._comm.allocate((numel,), dtype=dtype, device=self.device)
 
-    @staticmethod
-    def _under_way(work: Work | None) -> Work:
+    def _under_way(self, out: Tensor, piece: Tensor, more: dict[str, Any]) -> Work:
+        group = self.process_group
+        work = self._comm(output_tensor=out, input_tensor=piece, group=group, **more, async_op=True)
         return _FINISHED if work is None else work
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..layout import ReduceLayout
 from ..policy import Scale
 from .group import ShardGroup, Work
+from .lines import drain
 from .message import MessageReduce
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage
@@ -141,10 +142,10 @@ class _Direct:
 
     def abandon(self) -> None:
         for arriving in self._arriving:
-            arriving.work.wait()
+            drain(arriving.work)
             self._channel.pool.give(arriving.receive)
         self._arriving.clear()
-        self._work.wait()
+        drain(self._work)
         self._give_back()
 
     def _made(self) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 
 class PeerFailed(RuntimeError):
@@ -16,6 +18,9 @@ class PeerFailed(RuntimeError):
         super().__init__(message)
         self.rank, self.step, self.unit, self.text = rank, step, unit, text
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(PeerFailed, rank=self.rank, step=self.step, unit=self.unit, text=self.text), self.args
+
 
 class RanksDisagree(RuntimeError):
     """Ranks were about to do different things, or have different models. `by_rank`: what each of them had."""
@@ -23,6 +28,9 @@ class RanksDisagree(RuntimeError):
     def __init__(self, message: str, *, what: str = "", by_rank: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.what, self.by_rank = what, dict(by_rank or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(RanksDisagree, what=self.what, by_rank=self.by_rank), self.args
 
 
 def shown_ranks(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .group import ShardGroup, Work
+from .lines import drain
 
 
 class Extension(Protocol):
@@ -51,11 +52,15 @@ class ExtensionGather:
         self._extension.assemble()
 
     def cancel(self) -> None:
-        self._wait()
+        for work in self._works:
+            drain(work)
+        self._works.clear()
+        self._messages = ()
         self._extension.release()
 
     def _wait(self) -> None:
-        for work in self._works:
+        # Given up also where one of them raises: they are of no use to whoever tries again.
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
-        self._works.clear()
         self._messages = ()

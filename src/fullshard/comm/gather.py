@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..layout import GatherPlan, Pack
 from .group import ShardGroup, Work
+from .lines import drain
 from .pool import BufferPool, Slot
 
 
@@ -207,7 +208,9 @@ class PlannedGather:
         self._give_back()
 
     def cancel(self) -> None:
-        self._wait()
+        for work in self._works:
+            drain(work)
+        self._works.clear()
         self._give_back()
         self._full.release()
 
@@ -215,9 +218,10 @@ class PlannedGather:
         return [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
 
     def _wait(self) -> None:
-        for work in self._works:
+        # Given up also where one of them raises: they are of no use to whoever tries again.
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
-        self._works.clear()
 
     def _give_back(self) -> None:
         for slot in (self._staging, self._cast):

@@ -14,8 +14,8 @@ is issued before the compute that is to hide it (ADR 0003).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from torch.distributed.distributed_c10d import (
 
 from ..layout import groups_messages, sends_in_pairs
 from . import pairs
+from .control import Domain
+from .lines import Line, open_line, stand_in
 from .pairs import Work as Work
 
 # Dtypes that every backend has collectives for; others (float8 and int16 weights, complex numbers on NCCL) travel as
@@ -56,22 +58,39 @@ class ShardGroup:
     """A process group as the engine uses it. `backend` is that of `device`: "gloo", "nccl", "fake", "threaded" ..."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self.process_group = process_group
+        # The mesh's, or made in its place for a purpose.
+        self.origin = process_group
+        self.line: Line | None = None
         self.device = device
         self.world = process_group.size()
         self.rank = process_group.rank()
         self.backend = _backend_name(process_group, device)
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """What messages go over now: the line's, where one was opened."""
+        return self.origin if self.line is None else self.line.group
+
+    def open_line(self, domain: Domain, purpose: str = "data") -> None:
+        """From now on messages go over connections that can be cut. All ranks of the group make this call."""
+        self.line = open_line(domain, self.origin, self.device, self.backend, purpose)
+        if purpose == "data":
+            # Apart, because ranks may be at different messages of the model when one of them sends a small one.
+            open_line(domain, self.origin, self.device, self.backend, "small")
+
+    def _send(self, call: Callable[..., Any], *args: Any) -> Work:
+        return call(*args) if self.line is None else self.line.issue(call, *args)
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The members, by their rank in the default group."""
-        return tuple(dist.get_process_group_ranks(self.process_group))
+        return tuple(dist.get_process_group_ranks(self.origin))
 
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         """`piece` (n,) of all ranks into `out` (world * n,); both contiguous, the same dtype."""
         options = AllgatherOptions()
         options.asyncOp = True
-        return self.process_group._allgather_base(_carried(out), _carried(piece), options)
+        return self._send(self.process_group._allgather_base, _carried(out), _carried(piece), options)
 
     @property
     def sends_in_pairs(self) -> bool:
@@ -81,13 +100,24 @@ class ShardGroup:
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages where the backend can."""
         if self.sends_in_pairs:
-            return pairs.gather_each(self.process_group, outs, pieces)
+            return self._send_each(pairs.gather_each, outs, pieces)
         if len(outs) > 1 and groups_messages(self.backend):
             options = AllgatherOptions()
             options.asyncOp = True
             known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
-            return [self.process_group.allgather_into_tensor_coalesced(*known, options)]
+            return [self._send(self.process_group.allgather_into_tensor_coalesced, *known, options)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
+
+    def exchange_each(
+        self, arriving: Mapping[int, Sequence[Tensor]], leaving: Mapping[int, Sequence[Tensor]], tag: int
+    ) -> list[Work]:
+        """From rank to rank, where `sends_in_pairs`: see `pairs.exchange_each`."""
+        return self._send_each(pairs.exchange_each, arriving, leaving, tag)
+
+    def _send_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
+        if self.line is None:
+            return call(self.process_group, *args)
+        return self.line.issue_each(call, self.process_group, *args)
 
     def exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int] = ()) -> Work:
         """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r.
@@ -99,21 +129,21 @@ class ShardGroup:
         out, pieces, ratio = _carried(out), _carried(pieces), out.element_size() // _carried(out).element_size()
         numels = [ratio * numel for numel in numels]
         arriving = [numels[self.rank]] * self.world if numels else []
-        return self.process_group.alltoall_base(out, pieces, arriving, numels, options)
+        return self._send(self.process_group.alltoall_base, out, pieces, arriving, numels, options)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
         options = ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
-        return self.process_group._reduce_scatter_base(out, pieces, options)
+        return self._send(self.process_group._reduce_scatter_base, out, pieces, options)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """`tensor` of all ranks summed, in place on every rank."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
-        return self.process_group.allreduce([tensor], options)
+        return self._send(self.process_group.allreduce, [tensor], options)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer for what a message brings, to be kept by the caller."""
@@ -136,6 +166,7 @@ class Alone(ShardGroup):
     """This rank by itself, for parameters that are not cut: there is nobody to send anything to."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
+        self.line = None
         self.device = device
         self.world, self.rank = 1, 0
         self.backend = backend
@@ -161,11 +192,22 @@ class Links(NamedTuple):
     block: Block | None = None
     # The ranks of `shard` again, where reductions have a communicator of their own.
     reduce: ShardGroup | None = None
+    # All ranks of the mesh, by their rank in the default group.
+    everyone: tuple[int, ...] = ()
 
     @property
     def reducing(self) -> ShardGroup:
         """The group over which gradients are cut."""
         return self.reduce or self.shard
+
+    def open(self, domain: Domain) -> None:
+        """Open the lines of all of its groups."""
+        groups = [self.shard, self.replicate, self.block.group if self.block is not None else None]
+        for group in groups:
+            if group is not None and group.world > 1:
+                group.open_line(domain)
+        if self.reduce is not None:
+            self.reduce.open_line(domain, "reduce")
 
     @property
     def ranks(self) -> int:
@@ -178,11 +220,12 @@ def mesh_links(mesh: DeviceMesh, device: torch.device, *, shards: bool = True) -
 
     With `shards` off nothing is cut, and its only axis replicates.
     """
+    everyone = tuple(mesh.mesh.flatten().tolist())
     if not shards:
         replicate = ShardGroup(mesh.get_group(0), device)
-        return Links(Alone(device, replicate.backend), replicate)
+        return Links(Alone(device, replicate.backend), replicate, everyone=everyone)
     shard = ShardGroup(mesh.get_group(mesh.ndim - 1), device)
-    return Links(shard, ShardGroup(mesh.get_group(0), device) if mesh.ndim == 2 else None)
+    return Links(shard, ShardGroup(mesh.get_group(0), device) if mesh.ndim == 2 else None, everyone=everyone)
 
 
 def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
@@ -192,12 +235,17 @@ def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.R
     group's device: for scalars and the like.
     """
     elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
-    if elsewhere is None:
-        dist.all_reduce(tensor, op=op, group=process_group)
-        return
-    moved = tensor.to(elsewhere)
-    dist.all_reduce(moved, op=op, group=process_group)
-    tensor.copy_(moved)
+    moved = tensor if elsewhere is None else tensor.to(elsewhere)
+    # Over the line in its place: with a peer that failed this raises, where the mesh's group would wait for it.
+    line = stand_in(process_group)
+    if line is None or line.device.type != moved.device.type:
+        dist.all_reduce(moved, op=op, group=process_group)
+    else:
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op)
+        line.issue(line.group.allreduce, [moved], options).wait()
+    if elsewhere is not None:
+        tensor.copy_(moved)
 
 
 def message_device(backend_config: str, device: torch.device) -> str | None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..layout import ReduceLayout
 from ..policy import Scale
 from .group import ShardGroup, Work
+from .lines import drain
 from .message import MessageReduce
-from .pairs import GRADIENTS_TAG, exchange_each
+from .pairs import GRADIENTS_TAG
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage
 from .replicate import AfterSum
@@ -60,7 +61,7 @@ class PairReduce(MessageReduce):
         peers = [rank for rank in range(self.group.world) if rank != self.group.rank]
         theirs = {peer: receive.views[i * width : (i + 1) * width] for i, peer in enumerate(peers)}
         leaving = {peer: mine[peer] for peer in peers}
-        works = exchange_each(self.group.process_group, theirs, leaving, GRADIENTS_TAG)
+        works = self.group.exchange_each(theirs, leaving, GRADIENTS_TAG)
         return _Pairs(self, works, mine, theirs, (send, receive))
 
     def _chunks(self, receive: Tensor) -> list[Tensor]:
@@ -122,13 +123,16 @@ class _Pairs:
         pass
 
     def abandon(self) -> None:
-        self._wait()
+        for work in self._works:
+            drain(work)
+        self._works = []
         self._give_back()
 
     def _wait(self) -> None:
-        for work in self._works:
+        # Given up also where one of them raises: they are of no use to whoever tries again.
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
-        self._works = []
 
     def _give_back(self) -> None:
         self._mine, self._theirs = [], {}

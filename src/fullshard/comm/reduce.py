@@ -33,6 +33,7 @@ from ..policy import Controls, resolve_scale
 from .custom import CustomBuffers, CustomGroup
 from .direct import DirectReduce
 from .group import MEAN, SUM, Links, Work
+from .lines import drain
 from .message import MessageReduce
 from .pair_reduce import PairReduce
 from .pool import BufferPool, Slot
@@ -128,7 +129,7 @@ class _Exchange:
         pass
 
     def abandon(self) -> None:
-        self._work.wait()
+        drain(self._work)
         self._give_back()
 
     def _give_back(self) -> None:
@@ -179,7 +180,7 @@ class _Native:
         pass
 
     def abandon(self) -> None:
-        self._work.wait()
+        drain(self._work)
         self._channel.pool.give(self._send)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..layout import ReduceLayout
 from ..policy import Scale
 from .group import MEAN, SUM, ShardGroup, Work
+from .lines import drain
 from .reduction import Dtypes, FirstStage
 
 
@@ -131,7 +132,7 @@ class StagedReduction:
             self._first.abandon()
             return
         if self._work is not None:
-            self._work.wait()
+            drain(self._work)
         self._first.release()
 
     # ---- steps ---------------------------------------------------------------------------------------------

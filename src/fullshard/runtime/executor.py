@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch.profiler import record_function
 
 from .._torch_compat import profiling, with_tensor_hooks
-from ..comm import GatherChannel
+from ..comm import Domain, GatherChannel
 from ..lifecycle import Command, CommandChecker
 from ..param import ShardedParam
 from .shared import InFlight, Shared
@@ -38,6 +38,8 @@ class Executor:
         # Units whose partial sums are under way.
         self._carrying: dict[Unit, None] = {}
         self._checker = CommandChecker() if check else None
+        # Of all messages of these units; they are told what is being done, for when it fails.
+        self.domains: list[Domain] = []
         self.stepping = Stepping()
         # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
         self.may_stay_pending: Callable[[], bool] = lambda: False
@@ -64,6 +66,8 @@ class Executor:
                 self._checker.command(command.kind, command.unit.name)
             for listener in self.listeners:
                 listener(command)
+            for domain in self.domains:
+                domain.doing = command
             try:
                 if profiling():
                     with record_function(f"fullshard::{command.kind} ({command.unit.name})"):
@@ -73,6 +77,8 @@ class Executor:
             except BaseException:
                 self._unwind(commands[position:])
                 raise
+        for domain in self.domains:
+            domain.doing = ""
 
     def _unwind(self, commands: Sequence[Command]) -> None:
         """The first of `commands` failed; the rules have noted all of them as done.

@@ -10,6 +10,7 @@ discarded (`abandon`), see ADR 0008.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from ..policy import Options
 from .executor import Executor
 from .optimizer_steps import count_optimizer_steps
 from .outside import outside_graphs
+from .peers import Peers
 from .shared import Shared
 from .stepping import refuse_half_a_step
 from .uninitialized import has_meta_buffers, prove_initialized
@@ -68,6 +70,8 @@ class Root:
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = self.executor.stepping.thread = count_optimizer_steps()
         self._when_backward_ends = outside_graphs(_BackwardEnd.report)
+        self.peers = Peers(self.units, self.thread)
+        self.executor.domains = self.peers.domains
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
@@ -94,8 +98,10 @@ class Root:
         assert hooks is not None
         in_backward = current_backward() != -1
         outermost = run.forward_root in (None, record) or record.index == 0
-        if not in_backward and run.has_leftovers and outermost and not hooks.in_method:
-            self.abandon()
+        if not in_backward and outermost and not hooks.in_method:
+            self.peers.meet()
+            if run.has_leftovers:
+                self.abandon()
         nested = hooks.running(run.generation)
         if run.forward_root is None and not in_backward:
             self._wait_for_optimizer()
@@ -128,6 +134,8 @@ class Root:
     def forward_failed(self, unit: Unit, *, nested: bool) -> None:
         """Report that a forward of `unit` raised."""
         flags = {"in_backward": current_backward() != -1, "nested": nested}
+        if not flags["in_backward"] and not nested and self.run.forward_root is unit.record:
+            self.peers.publish(sys.exception(), f"the forward of {unit.record.name}")
         self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record, **flags), **flags)
 
     # ---- backward ------------------------------------------------------------------------------------------
@@ -195,13 +203,19 @@ class Root:
         # Said in a trace only where it matters: most backwards are.
         matters = any(unit.record.pins for unit in self.units)
         commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
-        self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
+        try:
+            self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
+        except BaseException as error:
+            # For the rules the backward is over: nobody else will notice. Hooks of the user's run here, too.
+            self.peers.publish(error, "the end of the backward")
+            raise
 
     def _backward_lost(self, which: weakref.ref[_BackwardEnd]) -> None:
         """The engine is done with a backward. Report that it failed, unless its end was reported.
 
         Not from a thread of the engine's: the one that ran the model may be in its next forward."""
         if self._backward is which and self.run.in_backward and threading.get_ident() == self.thread:
+            self.peers.publish(sys.exception(), "its backward ended with an exception")
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
 
     def reduce_held(self) -> None:
@@ -253,6 +267,8 @@ class Root:
 
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of `unit`."""
+        if current_backward() == -1:
+            self.peers.meet()
         stale = unit.record.full is not Full.SHARDED and unit.is_stale()
         commands = rules.unshard(self.run, unit.record, stale=stale)
         self._do("unshard", unit.record, commands, stale=stale)

@@ -213,6 +213,8 @@ class Unit:
     def link(self, links: Sequence[Links]) -> None:
         """Exchange the groups over `links`, one for each group, from now on: the same ranks."""
         self.links = list(links)
+        if self.root is not None:
+            self.root.peers.open(self)
         self._remake_channels()
 
     def _remake_channels(self) -> None:

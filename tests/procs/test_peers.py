@@ -1,0 +1,238 @@
+"""A rank fails and its peers wait for it: they raise in seconds, by name, and all go on together (comm/lines.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import PeerFailed, fully_shard
+from fullshard.comm import domain_of
+from tests.harness.forked import run_forks
+from tests.harness.killed import DONE, run_killed
+
+SIZE = 24
+SECONDS = 5.0
+
+
+class Block(nn.Module):
+    """A linear layer that can be told to fail."""
+
+    fail: Callable[[], None] | None = None
+    fail_backward: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail is not None:
+            self.fail()
+        out: Tensor = self.linear(x).tanh()
+        if self.fail_backward is not None and out.requires_grad:
+            fail = self.fail_backward
+            out.register_hook(lambda _: fail())
+        return out
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, SIZE, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Training:
+    def __init__(self, rank: int) -> None:
+        self.rank, self.model = rank, build()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def step(self, step: int) -> None:
+        self.model(batch(step, self.rank)).square().mean().backward()
+        fullshard.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[Tensor]:
+        return [p.to_local().detach().clone() for p in self.model.parameters()]  # type: ignore[attr-defined]
+
+
+def undisturbed(rank: int, steps: int) -> list[Tensor]:
+    training = Training(rank)
+    for step in range(steps):
+        training.step(step)
+    return training.state()
+
+
+def _equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _raise() -> None:
+    raise ValueError("a bad token")
+
+
+@contextmanager
+def within(seconds: float) -> Any:
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < seconds
+
+
+def _failing(rank: int, who: tuple[int, ...], where: str, block: int) -> tuple[list[Tensor], str, int]:
+    training = Training(rank)
+    training.step(0)
+    target = training.model[block]  # type: ignore[index]
+    said = ""
+    setattr(target, where, _raise if rank in who else None)
+    with within(SECONDS):
+        try:
+            training.step(1)
+        except ValueError:
+            assert rank in who
+        except PeerFailed as error:
+            assert rank not in who and error.rank == who[0] and error.step == 1
+            said = str(error)
+        else:
+            raise AssertionError("nobody raised")
+    setattr(target, where, None)
+    training.optimizer.zero_grad()
+    for step in range(1, 4):
+        training.step(step)
+    domain = domain_of(range(dist.get_world_size()))
+    assert domain is not None
+    return training.state(), said, domain.renewed
+
+
+@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("where", ["fail", "fail_backward"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_rank_raises(world: int, where: str, block: int) -> None:
+    expected = run_forks(world, undisturbed, (4,), 60)
+    found = run_forks(world, _failing, ((1,), where, block), 60)
+    _equal([state for state, _, _ in found], expected)
+    texts = [said for rank, (_, said, _) in enumerate(found) if rank != 1]
+    for text in texts:
+        assert "rank 1 raised at step 1" in text
+        if where == "fail":
+            assert "ValueError: a bad token" in text
+    assert {renewed for _, _, renewed in found} == {1}
+
+
+@pytest.mark.parametrize("where", ["fail", "fail_backward"])
+def test_all_ranks_raise_and_nothing_is_cut(where: str) -> None:
+    expected = run_forks(2, undisturbed, (4,), 60)
+    found = run_forks(2, _failing, ((0, 1), where, 1), 60)
+    _equal([state for state, _, _ in found], expected)
+    assert {renewed for _, _, renewed in found} == {0}
+
+
+def _killed(rank: int) -> None:
+    training = Training(rank)
+    training.step(0)
+    if rank == 1:
+        training.model[1].fail = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[index,assignment]
+    with within(SECONDS), pytest.raises(PeerFailed, match="rank 1 gave no sign of life") as caught:
+        training.step(1)
+    assert caught.value.rank == 1
+    with within(SECONDS), pytest.raises(PeerFailed):  # not to be had again
+        domain = domain_of(range(dist.get_world_size()))
+        assert domain is not None
+        domain.silence_seconds = 2
+        training.step(2)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_killed_rank_is_named(world: int) -> None:
+    statuses = run_killed(world, _killed, None, timeout=40)
+    assert statuses == [DONE if rank != 1 else -signal.SIGKILL for rank in range(world)]
+
+
+def _stopped(rank: int) -> None:
+    training = Training(rank)
+    training.step(0)
+    domain = domain_of([0, 1])
+    assert domain is not None
+    domain.silence_seconds = 3
+    if rank == 1:
+        if (child := os.fork()) == 0:
+            time.sleep(8)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        training.model[1].fail = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[index,assignment]
+        with pytest.raises(PeerFailed, match="rank 1 gave no sign of life for 3 s"):
+            training.step(1)
+        os.waitpid(child, 0)
+        return
+    with within(9), pytest.raises(PeerFailed, match="rank 1 gave no sign of life for 3 s: killed, stopped or hanging"):
+        training.step(1)
+
+
+def test_a_stopped_rank_is_named() -> None:
+    assert run_killed(2, _stopped, None, timeout=40) == [DONE, DONE]
+
+
+def _slow(rank: int) -> None:
+    training = Training(rank)
+    for step in range(3):
+        if rank == 1:
+            training.model[1].fail = lambda: time.sleep(3)  # type: ignore[index,assignment]
+        training.step(step)
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    run_forks(2, _slow, (), 60)
+
+
+def _ended(rank: int) -> None:
+    training = Training(rank)
+    training.step(0)
+    if rank == 1:
+        from fullshard.comm.monitor import _end
+
+        _end()  # what the interpreter calls when it ends; forks of a test end otherwise
+        time.sleep(SECONDS)
+        return
+    with within(SECONDS), pytest.raises(PeerFailed, match="rank 1 ended at step 1: its process ended"):
+        training.step(1)
+
+
+def test_a_rank_that_ended_is_named() -> None:
+    run_forks(2, _ended, (), 60)
+
+
+def _clips_alone(rank: int) -> None:
+    training = Training(rank)
+    training.step(0)
+    hook = next(training.model.parameters()).register_post_accumulate_grad_hook(lambda _: _raise() if rank else None)
+    with within(SECONDS):
+        if rank == 1:
+            with pytest.raises(ValueError, match="a bad token"):
+                training.step(1)
+        else:
+            with pytest.raises(PeerFailed, match="rank 1 raised at step 1") as caught:
+                training.step(1)
+            assert caught.traceback[1].name == "step" and caught.traceback[2].name == "clip_grad_norm_"
+    hook.remove()
+    training.optimizer.zero_grad()
+    for step in range(1, 3):
+        training.step(step)
+
+
+def test_small_messages_between_steps_do_not_hang_either() -> None:
+    run_forks(2, _clips_alone, (), 60)
