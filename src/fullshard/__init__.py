@@ -14,6 +14,7 @@ from .api import check_gradients as check_gradients
 from .api import clip_grad_norm_ as clip_grad_norm_
 from .api import full_params as full_params
 from .api import fully_shard as fully_shard
+from .api import guard as guard
 from .api import inspect_units as inspect_units
 from .api import install as install
 from .api import mark_initialized as mark_initialized
@@ -57,6 +58,7 @@ __all__ = [
     "clip_grad_norm_",
     "full_params",
     "fully_shard",
+    "guard",
     "inspect_units",
     "install",
     "mark_initialized",

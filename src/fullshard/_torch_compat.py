@@ -59,7 +59,6 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import ModuleType
 from typing import Any, cast
 
@@ -421,9 +420,7 @@ def default_store() -> Any:
     return cast(Any, distributed_c10d._get_default_store()).clone()
 
 
-def same_group(
-    like: ProcessGroup, ranks: Sequence[int], device: torch.device, name: str, timeout: timedelta
-) -> ProcessGroup:
+def same_group(like: ProcessGroup, ranks: Sequence[int], device: torch.device, name: str) -> ProcessGroup:
     """A process group of `ranks`, those of `like`, with connections of its own, known to nobody but the caller: it ends
     with its last reference. `name`: never used before, the same on all of its ranks. gloo and NCCL."""
     store = dist.PrefixStore(name, distributed_c10d._get_default_store())
@@ -434,6 +431,7 @@ def same_group(
         options = cast(Any, like._get_backend(device)).options
         backend, kind = cast(Any, dist).ProcessGroupNCCL(store, rank, size, options), kinds.NCCL
     else:
+        timeout = cast(Any, like._get_backend(device)).options._timeout
         backend, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, timeout), kinds.GLOO
     backend._set_sequence_number_for_group()
     made._register_backend(device, kind, backend)

@@ -236,3 +236,35 @@ def _clips_alone(rank: int) -> None:
 
 def test_small_messages_between_steps_do_not_hang_either() -> None:
     run_forks(2, _clips_alone, (), 60)
+
+
+def _guarded(rank: int) -> tuple[list[Tensor], str]:
+    training, said = Training(rank), ""
+    for step in range(4):
+        for attempt in range(2):
+            try:
+                with fullshard.guard(training.model), within(SECONDS):
+                    training.model(batch(step, rank)).square().mean().backward()
+                    if rank == 1 and step == 2 and not attempt:
+                        raise MemoryError("while the loss was logged")
+            except (MemoryError, PeerFailed) as error:
+                said = str(error)
+                training.optimizer.zero_grad()
+                continue
+            fullshard.clip_grad_norm_(training.model.parameters(), 1.0)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            break
+    return training.state(), said
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_guarded_block_raises_on_all_ranks(world: int) -> None:
+    expected = run_forks(world, undisturbed, (4,), 60)
+    found = run_forks(world, _guarded, (), 60)
+    _equal([state for state, _ in found], expected)
+    assert found[1][1] == "while the loss was logged"
+    assert found[0][1] == (
+        "expected every rank to take part in the end of a guarded block, found that rank 1 raised at step 2 in a "
+        "guarded block: MemoryError: while the loss was logged"
+    )

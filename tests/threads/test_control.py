@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from fullshard import fully_shard, guard
 from fullshard.comm import Domain, PeerFailed, domain_of, shown_ranks
 from tests.harness.fake import fake_world
 from tests.harness.threads import run_ranks, several
@@ -106,3 +109,29 @@ def test_subsets_of_ranks_have_domains_of_their_own() -> None:
 
 def test_ranks_in_words() -> None:
     assert shown_ranks([2, 0, 1, 5, 6]) == "ranks 0 to 2 and 5 and 6"
+
+
+def test_a_guarded_block_in_threads() -> None:
+    def ranks(rank: int) -> str:
+        model = fully_shard(nn.Linear(4, 4))
+        with guard(model):
+            model(torch.ones(2, 4)).sum().backward()
+        try:
+            with guard(model):
+                if rank == 1:
+                    raise OSError("no such sample")
+        except OSError:
+            return ""
+        except PeerFailed as error:
+            return str(error)
+        raise AssertionError("nobody raised")
+
+    assert run_ranks(2, ranks)[0].endswith(
+        "found that rank 1 raised at step 0 in a guarded block: OSError: no such sample"
+    )
+
+
+def test_a_guard_is_of_sharded_models() -> None:
+    with pytest.raises(ValueError, match="expected a model that fully_shard was applied to, found a Linear"):
+        with guard(nn.Linear(2, 2)):
+            pass

@@ -8,6 +8,7 @@ from .forward_method import register_fsdp_forward_method as register_fsdp_forwar
 from .full_params import full_params as full_params
 from .fully_shard import fully_shard as fully_shard
 from .grad_scaler import GradScaler as GradScaler
+from .guard import guard as guard
 from .info import UnitInfo as UnitInfo
 from .info import inspect_units as inspect_units
 from .install import Installation as Installation

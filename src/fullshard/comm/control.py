@@ -25,9 +25,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.distributed as dist
 
 from .._torch_compat import default_store
@@ -120,7 +120,6 @@ class Domain:
         # A process group may be made again over the same store: everybody counts how often.
         again = self.store.add(f"fullshard/{name}/{self.rank}", 1)
         self.prefix = f"fullshard/{name}.{again}"
-        self.timeout = timedelta(minutes=30)
         # Meetings so far; and those that made new connections.
         self.epoch = self.renewed = 0
         self.asked = 0
@@ -190,6 +189,17 @@ class Domain:
         if len({asked_for for asked_for, _ in found.values()}) > 1:
             return {rank: f"{asked_for}: {text}" for rank, (asked_for, text) in found.items()}
         return {rank: text for rank, (_, text) in found.items()}
+
+    def come_together(self, what: str) -> None:
+        """Return when all ranks of the domain made this call. Raises as `agree`."""
+        small = [line for line in self.lines.values() if line.purpose == "small"]
+        if not small or small[0].device.type != "cpu":
+            # On a device the host would have to wait for everything that is under way there.
+            self.agree(what, "")
+            return
+        # Along one axis behind the other; lines were opened in the order of the mesh's axes.
+        for line in small:
+            line.issue(line.group.allreduce, [torch.zeros(1)]).wait()
 
     def _wait_for(self, key: str, asked: int, what: str) -> None:
         silence = 0.0

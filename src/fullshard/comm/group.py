@@ -202,10 +202,11 @@ class Links(NamedTuple):
 
     def open(self, domain: Domain) -> None:
         """Open the lines of all of its groups."""
-        groups = [self.shard, self.replicate, self.block.group if self.block is not None else None]
-        for group in groups:
+        for group in (self.shard, self.replicate):
             if group is not None and group.world > 1:
                 group.open_line(domain)
+        if self.block is not None:
+            self.block.group.open_line(domain, "block")
         if self.reduce is not None:
             self.reduce.open_line(domain, "reduce")
 

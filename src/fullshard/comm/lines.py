@@ -41,7 +41,7 @@ class Line:
     """The connections of `origin`, a process group of ranks of `domain`, for one purpose. Use `open_line`."""
 
     def __init__(self, domain: Domain, origin: dist.ProcessGroup, device: torch.device, purpose: str) -> None:
-        self.domain, self.device = domain, device
+        self.domain, self.device, self.purpose = domain, device, purpose
         self.ranks = tuple(dist.get_process_group_ranks(origin))
         # The same on all of its ranks, and never given twice.
         self.name = domain.line_name(f"{purpose} {'.'.join(map(str, self.ranks))}")
@@ -58,7 +58,7 @@ class Line:
         origin = self._origin()
         if origin is None:
             raise RuntimeError(f"line {self.name}: expected its process group to exist, found that it was destroyed")
-        return same_group(origin, self.ranks, self.device, name, self.domain.timeout)
+        return same_group(origin, self.ranks, self.device, name)
 
     def _forget(self, _: object) -> None:
         self.domain.lines.pop(self.name, None)

@@ -11,6 +11,8 @@ FULLSHARD_WATCH           "auto" (default): saved weights are watched in a unit'
 FULLSHARD_EVAL_ROOT       "free" (default): a root that stays full between forward and backward by default (not by an
                           explicit reshard_after_forward=False) is freed after a forward that no backward can follow;
                           "keep": it stays, as in FSDP2, for the next forward
+FULLSHARD_SILENCE         a process without a sign of life for so many seconds is given up by those who wait for it
+                          (default 20; 0: never)
 FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
 """
 
@@ -37,6 +39,7 @@ class Options:
     communication: str = "auto"
     watch: str = "auto"
     eval_root: str = "free"
+    silence_seconds: int = 20
     check: bool = False
 
     @classmethod
@@ -51,6 +54,7 @@ class Options:
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
             eval_root=_choice(source, "FULLSHARD_EVAL_ROOT", EVAL_ROOT),
+            silence_seconds=_count(source, "FULLSHARD_SILENCE", 20, at_least=0),
             check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
         )
 

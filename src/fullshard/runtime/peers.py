@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from functools import partial
 
+from torch import nn
+
 from ..comm import Domain, PeerFailed, domain_of
 from .optimizer_steps import optimizer_steps
-from .unit import Unit
+from .unit import Unit, unit_of
 
 
 class Peers:
     """The domains of `units`, whose root is run by `thread`. Every rank of each of them makes it."""
 
-    def __init__(self, units: Iterable[Unit], thread: int) -> None:
+    def __init__(self, units: Iterable[Unit], thread: int, *, silence_seconds: float) -> None:
         self.domains: list[Domain] = []
-        self._thread = thread
+        self._thread, self._silence_seconds = thread, silence_seconds
         for unit in units:
             self.open(unit)
 
@@ -28,6 +31,7 @@ class Peers:
             links.open(domain)
             if domain not in self.domains:
                 domain.step = partial(optimizer_steps, self._thread)
+                domain.silence_seconds = self._silence_seconds
                 self.domains.append(domain)
 
     def publish(self, error: BaseException | None, where: str) -> None:
@@ -39,8 +43,34 @@ class Peers:
             domain.publish(kind, text)
             domain.doing = doing
 
+    def come_together(self, what: str) -> None:
+        """Wait until all ranks are here. Raises `PeerFailed` when one of them will not come."""
+        for domain in self.domains:
+            doing, domain.doing = domain.doing, what
+            domain.come_together(what)
+            domain.doing = doing
+
     def meet(self) -> None:
         """After a failure all ranks come together before anything is sent."""
         for domain in self.domains:
             if domain.must_meet:
                 domain.meet()
+
+
+def peers_below(model: nn.Module) -> Peers:
+    """Those of all units of `model`: of roots that formed, and of units that did not run yet.
+
+    Raises `ValueError` for a model without units.
+    """
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    if not units:
+        raise ValueError(
+            f"expected a model that fully_shard was applied to, found a {type(model).__name__} without a sharded module"
+        )
+    roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
+    found = Peers((), threading.get_ident(), silence_seconds=0)
+    domains = [domain for root in roots for domain in root.peers.domains]
+    if not domains:  # nothing ran yet
+        domains = [domain for unit in units for links in unit.links if (domain := domain_of(links.everyone))]
+    found.domains = list(dict.fromkeys(domains))
+    return found

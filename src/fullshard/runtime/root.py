@@ -70,7 +70,7 @@ class Root:
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = self.executor.stepping.thread = count_optimizer_steps()
         self._when_backward_ends = outside_graphs(_BackwardEnd.report)
-        self.peers = Peers(self.units, self.thread)
+        self.peers = Peers(self.units, self.thread, silence_seconds=options.silence_seconds)
         self.executor.domains = self.peers.domains
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
