@@ -6,6 +6,8 @@ from .api import GradientCheck as GradientCheck
 from .api import GradScaler as GradScaler
 from .api import Installation as Installation
 from .api import NonFiniteError as NonFiniteError
+from .api import PeerFailed as PeerFailed
+from .api import RanksDisagree as RanksDisagree
 from .api import ShardPlacementResult as ShardPlacementResult
 from .api import StepInBackward as StepInBackward
 from .api import UnitInfo as UnitInfo
@@ -25,8 +27,6 @@ from .api import share_comm_ctx as share_comm_ctx
 from .api import step_in_backward as step_in_backward
 from .api import step_on_shards as step_on_shards
 from .api import uninstall as uninstall
-from .comm import PeerFailed as PeerFailed
-from .comm import RanksDisagree as RanksDisagree
 from .micro import MicroBatches as MicroBatches
 from .observe import Report as Report
 from .observe import report as report
