@@ -1,6 +1,7 @@
 """Fully sharded data parallel training for PyTorch. `from fullshard import fully_shard`; see the README."""
 
 from ._version import __version__ as __version__
+from .api import Drift as Drift
 from .api import FSDPModule as FSDPModule
 from .api import GradientCheck as GradientCheck
 from .api import GradScaler as GradScaler
@@ -14,6 +15,7 @@ from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
 from .api import check_gradients as check_gradients
 from .api import clip_grad_norm_ as clip_grad_norm_
+from .api import find_drift as find_drift
 from .api import full_params as full_params
 from .api import fully_shard as fully_shard
 from .api import guard as guard
@@ -26,6 +28,7 @@ from .api import replicate as replicate
 from .api import share_comm_ctx as share_comm_ctx
 from .api import step_in_backward as step_in_backward
 from .api import step_on_shards as step_on_shards
+from .api import sync_module_states as sync_module_states
 from .api import uninstall as uninstall
 from .micro import MicroBatches as MicroBatches
 from .observe import Report as Report
@@ -38,6 +41,7 @@ from .policy import OffloadPolicy as OffloadPolicy
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "Drift",
     "FSDPModule",
     "GradScaler",
     "GradientCheck",
@@ -56,6 +60,7 @@ __all__ = [
     "__version__",
     "check_gradients",
     "clip_grad_norm_",
+    "find_drift",
     "full_params",
     "fully_shard",
     "guard",
@@ -69,5 +74,6 @@ __all__ = [
     "share_comm_ctx",
     "step_in_backward",
     "step_on_shards",
+    "sync_module_states",
     "uninstall",
 ]

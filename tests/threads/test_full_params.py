@@ -395,7 +395,7 @@ def test_inside_a_step_it_is_refused() -> None:
             return x
 
     def rank_main(rank: int) -> None:
-        model: Any = Calls()
+        model: Any = seeded(Calls)
         fully_shard(model.inner)
         fully_shard(model)
         for when, message in (("forward", "found the forward of"), ("backward", "found a backward running")):

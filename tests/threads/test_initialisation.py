@@ -296,7 +296,7 @@ def test_what_is_marked_as_initialised_is_not_looked_for() -> None:
         model.to_empty(device="cpu")  # once more, now that it ran
         fullshard.mark_initialized(model)
         assert model(part(batch(2, 0), rank)).isnan().all()
-        model = fully_shard(nn.Sequential(nn.Linear(3, 3), on_meta(Unread)))
+        model = fully_shard(nn.Sequential(seeded(lambda: nn.Linear(3, 3)), on_meta(Unread)))
         fullshard.mark_initialized(model)
         model(torch.ones(1, 3))
         with pytest.raises(ValueError, match="call fully_shard first"):

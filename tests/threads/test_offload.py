@@ -21,7 +21,7 @@ from fullshard.runtime import unit_of
 from fullshard.runtime.forming import refuse_off_host
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
-from tests.harness.models import BY_NAME, assert_same_training, collect
+from tests.harness.models import BY_NAME, assert_same_training, collect, seeded
 from tests.harness.moved import links, moved
 from tests.harness.threads import WORLD, run_ranks
 
@@ -63,7 +63,7 @@ def test_on_a_cpu_mesh_offload_changes_nothing(impl: Implementation) -> None:
 def test_torch_s_policy_is_accepted_and_others_are_not() -> None:
     def rank_main(rank: int) -> None:
         for policy in (torch_fsdp.CPUOffloadPolicy(), torch_fsdp.OffloadPolicy(), fullshard.OffloadPolicy()):
-            model: Any = fullshard.fully_shard(nn.Linear(3, 3), offload_policy=policy)  # type: ignore[arg-type]
+            model: Any = fullshard.fully_shard(seeded(lambda: nn.Linear(3, 3)), offload_policy=policy)  # type: ignore[arg-type]
             model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(TypeError, match="expected an OffloadPolicy, found True; leave it out"):
             fullshard.fully_shard(nn.Linear(3, 3), offload_policy=True)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, each_world, for_each_implementation, run
+from tests.harness.models import seeded
 from tests.harness.threads import WORLD
 from tests.threads.programs import Model, batch, compare_gradients, part, shard
 
@@ -210,7 +211,7 @@ def test_hooks_stay_with_the_parameter(impl: Implementation) -> None:
     """Also through conversions, `to_empty` and `load_state_dict(assign=True)`; and their handles remove them."""
 
     def rank_main(rank: int, impl: Implementation) -> None:
-        model: Any = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5)))
         log: list[str] = []
         handles = []
         for linear in model:

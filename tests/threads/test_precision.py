@@ -164,7 +164,7 @@ def test_float16_gradients_are_summed_without_overflow(communication: str, monke
     monkeypatch.setenv("FULLSHARD_COMMUNICATION", communication)
 
     def rank_main(rank: int, reduce: torch.dtype | None) -> None:
-        model: Any = nn.Linear(1, 2, bias=False)
+        model: Any = seeded(lambda: nn.Linear(1, 2, bias=False))
         fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(F16, reduce))
         (model(torch.ones(1, 1)) * 40_000).sum().backward()
         expected = torch.full((2, 1), 40_000.0)
@@ -273,7 +273,7 @@ def test_unfrozen_parameters_are_reduced_in_the_reduce_dtype(impl: Implementatio
 
     def rank_main(rank: int, impl: Implementation) -> None:
         policy = impl.MixedPrecisionPolicy(BF16, F32)
-        model: Any = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False))
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False)))
         model[0].requires_grad_(False)
         with torch.no_grad():
             model[1].weight.fill_(1.0)

@@ -282,7 +282,7 @@ def test_parameters_without_elements() -> None:
             return x + (self.empty * 2).sum(0)
 
     def rank_main(rank: int) -> None:
-        model: Any = nn.Sequential(Nothing(), nn.Linear(4, 3))
+        model: Any = seeded(lambda: nn.Sequential(Nothing(), nn.Linear(4, 3)))
         fully_shard(model[0], shard_placement_fn=_last_dim)
         fully_shard(model, shard_placement_fn=_last_dim)
         assert model[0].empty.to_local().shape[0] == 0

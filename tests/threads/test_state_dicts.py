@@ -36,7 +36,7 @@ from tests.harness.implementations import (
     run,
     sharded,
 )
-from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, train_reference
+from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, seeded, train_reference
 from tests.harness.threads import WORLD
 
 # Compared after a few steps, each of which may differ from plain training by 2 eps of a tensor's maximum.
@@ -154,7 +154,7 @@ def test_saved_values_are_those_of_this_rank_and_no_more(impl: Implementation) -
     world = 4
 
     def rank_main(rank: int, impl: Implementation) -> tuple[int, int]:
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        model: Any = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
         model[3].weight = model[2].weight
         impl.fully_shard(model)
         model(torch.zeros(1, 64)).sum().backward()
@@ -450,7 +450,7 @@ def test_copies_of_parameters_and_refusals_of_copies_of_models(impl: Implementat
     import pickle
 
     def rank_main(rank: int, impl: Implementation) -> None:
-        model: Any = impl.fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)))
+        model: Any = impl.fully_shard(seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5))))
         model(torch.ones(1, 5)).sum().backward()
         with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
             copy.deepcopy(model)

@@ -109,7 +109,7 @@ def test_a_list_is_one_unit(impl: Implementation) -> None:
 @for_each_implementation
 def test_a_module_inside_another_of_the_list_belongs_to_it(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
-        model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+        model: Any = seeded(lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)))
         impl.fully_shard([model[0], model[0][0], model[1]])
         assert [isinstance(m, impl.FSDPModule) for m in (model[0], model[0][0], model[1])] == [True, False, True]
         impl.fully_shard(model)(torch.ones(1, 3)).sum().backward()

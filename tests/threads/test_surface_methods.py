@@ -225,7 +225,7 @@ def test_registering_is_done_once_and_refuses_what_runs_later() -> None:
             yield self(x)
 
     def rank_main(rank: int, impl: Implementation) -> None:
-        model = impl.fully_shard(Streaming(2, 2))
+        model = impl.fully_shard(seeded(lambda: Streaming(2, 2)))
         fullshard.register_fsdp_forward_method(model, "extra_repr")
         registered = model.extra_repr
         fullshard.register_fsdp_forward_method(model, "extra_repr")

@@ -197,7 +197,7 @@ def test_a_mesh_of_two_own_axes() -> None:
 def test_in_compute_the_parameter_is_what_it_was() -> None:
     def rank_main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Linear(4, 8)
+        model = seeded(lambda: nn.Linear(4, 8))
         parallelize_module(model, mesh["tp"], ColwiseParallel())
         before = {name: (p.placements, p.device_mesh) for name, p in model.named_parameters()}
         seen = {}
@@ -229,7 +229,7 @@ def test_partial_gradients_are_added_in_the_reduce_dtype(sync: bool, impl: Imple
     def rank_main(rank: int, impl: Implementation) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         tp = mesh["tp"]
-        model: Any = nn.Linear(1, 4, bias=False)
+        model: Any = seeded(lambda: nn.Linear(1, 4, bias=False))
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), tp, [R]))
         policy = impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         impl.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)

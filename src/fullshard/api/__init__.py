@@ -26,3 +26,6 @@ from .placement import ShardPlacementResult as ShardPlacementResult
 from .replicate import replicate as replicate
 from .step_in_backward import StepInBackward as StepInBackward
 from .step_in_backward import step_in_backward as step_in_backward
+from .sync import Drift as Drift
+from .sync import find_drift as find_drift
+from .sync import sync_module_states as sync_module_states

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import published_state
-from ..comm import block_of, mesh_links
+from ..comm import block_of, has_peers, mesh_links
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
@@ -100,8 +100,8 @@ def fully_shard(
 
     device = validate.device_of(mesh)
     offload = resolve_offload(offload_policy, device.type)
-    one_message = Options.from_environment().communication == "torch"
-    direct_nbytes = None if one_message else DIRECT_GATHER_NBYTES
+    options = Options.from_environment()
+    direct_nbytes = None if options.communication == "torch" else DIRECT_GATHER_NBYTES
     parts = [_part(share, mesh, device, direct_nbytes, offload, shards=shards) for share in shares]
     reshard, degree = validate.degree_of(reshard_after_forward, [part.placing.world for part in parts])
     if degree is not None:
@@ -115,6 +115,7 @@ def fully_shard(
         device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
+        note_values=options.agree == "all" and has_peers(),
     )
     UnitHooks(unit)
     note_replaced(unit, found)

@@ -2,17 +2,22 @@
 
 `group` (the messages), `blocks` (of few ranks), `gather` and `reduce` (strategies over them), `reduction` (what these
 make), `replicate` (what follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small
-messages by which ranks come to one answer), `messages` (texts, on a group of their own), `control` (what ranks tell
-each other besides tensors, when they fail or have to agree; no collective).
+messages by which ranks come to one answer), `broadcast` (tensors of one rank to all), `messages` (texts, on a group of
+their own), `control` (what ranks tell each other besides tensors, when they fail or have to agree; no collective),
+`asking` (the same about long texts).
 """
 
 from .agree import agreed as agreed
 from .agree import joining_groups as joining_groups
 from .agree import least_over as least_over
 from .agree import sum_over as sum_over
+from .asking import ask as ask
+from .asking import tell as tell
 from .blocks import block_of as block_of
+from .broadcast import broadcast_over as broadcast_over
 from .control import Domain as Domain
 from .control import domain_of as domain_of
+from .control import has_peers as has_peers
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
 from .errors import PeerFailed as PeerFailed

@@ -393,3 +393,8 @@ def domain_of(ranks: Sequence[int]) -> Domain | None:
     """The domain of these ranks; None where they have nobody to ask."""
     here = control()
     return None if here is None or len(ranks) < 2 else here.domain(ranks)
+
+
+def has_peers() -> bool:
+    """Whether this process has somebody to ask."""
+    return control() is not None

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ..layout import shown_ranks as shown_ranks
+
 
 class PeerFailed(RuntimeError):
     """Another rank raised, was killed, was stopped or ended while this one waits for it.
@@ -31,20 +33,3 @@ class RanksDisagree(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(RanksDisagree, what=self.what, by_rank=self.by_rank), self.args
-
-
-def shown_ranks(ranks: list[int]) -> str:
-    """Ranks as a text names them.
-
-    >>> shown_ranks([3]), shown_ranks([0, 1]), shown_ranks([0, 1, 2, 3, 7])
-    ('rank 3', 'ranks 0 and 1', 'ranks 0 to 3 and 7')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
-    listed = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -3,7 +3,8 @@
 Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
 (one parameter), `pack` (one unit and its messages), `gather` (direct or packed), `narrow` (what is kept
 between forward and backward), `region` (two layouts of
-one tensor), `memory` (expected bytes), `budget` (what fits into so many).
+one tensor), `memory` (expected bytes), `budget` (what fits into so many), `structure` (what a model is, as a list that
+ranks compare).
 """
 
 from .budget import Candidate as Candidate
@@ -40,5 +41,10 @@ from .region import routes as routes
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride
+from .structure import Difference as Difference
+from .structure import Item as Item
+from .structure import first_difference as first_difference
+from .structure import shown_ranks as shown_ranks
+from .structure import variants as variants
 from .unit_memory import Term as Term
 from .unit_memory import UnitMemory as UnitMemory

@@ -2,13 +2,19 @@
 
 `sharded` (one parameter), `group` (those that travel together), `placement` (meshes and DTensor specs), `memory` (of
 full parameters), `swap` (module slots), `pending` (what stands for a gradient that was not reduced yet), `kept`
-(gradients to which one may go back), `uninitialized` (memory that nobody wrote yet).
+(gradients to which one may go back), `uninitialized` (memory that nobody wrote yet), `digest` and `initial` (values
+that ranks compare).
 """
 
+from .digest import can_digest as can_digest
+from .digest import digest as digest
 from .extension import ExtensionGroup as ExtensionGroup
 from .extension import has_extension as has_extension
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
+from .initial import full_digests as full_digests
+from .initial import is_written as is_written
+from .initial import note_initial as note_initial
 from .kept import KeptGradients as KeptGradients
 from .kept import KeptTensor as KeptTensor
 from .memory import OwnedMemory as OwnedMemory

@@ -17,7 +17,7 @@ fails leaves what earlier micro-batches brought exactly as it was.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from .pending import PendingGrad
 from .placement import Spec
 from .swap import Slot
 
+if TYPE_CHECKING:
+    from .initial import Initial
+
 
 class ShardedParam:
     """See the module's table. Made and re-made by `ParamGroup`; `name` is relative to the unit."""
@@ -38,6 +41,7 @@ class ShardedParam:
         "fresh_partial",
         "full",
         "held",
+        "initial",
         "kept",
         "layout",
         "local",
@@ -71,6 +75,8 @@ class ShardedParam:
         self.full: nn.Parameter
         # What stands on the module while a part is kept after forward (NarrowedGroup).
         self.kept: nn.Parameter | None = None
+        # Its value before it was cut, until that was compared among ranks.
+        self.initial: Initial | None = None
         self.fresh: Tensor | None = None
         self.held: Tensor | None = None
         self.reduced: Tensor | None = None

@@ -13,6 +13,8 @@ FULLSHARD_EVAL_ROOT       "free" (default): a root that stays full between forwa
                           "keep": it stays, as in FSDP2, for the next forward
 FULLSHARD_SILENCE         a process without a sign of life for so many seconds is given up by those who wait for it
                           (default 20; 0: never)
+FULLSHARD_AGREE           "all" (default): before the first message ranks compare what they are about to train, units,
+                          parameters, policies and initial values; "structure": all but the values; "none"
 FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
 """
 
@@ -26,6 +28,7 @@ from typing import overload
 COMMUNICATION = ("auto", "torch")
 WATCH = ("auto", "always", "never")
 EVAL_ROOT = ("free", "keep")
+AGREE = ("all", "structure", "none")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Options:
     watch: str = "auto"
     eval_root: str = "free"
     silence_seconds: int = 20
+    agree: str = "all"
     check: bool = False
 
     @classmethod
@@ -55,6 +59,7 @@ class Options:
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
             eval_root=_choice(source, "FULLSHARD_EVAL_ROOT", EVAL_ROOT),
             silence_seconds=_count(source, "FULLSHARD_SILENCE", 20, at_least=0),
+            agree=_choice(source, "FULLSHARD_AGREE", AGREE),
             check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
         )
 

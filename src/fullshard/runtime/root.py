@@ -30,6 +30,7 @@ from .._torch_compat import (
 from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..param import ShardedParam
 from ..policy import Options
+from .agreement import Agreement
 from .executor import Executor
 from .optimizer_steps import count_optimizer_steps
 from .outside import outside_graphs
@@ -70,13 +71,17 @@ class Root:
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = self.executor.stepping.thread = count_optimizer_steps()
         self._when_backward_ends = outside_graphs(_BackwardEnd.report)
+        for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
+            unit.record.index = index
+            unit.record.name = name
+        # What is to be compared with the other ranks; None when nothing is left.
+        self.agreement: Agreement | None = Agreement(self)
+        self.agreement.refuse_other_structure()
         self.peers = Peers(self.units, self.thread, silence_seconds=options.silence_seconds)
         self.executor.domains = self.peers.domains
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
-        for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
-            unit.record.index = index
-            unit.record.name = name
+        for unit in self.units:
             unit.on_gradient = self._gradient_arrived
             unit.on_repaired = self.watch.learn
             unit.attach(self, self.shared.pool, options.communication)
@@ -103,6 +108,10 @@ class Root:
             if run.has_leftovers:
                 self.abandon()
         nested = hooks.running(run.generation)
+        if self.agreement is not None and not in_backward:
+            trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.module.training
+            if not self.agreement.forward_begins(trains=trains):
+                self.agreement = None
         if run.forward_root is None and not in_backward:
             self._wait_for_optimizer()
             if torch.is_grad_enabled():

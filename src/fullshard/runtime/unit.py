@@ -20,6 +20,7 @@ from ..param import (
     Placing,
     ShardedParam,
     has_extension,
+    note_initial,
 )
 from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.precision import MixedPrecisionLike
@@ -55,7 +56,8 @@ class Part(NamedTuple):
 
 class Unit:
     """`modules`: usually one; those of `fully_shard([a, b])` share everything, and each of them may run by itself.
-    `reshard_after_forward` is what the user said: None means yes unless the unit turns out to be the root."""
+    `reshard_after_forward` is what the user said: None means yes unless the unit turns out to be the root. With
+    `note_values`, those of the full parameters are noted, to be compared with other ranks'."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Unit:
         device: torch.device,
         policy: MixedPrecisionLike,
         reshard_after_forward: bool | None,
+        note_values: bool = False,
     ) -> None:
         self.modules = tuple(modules)
         self.module = self.modules[0]
@@ -88,8 +91,11 @@ class Unit:
         for part in parts:
             for same in _by_dtype(part.found):
                 precision = resolve_precision(policy, same[0].parameter.dtype)
-                self.groups.append(_group(same, precision, part.placing, policy))
+                group = _group(same, precision, part.placing, policy)
+                self.groups.append(group)
                 self.links.append(part.links)
+                if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
+                    note_initial(group.params, same)
         self.record.empty = not self.groups
         # Between shards on the host and compute on the device; None where both are in one place.
         offload = next((part.placing.offload for part in parts), Offload())

@@ -1,0 +1,33 @@
+"""Questions to the ranks of a mesh about what is long when it is told in full."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ..layout import shown_ranks, variants
+from .control import Domain
+from .errors import RanksDisagree
+
+
+def ask(domain: Domain, what: str, text: str) -> dict[int, str] | None:
+    """Whether all ranks of `domain` have the same `text`: None, or else a digest of what each rank has.
+
+    All of them make this call. `RanksDisagree` on all where some are at another question.
+    """
+    answer = domain.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest())
+    if answer is None or not any(": " in told for told in answer.values()):
+        return answer
+    questions = variants({rank: told.rpartition(": ")[0] for rank, told in answer.items()})
+    found = ", ".join(f"{shown_ranks(ranks)} at {question}" for question, ranks in questions.items())
+    raise RanksDisagree(
+        f"expected all ranks to come to the same places in the same order, found {found}; make the same calls with the "
+        f"same arguments and settings (FULLSHARD_AGREE) on all ranks",
+        what=what,
+        by_rank=answer,
+    )
+
+
+def tell(domain: Domain, what: str, text: str) -> dict[int, str]:
+    """The texts of all ranks of `domain`, which came to this call by the same answer of `ask`."""
+    answer = domain.agree(what, text)
+    return dict.fromkeys(domain.ranks, text) if answer is None else answer

@@ -1,0 +1,115 @@
+"""The list of what a model is: printed and read back, and where those of several ranks first differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.layout import Item, first_difference, variants
+from fullshard.layout.structure import PARAMETER, SETTINGS, UNIT, dumps, loads
+
+
+def unit(name: str, **facts: str) -> Item:
+    return Item(UNIT, name, {"class": "Block", **facts})
+
+
+def parameter(name: str, **facts: str) -> Item:
+    return Item(PARAMETER, name, {"shape": "(2,)", "requires_grad": "True", **facts})
+
+
+A, B, C = unit("a"), unit("b"), unit("c")
+P, Q, R = parameter("a.p"), parameter("a.q"), parameter("a.r")
+
+DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
+    (
+        "a fact; the majority first",
+        [[A, P], [A, parameter("a.p", shape="(3,)")], [A, P]],
+        "a.p: expected the same shape on every rank, found (2,) on ranks 0 and 2 and (3,) on rank 1; build the same",
+    ),
+    (
+        "of two differences the first",
+        [[A, P, Q], [unit("a", **{"class": "Other"}), P, parameter("a.q", shape="(3,)")]],
+        "a: expected the same class on every rank, found Block on rank 0 and Other on rank 1; build the same model",
+    ),
+    (
+        "three variants",
+        [[parameter("a.p", requires_grad=str(i))] for i in range(3)],
+        "a.p: expected the same requires_grad on every rank, found 0 on rank 0 and 1 on rank 1 and 2 on rank 2; freeze",
+    ),
+    (
+        "missing",
+        [[A, B, C], [A, C], [A, B, C]],
+        "b: expected fully_shard to be applied to it on every rank, found it on ranks 0 and 2 and not on rank 1; build",
+    ),
+    (
+        "more than the majority has",
+        [[A, C], [A, B, C], [A, C]],
+        "b: expected fully_shard to be applied to it on every rank, found it on rank 1 and not on ranks 0 and 2; build",
+    ),
+    ("shorter", [[P, Q], [P]], "a.q: expected this parameter on every rank, found it on rank 0 and not on rank 1;"),
+    ("longer", [[P], [P, Q], [P]], "a.q: expected this parameter on every rank, found it on rank 1 and not on ranks 0"),
+    (
+        "order",
+        [[P, Q, R], [P, R, Q], [P, Q, R]],
+        "a.q: expected the same order of parameters on every rank, found it behind a.p on ranks 0 and 2 and behind a.r",
+    ),
+    (
+        "settings",
+        [[Item(SETTINGS, "", {"FULLSHARD_PREFETCH": str(i // 3)})] for i in range(4)],
+        "expected the same FULLSHARD_PREFETCH on every rank, found 0 on ranks 0 to 2 and 1 on rank 3; set the env",
+    ),
+    (
+        "a fact that some have",
+        [[unit("a", mesh="m")], [A]],
+        "a: expected the same mesh on every rank, found m on rank 0 and none on rank 1; call fully_shard with the same",
+    ),
+]
+
+
+@pytest.mark.parametrize(("lists", "text"), [case[1:] for case in DIFFERENCES], ids=[case[0] for case in DIFFERENCES])
+def test_the_first_difference_is_told(lists: list[list[Item]], text: str) -> None:
+    difference = first_difference(dict(enumerate(lists)))
+    assert difference is not None and difference.text.startswith(text), difference and difference.text
+
+
+def test_equal_lists_do_not_differ() -> None:
+    assert first_difference({0: [A, P], 7: [A, P]}) is None
+    assert first_difference({3: []}) is None
+
+
+_items = st.lists(
+    st.builds(
+        Item,
+        st.sampled_from([UNIT, PARAMETER]),
+        st.text(max_size=3),
+        st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=3).map(
+            lambda facts: dict(sorted(facts.items()))
+        ),
+    ),
+    max_size=5,
+    unique_by=lambda item: (item.kind, item.name),
+)
+
+
+@given(_items)
+def test_what_is_printed_is_read_back(items: list[Item]) -> None:
+    assert loads(dumps(items)) == items
+
+
+@given(st.lists(_items, min_size=1, max_size=4))
+def test_lists_differ_exactly_when_their_texts_do(lists: Any) -> None:
+    """And each rank is told of once."""
+    difference = first_difference(dict(enumerate(lists)))
+    assert (difference is not None) == (len({dumps(items) for items in lists}) > 1)
+    if difference is not None:
+        assert sorted(rank for ranks, _ in difference.values for rank in ranks) == list(range(len(lists)))
+        assert len(difference.values) > 1
+        assert difference.item.name in difference.text
+
+
+def test_variants_are_the_majority_first() -> None:
+    assert variants({0: "x", 1: "y", 2: "y", 3: "z"}) == {"y": [1, 2], "x": [0], "z": [3]}
+    assert list(variants({0: "x", 1: "y"})) == ["x", "y"]
