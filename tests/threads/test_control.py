@@ -12,6 +12,7 @@ from torch import nn
 from fullshard import fully_shard, guard
 from fullshard.comm import Domain, PeerFailed, domain_of, shown_ranks
 from tests.harness.fake import fake_world
+from tests.harness.models import seeded
 from tests.harness.threads import run_ranks, several
 
 
@@ -113,7 +114,7 @@ def test_ranks_in_words() -> None:
 
 def test_a_guarded_block_in_threads() -> None:
     def ranks(rank: int) -> str:
-        model = fully_shard(nn.Linear(4, 4))
+        model = fully_shard(seeded(lambda: nn.Linear(4, 4)))
         with guard(model):
             model(torch.ones(2, 4)).sum().backward()
         try:
