@@ -17,6 +17,7 @@ from ..param import ParamGroup, ShardedParam, fingerprints, poison
 from ..runtime import Unit, unit_of
 from ..runtime.forming import module_units
 from ..runtime.names import clean_name
+from ..runtime.replaced import noting_emptied
 from ..runtime.uninitialized import (
     Conversion,
     allocate_buffers,
@@ -214,9 +215,10 @@ def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> 
     places = {id(p.sharded): g.placing.shard_device for u in units for g in u.groups for p in g.params}
     conversion = Conversion(lambda t: torch.empty_like(t, device=places.get(id(t), device)) if t.is_meta else t)
     tied = _tied(model)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if any(tensor.is_meta for tensor in _own_tensors(module)):
-            module._apply(conversion, recurse=False)
+            with noting_emptied(unit_of(model), module, name=name):
+                module._apply(conversion, recurse=False)
     for (module, name), *others in tied:
         for other, other_name in others:
             setattr(other, other_name, getattr(module, name))

@@ -13,6 +13,7 @@ from .._torch_compat import TorchFSDPModule, TorchUnshardHandle
 from ..runtime import Unit, unit_of
 from ..runtime.forming import early_root_of, module_units
 from ..runtime.opened import refuse_opened
+from ..runtime.replaced import noting_emptied
 from ..runtime.shared import Shared
 from ..runtime.uninitialized import Conversion, note_uninitialized
 from ..runtime.unit import WATCHED_FORWARDS
@@ -212,8 +213,9 @@ class FSDPModule(TorchFSDPModule):
         self.reshard()
         conversion = Conversion.of(fn)
         emptied = conversion.emptied
-        result = super()._apply(conversion, recurse)  # that of the module's class: torch's is behind nn.Module
         unit = self._unit()
+        with noting_emptied(unit, cast(nn.Module, self), recurse=recurse):
+            result = super()._apply(conversion, recurse)  # that of the module's class: torch's is behind nn.Module
         unit.repair()
         if conversion.emptied != emptied:
             note_uninitialized(unit)

@@ -14,6 +14,7 @@ from .._torch_compat import profiling, with_tensor_hooks
 from ..comm import Domain, GatherChannel
 from ..lifecycle import Command, CommandChecker
 from ..param import ShardedParam
+from .open_windows import note_window
 from .shared import InFlight, Shared
 from .stepping import Stepping
 from .taken_back import TakenBack
@@ -293,6 +294,7 @@ class Executor:
             unit.window_open = not sync or (unit.window_open and unit not in self._closing)
             kept = sync and not unit.all_reduces and unit.is_replicated
             unit.partial_open = kept or (unit.partial_open and unit not in self._carrying)
+            note_window(unit)
         self._closing.clear()
         self._carrying.clear()
         # Last: they are the user's and may read any gradient, and raise.

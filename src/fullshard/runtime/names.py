@@ -12,6 +12,7 @@ from ..param import ShardedParam
 if TYPE_CHECKING:
     from .unit import Unit
 
+_SHOWN = 4
 # Names that wrappers insert into dotted names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -21,6 +22,21 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
     return name
+
+
+def dotted_name(unit: Unit, name: str) -> str:
+    """The parameter that is `name` below `unit`, as the user's model spells it once its root is known."""
+    model = unit.module if unit.root is None else unit.root.units[0].module
+    for param, dotted in parameter_names(model, [unit]).items():
+        if param.name == name:
+            return dotted
+    return name
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first of many names, for an error."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[ShardedParam, str]:

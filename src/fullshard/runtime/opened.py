@@ -20,6 +20,7 @@ from .._torch_compat import current_backward, dtensor_like, local_of
 from ..lifecycle import Phase
 from ..param import ShardedParam, local_part
 from .forming import module_units
+from .full_in_optimizers import note_lent
 from .unit import Unit
 
 
@@ -124,6 +125,9 @@ class OpenUnit:
             for group in self.unit.groups:
                 if self._keep:
                     group.take_back()
+            if self._keep:
+                # Of those that somebody still holds.
+                note_lent(self.unit, self.unit.params, [parameter for made in self._full for parameter in made])
 
     def _shard_versions(self) -> list[tuple[int, ...]]:
         return [group.versions() for group in self.unit.groups]

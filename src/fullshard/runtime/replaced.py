@@ -1,4 +1,4 @@
-"""Parameters that `fully_shard` took off their modules, or loading did, for as long as somebody still holds them.
+"""Parameters that `fully_shard`, loading or `to_empty` took off their modules, while somebody still holds them.
 
 An optimizer that was built before holds them. No gradient reaches them any more, so its steps would train
 nothing and say nothing: the first one is refused instead. Handing it the new parameters silently would be no better:
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..param import Found
-from .names import parameter_names
+from .names import dotted_name, first_few
 from .unit import Unit
-
-_SHOWN = 4
 
 
 class _Replaced(NamedTuple):
@@ -51,6 +51,22 @@ def note_assigned(unit: Unit, old: Tensor, name: str) -> None:
     _note(unit, old, name, "load_state_dict(assign=True) replaced")
 
 
+@contextmanager
+def noting_emptied(unit: Unit | None, module: nn.Module, *, name: str = "", recurse: bool = False) -> Iterator[None]:
+    """Inside, what is on the meta device gets memory. Sharded parameters stay the same objects; in the place of plain
+    ones (ignored, or of no unit) torch makes new ones. `module` is `name` below the module of `unit`."""
+    before = [
+        (part, own_name, f"{prefix}.{own_name}" if prefix else own_name, parameter)
+        for prefix, part in (module.named_modules(prefix=name) if recurse else ((name, module),))
+        for own_name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter.is_meta and not isinstance(parameter, DTensor)
+    ]
+    yield
+    for part, own_name, dotted, parameter in before:
+        if unit is not None and getattr(part, own_name) is not parameter:
+            _note(unit, parameter, dotted, "to_empty replaced")
+
+
 def _note(unit: Unit, parameter: Tensor, name: str, how: str) -> None:
     if next(_registrations) == 0:
         register_optimizer_step_pre_hook(_refuse_replaced)
@@ -76,26 +92,16 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
                 continue
             unit = entry.unit()
             if unit is not None:
-                names.append(_name(unit, entry.name))
+                names.append(dotted_name(unit, entry.name))
                 how = how or entry.how
     if names:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: expected parameters that are on the model, found some that {how}: "
-            f"{shown}; no gradient reaches them, so the step would train nothing. Build the optimizer after that, from "
-            f"model.parameters()"
+            f"{first_few(names)}; no gradient reaches them, so the step would train nothing. Build the optimizer after "
+            f"that, from model.parameters()"
         )
 
 
 def _has_new_gradient(parameter: Tensor, entry: _Replaced) -> bool:
     gradient = parameter.grad
     return gradient is not None and (entry.gradient is None or entry.gradient() is not gradient)
-
-
-def _name(unit: Unit, name: str) -> str:
-    """As the user's model spells it, once its root is known."""
-    model = unit.module if unit.root is None else unit.root.units[0].module
-    for param, dotted in parameter_names(model, [unit]).items():
-        if param.name == name:
-            return dotted
-    return name

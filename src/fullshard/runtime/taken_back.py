@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ..param import ShardedParam
+from .open_windows import note_window
 from .unit import Unit
 
 
@@ -36,3 +37,4 @@ class TakenBack:
             bring_back()
         for unit, window_open, partial_open in self._windows:
             unit.window_open, unit.partial_open = window_open, partial_open
+            note_window(unit)

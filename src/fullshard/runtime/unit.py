@@ -25,9 +25,11 @@ from ..param import (
 from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.precision import MixedPrecisionLike
 from .channels import Channels
+from .full_in_optimizers import note_full
 from .narrowing import Narrowing
 from .optimizer_steps import optimizer_steps
 from .outside import call, outside_graphs
+from .samples import refuse_unseen_writes, sample_of
 
 if TYPE_CHECKING:
     from .hooks import UnitHooks
@@ -135,6 +137,7 @@ class Unit:
         self.partial_open = False
         # ---- staleness of kept full parameters, and watching
         self.gathered_versions: tuple[tuple[int, ...], ...] = ()
+        self.gathered_sample: tuple[int, ...] | None = None
         self.watched = WATCHED_FORWARDS
         self.irregular = False
         # The saved weights of the last forward with gradients were watched.
@@ -143,6 +146,7 @@ class Unit:
         self.unproven = any(group.has_uninitialized for group in self.groups)
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
+        note_full(self)
 
     @property
     def releases(self) -> bool:
@@ -206,6 +210,7 @@ class Unit:
                 channels.gather(*group_and_links) for group_and_links in zip(self.groups, self.links, strict=True)
             ]
             self.narrowing = Narrowing(self.groups, self.links, self.gathers, channels)
+        note_full(self)
         self.arriving = self.gathers
         self.record.gather_nbytes = sum(_gather_nbytes(group) for group in self.groups)
         self._reduces = [{} for _ in self.groups]
@@ -262,7 +267,9 @@ class Unit:
             if self.on_repaired is not None:
                 self.on_repaired(self)
             self._drop_gradient_hooks()
-            if self._pool is not None:
+            if self._pool is None:
+                note_full(self)
+            else:
                 self._make_channels()
 
     def _repair_groups(self) -> bool:
@@ -280,11 +287,14 @@ class Unit:
     def note_versions(self) -> None:
         """Remember of which shards the full parameters are made."""
         self.gathered_versions = self.versions()
+        self.gathered_sample = sample_of(self)
 
     def is_stale(self) -> bool:
-        """Whether shards were written, or replaced, since the full parameters were gathered."""
+        """Whether shards were written, or replaced, since the full parameters were gathered. Raises `RuntimeError` when
+        they were written in a way that leaves no sign."""
         if self.gathered_versions != self.versions():
             return True
+        refuse_unseen_writes(self)
         full = self.record.full
         if full is Full.NARROWED or (full is Full.PENDING and self.arriving is self.narrowing.widens):
             return not self.narrowing.is_aliased()
