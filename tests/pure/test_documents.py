@@ -193,6 +193,7 @@ def test_settings_have_the_defaults_that_are_documented() -> None:
         "FULLSHARD_EVAL_ROOT": options.eval_root,
         "FULLSHARD_SILENCE": str(options.silence_seconds),
         "FULLSHARD_AGREE": options.agree,
+        "FULLSHARD_ORDER": options.order,
         "FULLSHARD_CHECK": str(int(options.check)),
     }
 

@@ -375,7 +375,7 @@ def test_a_rank_that_follows_does_not_ask_and_one_that_deviates_does() -> None:
 )
 def test_actions_and_questions_are_printed_and_read_back(printed: Action, place: int, known: bool) -> None:
     assert parse_action(str(printed)) == printed
-    question = Question(place, printed, printed if known else None)
+    question = Question(place, printed, printed if known else None, guessed=not known or place % 2 == 0)
     assert parse_question(str(question)) == question
 
 

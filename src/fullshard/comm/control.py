@@ -25,13 +25,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from .._torch_compat import default_store
-from .faults import TEXT_CHARACTERS, Fault, looks
+from .faults import TEXT_CHARACTERS, Fault, about_to, looks
 
 if TYPE_CHECKING:
     from .lines import Line, Sent
@@ -132,6 +133,8 @@ class Domain:
         self.waiting: Sent | None = None
         # A rank without a sign of life for so many seconds is lost; 0: never.
         self.silence_seconds = 20.0
+        # By what is asked: the error of a rank that waits while others, who are named, ask that with this value.
+        self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
         # Why the lines were cut.
         self.failure: Fault | None = None
         # This rank published a fault, or its lines are cut: everybody meets before anything is sent.
@@ -273,21 +276,18 @@ class Domain:
         return None
 
     def _question(self, sent: Sent) -> Fault | None:
-        """A peer waits for an answer and has not sent the message that this rank waits for: they do different
-        things."""
+        """Peers that wait for an answer and have not sent what this rank waits for: they do something else."""
+        found: dict[tuple[str, str], list[int]] = {}
         for rank in self.ranks:
             key = f"{self._base}/asking/{rank}"
             if rank == self.rank or not self.store.check([key]):
                 continue
             asking = json.loads(self.store.get(key))
             missing = asking["issued"].get(sent.line.name, sent.number) < sent.number
-            if not missing or self.store.check([f"{self._base}/ask/{asking['asked']}/verdict"]):
-                continue
-            text = (
-                f"{asking['what']}: expected all ranks to do the same, found rank {rank} about to do "
-                f"{asking['value']}, while rank {self.rank} waits in {self.doing or 'a message'}, as in the steps "
-                f"before; make all ranks run the same modules in the same order"
-            )
+            if missing and not self.store.check([f"{self._base}/ask/{asking['asked']}/verdict"]):
+                found.setdefault((asking["what"], asking["value"]), []).append(rank)
+        for (what, value), ranks in found.items():
+            text = self.explained_by.get(what, partial(about_to, what, str(self.doing)))(value, ranks, self.rank)
             fault = Fault(self.rank, "disagree", text, self.step(), str(self.doing), self.issued, self.asked)
             self._tell(fault)
             return fault

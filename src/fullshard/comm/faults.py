@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from .errors import PeerFailed, RanksDisagree
+from .errors import PeerFailed, RanksDisagree, shown_ranks
 
 # A text longer than this is cut before it is told: it is for an error message.
 TEXT_CHARACTERS = 2000
@@ -63,6 +63,15 @@ class Fault:
             unit=self.doing,
             text=self.text,
         )
+
+
+def about_to(what: str, doing: str, value: str, asking: Sequence[int], here: int) -> str:
+    """The error of rank `here`, which waits in `doing` while ranks `asking` ask `what` with `value`."""
+    return (
+        f"{what}: expected all ranks to do the same, found {shown_ranks(list(asking))} about to do {value}, while rank "
+        f"{here} waits in {doing or 'a message'}, as in the steps before; make all ranks run the same modules in the "
+        f"same order"
+    )
 
 
 def looks(limit: float = 0.05) -> Iterator[float]:

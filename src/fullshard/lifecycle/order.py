@@ -23,6 +23,7 @@ Nothing here depends on how good expectations are, but the number of questions.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -76,23 +77,30 @@ def parse_action(text: str) -> Action:
 
 
 class Question(NamedTuple):
-    """What a rank is about to do at a place; `expected`: what it would not have asked about, if anything."""
+    """What a rank is about to do at a place; `expected`: what it would not have asked about, if anything; `guessed`:
+    the ranks did not do that when they were last at this point, because they never were."""
 
     place: int
     action: Action
     expected: Action | None
+    guessed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.action}; expected: {self.expected or 'nothing'}"
+        return f"{self.place}: {self.action}; {'guessed' if self.guessed else 'expected'}: {self.expected or 'nothing'}"
 
 
 def parse_question(text: str) -> Question:
     """The reverse of `str(question)`; `ValueError` for another form."""
-    place, _, rest = text.partition(": ")
-    action, separator, expected = rest.partition("; expected: ")
-    if not separator or not place.isdecimal():
+    found = re.fullmatch(r"(\d+): ([^;]+); (expected|guessed): ([^;]+)", text)
+    if found is None:
         raise ValueError(f"question: expected 'PLACE: ACTION; expected: ACTION', found {text!r}")
-    return Question(int(place), parse_action(action), None if expected == "nothing" else parse_action(expected))
+    place, action, how, expected = found.groups()
+    return Question(
+        int(place),
+        parse_action(action),
+        None if expected == "nothing" else parse_action(expected),
+        how == "guessed",
+    )
 
 
 class _Node:
@@ -160,7 +168,8 @@ class Order:
 
     def question(self, action: Action) -> Question:
         """What to ask before `action`, which is not expected."""
-        return Question(self.place, action, self.expected)
+        known = self._node.expected
+        return Question(self.place, action, known or self._guess(), known is None)
 
     def enter(self, action: Action) -> None:
         """All ranks do `action` here."""
@@ -247,17 +256,19 @@ def disagreement(questions: Mapping[int, Question]) -> str:
     """
     place = min(question.place for question in questions.values())
     first = {rank: question for rank, question in questions.items() if question.place == place}
-    expected = next((question.expected for question in first.values() if question.expected is not None), None)
+    asked = next(iter(first.values()))
+    expected = asked.expected
     went_on = [rank for rank, question in questions.items() if question.place > place]
     doing: dict[Action, list[int]] = {}
     if went_on and expected is not None:
         doing[expected] = went_on
     for rank, question in sorted(first.items()):
         doing.setdefault(question.action, []).append(rank)
-    usual = expected if expected in doing else max(doing, key=lambda action: len(doing[action]))
+    # What most ranks do; of two halves, what was expected.
+    usual = max(doing, key=lambda action: (len(doing[action]), action == expected))
     others = {action: ranks for action, ranks in doing.items() if action != usual}
     odd = next(iter(others), usual)
-    before = ", as in the steps before" if usual == expected else ""
+    before = ", as in the steps before" if usual == expected and not asked.guessed else ""
     found = " and ".join(f"{_ranks(ranks)} about to {_phrase(action)}" for action, ranks in others.items())
     return (
         f"{odd.name}: expected all ranks to {_phrase(usual)}{before} ({_ranks(doing[usual])}), found {found}; "
@@ -268,7 +279,9 @@ def disagreement(questions: Mapping[int, Question]) -> str:
 def deviation(question: Question, asking: Sequence[int], here: int) -> str:
     """The error on rank `here`, which waits for a message: ranks `asking` asked at a place that it went through."""
     expected = question.expected
-    as_before = f"to {_phrase(expected)}, as in the steps before" if expected is not None else "to go on as before"
+    as_before = "to go on as before"
+    if expected is not None:
+        as_before = f"to {_phrase(expected)}{'' if question.guessed else ', as in the steps before'}"
     advice = _advice(expected, [question.action]) if expected is not None else _advice(question.action, [])
     return (
         f"{question.action.name}: expected {_ranks(asking)} {as_before} (as rank {here}), found "

@@ -15,6 +15,8 @@ FULLSHARD_SILENCE         a process without a sign of life for so many seconds i
                           (default 20; 0: never)
 FULLSHARD_AGREE           "all" (default): before the first message ranks compare what they are about to train, units,
                           parameters, policies and initial values; "structure": all but the values; "none"
+FULLSHARD_ORDER           "check" (default): what a rank is about to send is compared with what its peers agreed on;
+                          "trust": it is sent
 FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
 """
 
@@ -29,6 +31,7 @@ COMMUNICATION = ("auto", "torch")
 WATCH = ("auto", "always", "never")
 EVAL_ROOT = ("free", "keep")
 AGREE = ("all", "structure", "none")
+ORDER = ("check", "trust")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Options:
     eval_root: str = "free"
     silence_seconds: int = 20
     agree: str = "all"
+    order: str = "check"
     check: bool = False
 
     @classmethod
@@ -60,6 +64,7 @@ class Options:
             eval_root=_choice(source, "FULLSHARD_EVAL_ROOT", EVAL_ROOT),
             silence_seconds=_count(source, "FULLSHARD_SILENCE", 20, at_least=0),
             agree=_choice(source, "FULLSHARD_AGREE", AGREE),
+            order=_choice(source, "FULLSHARD_ORDER", ORDER),
             check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
         )
 

@@ -15,6 +15,7 @@ from ..comm import Domain, GatherChannel
 from ..lifecycle import Command, CommandChecker
 from ..param import ShardedParam
 from .open_windows import note_window
+from .order import MessageOrder
 from .shared import InFlight, Shared
 from .stepping import Stepping
 from .taken_back import TakenBack
@@ -24,7 +25,16 @@ from .unit import Unit
 class Executor:
     """Runs commands for the units of one root. `units[i]` is the unit of record index i."""
 
-    def __init__(self, units: Sequence[Unit], shared: Shared, *, reductions_in_flight: int, check: bool) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        shared: Shared,
+        *,
+        reductions_in_flight: int,
+        check: bool,
+        order: MessageOrder | None = None,
+    ) -> None:
+        """`order`: asked before anything is sent; None: what this rank sends is trusted to be right."""
         self.units = list(units)
         self.shared = shared
         self._limit = reductions_in_flight
@@ -41,6 +51,7 @@ class Executor:
         self._checker = CommandChecker() if check else None
         # Of all messages of these units; they are told what is being done, for when it fails.
         self.domains: list[Domain] = []
+        self._order = order
         self.stepping = Stepping()
         # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
         self.may_stay_pending: Callable[[], bool] = lambda: False
@@ -124,12 +135,16 @@ class Executor:
     def _gather(self, unit: Unit) -> None:
         unit.repair()
         unit.note_versions()
+        if self._order is not None:
+            self._order.gather(unit)
         self._issue(unit, unit.gathers)
 
     def _widen(self, unit: Unit) -> None:
         # Made of the shards of the last gather, so its versions stay noted. Should this backward fail, users are to
         # find shards, as while any other gather is under way.
         unit.narrowing.show_shards()
+        if self._order is not None:
+            self._order.widen(unit)
         self._issue(unit, unit.narrowing.widens)
 
     def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
@@ -179,11 +194,13 @@ class Executor:
         if with_partials:
             self._carrying[unit] = None
         unit.arrived = 0
+        keep = not unit.all_reduces
+        if self._order is not None:
+            self._order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
         if self.gradient_nbytes is not None:
             # What arrives for it takes as much again.
             self._shrink(self.gradient_nbytes - self._waiting.get(unit, 0))
             self._waiting.pop(unit, None)
-        keep = not unit.all_reduces
         limit = unit.controls.send_buffers
         for position, group in enumerate(unit.groups):
             if not group.trainable:

@@ -4,21 +4,30 @@ The other is the version of the sharded parameters. It is not enough: torch's li
 `fused=True`) write DTensors without raising any version. Where neither sign is given (a direct `torch._foreach_copy_`
 on the parameters), full parameters that the user asked to keep are used as they were gathered; see ADR 0010.
 
-The hook is torch's public, global one. It counts and does nothing else. By thread, because the ranks of a test may be
-threads of one process; a model is stepped by the thread that runs its forward.
+The hook is torch's public, global one. It counts, and tells those who want to know which optimizer it was. By thread,
+because the ranks of a test may be threads of one process; a model is stepped by the thread that runs its forward.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+
+class Listener(Protocol):
+    """Somebody who wants to know of each step."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None: ...
+
+
 _steps: Counter[int] = Counter()
+_listeners: dict[int, weakref.WeakSet[Listener]] = {}
 _registrations = itertools.count()
 
 
@@ -34,10 +43,18 @@ def count_optimizer_steps() -> int:
     return threading.get_ident()
 
 
+def tell_optimizer_steps(thread: int, listener: Listener) -> None:
+    """Tell `listener`, as long as it exists, of the steps that the thread with this identifier takes."""
+    _listeners.setdefault(thread, weakref.WeakSet()).add(listener)
+
+
 def note_optimizer_step(thread: int) -> None:
     """A step that ran no hooks: one in backward."""
     _steps[thread] += 1
 
 
 def _count(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _steps[threading.get_ident()] += 1
+    thread = threading.get_ident()
+    _steps[thread] += 1
+    for listener in tuple(_listeners.get(thread, ())):
+        listener.optimizer_stepped(optimizer)

@@ -32,7 +32,8 @@ from ..param import ShardedParam
 from ..policy import Options
 from .agreement import Agreement
 from .executor import Executor
-from .optimizer_steps import count_optimizer_steps
+from .optimizer_steps import count_optimizer_steps, tell_optimizer_steps
+from .order import MessageOrder
 from .outside import outside_graphs
 from .peers import Peers
 from .shared import Shared
@@ -52,8 +53,13 @@ class Root:
         self.options = options = Options.from_environment()
         device = self.units[0].device
         self.shared = self.units[0].shared or Shared(keep=device.type == "cpu")
+        self.order = MessageOrder(self.units) if options.order == "check" else None
         self.executor = Executor(
-            self.units, self.shared, reductions_in_flight=options.reductions_in_flight, check=options.check
+            self.units,
+            self.shared,
+            reductions_in_flight=options.reductions_in_flight,
+            check=options.check,
+            order=self.order,
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.limit_bytes()
@@ -70,6 +76,9 @@ class Root:
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = self.executor.stepping.thread = count_optimizer_steps()
+        if self.order is not None:
+            tell_optimizer_steps(self.thread, self.order)
+            self.executor.stepping.on_step = self.order.stepped
         self._when_backward_ends = outside_graphs(_BackwardEnd.report)
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
@@ -116,6 +125,8 @@ class Root:
             self._wait_for_optimizer()
             if torch.is_grad_enabled():
                 refuse_half_a_step(self.units)
+            if self.order is not None:
+                self.order.forward_begins(grad=torch.is_grad_enabled())
         if self.run.order and record.index == 0 and not in_backward and not nested:
             self._watch_again()
         repeated = in_backward and record.in_backward

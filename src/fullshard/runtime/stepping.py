@@ -67,6 +67,8 @@ class Stepping:
     def __init__(self) -> None:
         # Whether the running backward is the last of its window.
         self.is_final: Callable[[], bool] = lambda: True
+        # Told when a backward that stepped is over.
+        self.on_step: Callable[[], None] = lambda: None
         # Whose forward runs the model: what counts optimizer steps counts them by thread.
         self.thread = 0
         # Of the running backward: what was stepped; units whose step waits for its end.
@@ -145,6 +147,7 @@ class Stepping:
                 stepper.end(self)
             self._stepped.clear()
             note_optimizer_step(self.thread)
+            self.on_step()
         self._postponed.clear()
 
     def discard(self) -> None:
@@ -152,6 +155,7 @@ class Stepping:
         if self._stepped:
             self._stepped.clear()
             note_optimizer_step(self.thread)
+            self.on_step()
         self._postponed.clear()
 
     def _steppers(self) -> dict[Stepper, None]:

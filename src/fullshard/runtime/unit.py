@@ -114,6 +114,8 @@ class Unit:
         self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
         self._pool: BufferPool | None = None
         self._communication = "auto"
+        # How often: what was derived from them holds as long as this does.
+        self.channels_made = 0
         # ---- gradients of the running backward: one bit per trainable parameter
         self.arrived = 0
         self.expected = 0
@@ -211,6 +213,7 @@ class Unit:
             ]
             self.narrowing = Narrowing(self.groups, self.links, self.gathers, channels)
         note_full(self)
+        self.channels_made += 1
         self.arriving = self.gathers
         self.record.gather_nbytes = sum(_gather_nbytes(group) for group in self.groups)
         self._reduces = [{} for _ in self.groups]

@@ -1,0 +1,250 @@
+"""What the units of one root are about to send, compared with what its ranks agreed on before it is sent.
+
+`lifecycle/order.py` decides what is expected; here actions are made of units, and the others are asked. Each mesh has
+an order of its own: the ranks of a pipeline stage, or of an expert, agree among themselves alone. Roots on one mesh
+share its order, because a message of one waits for those of the other.
+
+In the steady state a message costs about a microsecond here, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..comm import Domain, RanksDisagree, domain_of
+from ..lifecycle import Action, Order, deviation, disagreement, parse_question
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..param import ShardedParam
+    from .unit import Unit
+
+# How many actions and sizes are kept of a root; a program that makes more of them makes them again.
+_REMEMBERED = 50_000
+
+
+class _DomainOrder:
+    """The order of one domain: that of this epoch, and what the next action has to say."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain = domain
+        domain.explained_by["order"] = _while_waiting
+        self._epoch = domain.epoch
+        self.order = Order()
+        self.stepped = False
+        # An outermost forward began, with or without gradients, and sent nothing yet.
+        self.begun: bool | None = None
+        # Roots whose last forward that sent something was one with gradients.
+        self.trained: set[int] = set()
+
+    def current(self) -> Order:
+        """The order of the epoch that is now. After a failure ranks begin anew: some were further than others."""
+        if self._epoch != self.domain.epoch:
+            self._epoch = self.domain.epoch
+            self.order = Order()
+            self.stepped, self.begun = False, None
+            self.trained.clear()
+        return self.order
+
+    def flags(self, family: int) -> tuple[str, ...]:
+        """What the next action says of the program around it. Once."""
+        flags: tuple[str, ...] = ("stepped",) if self.stepped else ()
+        if self.begun is False:
+            flags += ("eval",)
+            self.trained.discard(family)
+        elif self.begun and family not in self.trained:
+            flags += ("train",)
+            self.trained.add(family)
+        self.stepped, self.begun = False, None
+        return flags
+
+    def ask(self, action: Action) -> None:
+        """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
+        order, domain = self.order, self.domain
+        answers = domain.agree("order", str(order.question(action)))
+        if answers is None:
+            order.enter(action)
+            return
+        # Some may have sent what others did not.
+        domain.must_meet = True
+        raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
+
+
+def _explained(answers: dict[int, str]) -> str:
+    try:
+        return disagreement({rank: parse_question(text) for rank, text in answers.items()})
+    except ValueError:  # some ask for something else than the order of messages
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in answers.items())
+        return f"expected all ranks to be at the same place of the program, found {told}; run the same on all ranks"
+
+
+def _while_waiting(question: str, asking: Sequence[int], here: int) -> str:
+    return deviation(parse_question(question), asking, here)
+
+
+_orders: weakref.WeakKeyDictionary[Domain, _DomainOrder] = weakref.WeakKeyDictionary()
+
+
+class _Lane:
+    """The units of one root in one domain: `members[unit]` are the positions of its groups there."""
+
+    def __init__(self, domain: Domain, name: str, members: dict[Unit, list[int]]) -> None:
+        self.shared = _orders.get(domain) or _orders.setdefault(domain, _DomainOrder(domain))
+        self._name = name
+        self._members = members
+        self._family = -1
+        # In which it was introduced.
+        self._order: Order | None = None
+        # What is sent, "" for nothing, and the actions: made once.
+        self._sizes: dict[tuple[object, ...], str] = {}
+        self._actions: dict[tuple[object, ...], Action] = {}
+
+    def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = (), layout: tuple[object, ...] = ()) -> None:
+        """`unit` is about to send. `layout`: beside the channels of the unit, what decides about sizes."""
+        key = (kind, unit, layout, unit.channels_made)
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            if len(self._sizes) > _REMEMBERED:
+                self._sizes.clear()
+            sizes = self._sizes[key] = _sizes(unit, self._members[unit], kind, keep="keep" in flags)
+        if sizes:
+            self._next(kind, unit.record.index, unit.record.name, sizes, flags)
+
+    def announce(self, kind: str, sizes: str) -> None:
+        """The root is about to send something that is none of a unit's parameters or gradients."""
+        self._next(kind, 0, self._name, sizes, ())
+
+    def _next(self, kind: str, index: int, name: str, sizes: str, flags: tuple[str, ...]) -> None:
+        shared = self.shared
+        order = shared.current()
+        if order is not self._order:
+            self._introduce(order)
+        if shared.stepped or shared.begun is not None:
+            flags = (*shared.flags(self._family), *flags)
+        key = (kind, index, sizes, flags)
+        action = self._actions.get(key)
+        if action is None:
+            if len(self._actions) > _REMEMBERED:
+                self._actions.clear()
+            action = self._actions[key] = Action(kind, self._family, index, name, sizes, flags)
+        if not order.follows(action):
+            shared.ask(action)
+
+    def _introduce(self, order: Order) -> None:
+        known = [
+            (kind, unit.record.index, unit.record.name, sizes)
+            for unit, positions in self._members.items()
+            for kind in ("gather", "widen", "reduce")
+            if (sizes := _sizes(unit, positions, kind, now=False))
+        ]
+        form, actions = order.introduce(self._name, known)
+        if not order.follows(form):
+            self.shared.ask(form)
+        order.introduced(actions)
+        self._order, self._family = order, form.family
+        self._actions = {(action.kind, action.unit, action.sizes, ()): action for action in actions}
+
+
+def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = False, now: bool = True) -> str:
+    """What `unit` sends, by group: dtype and elements of one rank's part. "": nothing. `now` off: what it would send
+    with the parameters that require gradients, before it was full for the first time."""
+    texts = []
+    for position in positions:
+        group, links = unit.groups[position], unit.links[position]
+        if kind == "reduce":
+            trainable = group.trainable if now else tuple(i for i, p in enumerate(group.params) if _trains(p))
+            to_replicas = links.replicate is not None and links.replicate.world > 1 and not keep
+            if trainable and (links.shard.world > 1 or to_replicas):
+                numel = sum(group.pack.segments[i].padded_numel for i in trainable)
+                which = "" if len(trainable) == len(group.params) else "@" + ".".join(map(str, trainable))
+                texts.append(f"{_name(group.precision.wire)}*{numel}{which}")
+            continue
+        block = links.block if kind == "widen" else None
+        if kind == "widen" and not unit.record.narrows:
+            continue
+        if links.shard.world > 1:
+            among = f"/{block.group.world}" if block is not None else ""
+            texts.append(f"{_name(group.precision.compute)}*{group.pack.padded_local_numel}{among}")
+    return "+".join(texts)
+
+
+def _trains(param: ShardedParam) -> bool:
+    return bool(param.sharded.requires_grad)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class MessageOrder:
+    """What the units of one root are about to send, for all of their domains. Call each method before it is sent.
+
+    Raises `RanksDisagree` on every rank of a domain when one of them is about to send something else, and `PeerFailed`
+    when one does not come because it failed. Where nobody is to be asked nothing is done.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        members: dict[Domain, dict[Unit, list[int]]] = {}
+        for unit in units:
+            for position, links in enumerate(unit.links):
+                domain = domain_of(links.everyone)
+                if domain is not None:
+                    members.setdefault(domain, {}).setdefault(unit, []).append(position)
+        self._units = list(units)
+        name = units[0].record.name
+        self._lanes = [_Lane(domain, name, here) for domain, here in members.items()]
+        self._of = {
+            unit: tuple(lane for lane, here in zip(self._lanes, members.values(), strict=True) if unit in here)
+            for unit in units
+        }
+
+    def gather(self, unit: Unit) -> None:
+        """The parameters of `unit` are about to be gathered."""
+        for lane in self._of[unit]:
+            lane.before(unit, "gather")
+
+    def widen(self, unit: Unit) -> None:
+        """What is kept of them is."""
+        for lane in self._of[unit]:
+            lane.before(unit, "widen")
+
+    def reduce(self, unit: Unit, *, accumulated: bool, partials: bool, keep: bool) -> None:
+        """The gradients of `unit` are about to be sent."""
+        lanes = self._of[unit]
+        if not lanes:
+            return
+        flags: tuple[str, ...] = ("accumulated",) if accumulated else ()
+        if partials or keep:
+            flags += ("partials",) * partials + ("keep",) * keep
+        layout = (keep, *(group.trainable for group in unit.groups))
+        for lane in lanes:
+            lane.before(unit, "reduce", flags, layout)
+
+    def announce(self, kind: str, sizes: str) -> None:
+        """Something else is about to be sent, over every mesh of the root; `kind` and `sizes` are words."""
+        for lane in self._lanes:
+            lane.announce(kind, sizes)
+
+    def forward_begins(self, *, grad: bool) -> None:
+        """An outermost forward does; `grad`: a backward may follow."""
+        for lane in self._lanes:
+            lane.shared.current()
+            lane.shared.begun = grad
+
+    def stepped(self) -> None:
+        """Parameters of the root took an optimizer step."""
+        for lane in self._lanes:
+            lane.shared.current()
+            lane.shared.stepped = True
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """`optimizer` took a step, in the thread that runs the model."""
+        if self._lanes:
+            ours = {id(param.sharded) for unit in self._units for param in unit.params}
+            if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+                self.stepped()

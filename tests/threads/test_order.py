@@ -1,0 +1,298 @@
+"""Ranks that are about to send different things: found before anything of it is sent, with the module and the ranks.
+
+Ranks that are threads wait for each other in collectives that nothing ends. So in tests of what differs all of them ask
+before every message here, and all raise. Ranks that deviate while the others go on unasked are the matter of
+tests/procs/test_order_gloo.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard import fully_shard
+from fullshard.comm import Domain, RanksDisagree
+from fullshard.lifecycle import Order
+from tests.harness.models import seeded
+from tests.harness.threads import WORLD, run_ranks
+
+
+class Stack(nn.Module):
+    """Four equal layers, which run in the order of `route`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, route: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+        for index in route:
+            x = x + torch.tanh(self.layers[index](x))
+        result: Tensor = self.head(x)
+        return result
+
+
+def stack(**arguments: Any) -> Any:
+    model: Any = seeded(Stack)
+    for layer in model.layers:
+        fully_shard(layer, **arguments)
+    return fully_shard(model, **arguments)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Training:
+    """A model and its optimizer on one rank, and what may be done with them."""
+
+    def __init__(self, rank: int, **arguments: Any) -> None:
+        self.rank, self.steps = rank, 0
+        self.model = stack(**arguments)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def forward(self, *route: int) -> Tensor:
+        result: Tensor = self.model(batch(self.rank, self.steps), route or (0, 1, 2, 3))
+        return result
+
+    def backward(self, *route: int, sync: bool = True) -> None:
+        self.model.set_requires_gradient_sync(sync)
+        self.forward(*route).square().sum().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def step(self, *route: int) -> None:
+        self.backward(*route)
+        self.update()
+
+    def evaluate(self, batches: int) -> None:
+        with torch.no_grad():
+            for _ in range(batches):
+                self.forward()
+
+
+# ---- programs in which one rank (`odd`) does something else: what, and what the error says ----
+
+
+def another_order(t: Training, odd: bool) -> None:
+    t.step(0, 2, 1, 3) if odd else t.step()
+
+
+def skipped_unit(t: Training, odd: bool) -> None:
+    t.step(0, 1, 3) if odd else t.step()
+
+
+def more_micro_batches(t: Training, odd: bool) -> None:
+    for _ in range(3 if odd else 2):
+        t.backward()
+    t.update()
+    t.step()
+
+
+def more_micro_batches_without_sync(t: Training, odd: bool) -> None:
+    for _ in range(3 if odd else 2):
+        t.backward(sync=False)
+    t.step()
+
+
+def step_on_one_rank(t: Training, odd: bool) -> None:
+    t.backward()
+    if odd:
+        t.update()
+    t.step()
+
+
+def more_evaluation(t: Training, odd: bool) -> None:
+    t.evaluate(3 if odd else 2)
+    t.step()
+
+
+def loss_that_reaches_less(t: Training, odd: bool) -> None:
+    inner: list[Tensor] = []
+    t.model.layers[0].register_forward_hook(lambda _module, _args, output: inner.append(output))
+    outer = t.forward()
+    (inner[0] if odd else outer).square().sum().backward()
+
+
+def less_is_trained(t: Training, odd: bool) -> None:
+    t.step()
+    if odd:
+        t.model.layers[2].bias.requires_grad_(False)
+    t.step()
+
+
+def other_dtype(t: Training, odd: bool) -> None:
+    t.step()
+    if odd:
+        t.model.layers[1].to(torch.bfloat16)
+    t.evaluate(1)
+
+
+DIVERGENCES: dict[Callable[[Training, bool], None], tuple[str, str]] = {
+    another_order: ("layers.2: expected all ranks to gather", "make all ranks run the same modules"),
+    skipped_unit: ("layers.3: expected all ranks to gather", "make all ranks run the same modules"),
+    more_micro_batches: ("root: expected all ranks to gather", "call optimizer.step() on all ranks alike"),
+    more_micro_batches_without_sync: ("layers.1: expected all ranks to", "as many forwards and backwards"),
+    step_on_one_rank: ("root: expected all ranks to gather", "call optimizer.step() on all ranks alike"),
+    more_evaluation: ("root: expected all ranks to gather", "as many evaluation batches"),
+    loss_that_reaches_less: ("layers.0: expected all ranks to gather", "make all ranks run the same modules"),
+    less_is_trained: ("layers.2: expected all ranks to reduce", "the same dtype, requires_grad"),
+    other_dtype: ("layers.1: expected all ranks to gather", "the same dtype, requires_grad"),
+}
+
+
+@pytest.mark.parametrize("diverge", DIVERGENCES, ids=lambda diverge: diverge.__name__)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_does_something_else_is_named(
+    world: int, diverge: Callable[[Training, bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is the odd one; all ranks raise the same error."""
+    ask_always(monkeypatch)
+
+    def rank_main(rank: int) -> str:
+        training = Training(rank)
+        with pytest.raises(RanksDisagree) as caught:
+            diverge(training, rank == 1)
+        assert set(caught.value.by_rank) == set(range(world)) and caught.value.what == "order"
+        return str(caught.value)
+
+    texts = run_ranks(world, rank_main)
+    begins, advises = DIVERGENCES[diverge]
+    assert len(set(texts)) == 1
+    print(texts[0])
+    assert advises in texts[0]
+    others = "rank 0" if world == 2 else "ranks 0 and 2"
+    assert f"({others})" in texts[0] and "found rank 1 about to" in texts[0] or world == 2
+    if world == 3:
+        assert texts[0].startswith(begins)
+
+
+def ask_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Order, "follows", lambda self, action: False)
+
+
+class Asked:
+    """Counts the questions of this thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._counts = counts = threading.local()
+        agree = Domain.agree
+
+        def counted(domain: Domain, what: str, value: str) -> dict[int, str] | None:
+            counts.value = self.count + (what == "order")
+            return agree(domain, what, value)
+
+        monkeypatch.setattr(Domain, "agree", counted)
+
+    @property
+    def count(self) -> int:
+        return getattr(self._counts, "value", 0)
+
+
+def _usual(training: Training) -> None:
+    training.backward(sync=False)
+    training.step()
+
+
+def test_a_steady_state_asks_nothing_and_trust_asks_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+
+    def rank_main(rank: int) -> list[int]:
+        training = Training(rank)
+        counts = [asked.count]
+        for _ in range(5):
+            _usual(training)
+            counts.append(asked.count)
+        return counts
+
+    for counts in run_ranks(WORLD, rank_main):
+        # The first step asks, and the second once: what follows a step. 34 messages each.
+        assert 0 < counts[1] <= 22 and counts[2] - counts[1] <= 2 or WORLD == 1
+        assert counts[2] == counts[-1]
+    monkeypatch.setenv("FULLSHARD_ORDER", "trust")
+    assert all(counts[-1] == 0 for counts in run_ranks(WORLD, rank_main))
+
+
+def test_settings_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_ORDER", "hope")
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(ValueError, match="FULLSHARD_ORDER: expected one of check, trust, found 'hope'"):
+            Training(rank).step()
+
+    run_ranks(1, rank_main)
+
+
+# ---- what is right although ranks differ ----
+
+
+def test_an_optimizer_of_something_else_may_step_on_one_rank() -> None:
+    def rank_main(rank: int) -> None:
+        training = Training(rank)
+        probe = nn.Linear(2, 2)
+        other = torch.optim.SGD(probe.parameters(), lr=0.1)
+        for _ in range(3):
+            training.step()
+            if rank == 0:
+                probe(torch.randn(1, 2)).sum().backward()
+                other.step()
+
+    run_ranks(WORLD, rank_main)
+
+
+def test_domains_may_differ() -> None:
+    """Two pipeline stages, as it were: pairs of ranks run their own models in their own ways."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        training = Training(rank, mesh=mesh["dp"])
+        for _ in range(3):
+            if rank < 2:
+                training.step(0, 2, 1)
+            else:
+                training.evaluate(2)
+                training.backward()
+                training.step()
+
+    run_ranks(4, rank_main)
+
+
+def test_replicated_ranks_agree_with_those_that_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HSDP: one order for all ranks of the mesh, so a rank of another replica is named, too."""
+    ask_always(monkeypatch)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def rank_main(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        training = Training(rank, mesh=mesh)
+        for _ in range(2):
+            training.step()
+        with pytest.raises(RanksDisagree) as caught:
+            training.evaluate(1) if rank == 3 else training.backward(1, 0)
+        return str(caught.value)
+
+    texts = run_ranks(4, rank_main)
+    assert len(set(texts)) == 1 and "rank 3 about to gather" in texts[0] and "ranks 0, 1 and 2" in texts[0]
+
+
+def test_alone_or_replicated_by_itself_a_rank_may_evaluate_as_it_likes() -> None:
+    """Where nothing is sent nothing is compared."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def rank_main(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        training = Training(rank, mesh=mesh)
+        for _ in range(2):
+            training.step()
+            training.evaluate(2 if rank == 0 else 0)
+
+    run_ranks(2, rank_main)
