@@ -53,6 +53,17 @@ def test_r1_is_for_units_whose_backward_began() -> None:
     assert world["a"].phase is Phase.IDLE and world.run.forward_root is None
 
 
+def test_r36_what_is_frozen_is_needed_again_in_recomputation() -> None:
+    """[R36] Gradients of the second of two re-entrant uses come before its frozen weights were read for the last time;
+    a unit without frozen weights is through with them."""
+    for frozen in (True, False):
+        world = before_backward("a")
+        world["a"].frees_late = frozen
+        says(world, "pre_backward root", "pre_backward a", "inputs_reached a", "pre_forward a in_backward")
+        assert say(world, "grads_ready a") == ([] if frozen else ["free a"])
+        assert world["a"].full is (Full.FULL if frozen else Full.SHARDED)
+
+
 def test_r2_kept_parameters_are_not_used_once_their_shards_changed() -> None:
     """[R2] Freed and gathered again, from both states that keep memory; not when nothing changed."""
     for prepare in (step("a"), evaluation("a")):

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.harness.behaviours import behaviour
+from tests.harness.failing_places import PLACES, Fault, points
 from tests.harness.implementations import FULLSHARD, Implementation, kinds
 from tests.harness.threads import run_ranks
-from tests.threads.failing_places import PLACES, Fault, points
 from tests.threads.programs import Model, batch, part
 
 KINDS: tuple[type[BaseException], ...] = (Fault, KeyboardInterrupt, torch.OutOfMemoryError)

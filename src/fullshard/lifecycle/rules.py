@@ -35,6 +35,9 @@ def pre_forward(
     if in_backward and unit.in_backward:
         # [R1] Recomputation after the backward of the unit began: it may have been freed by the backward of another
         # use, and must be full again. It is no new use, so nothing else changes.
+        if unit.phase is Phase.DONE and unit.frees_late:
+            # [R36] What of it is frozen is needed again for as long as that backward takes.
+            unit.phase = Phase.BACKWARD
         _make_full(unit, commands)
         return commands
     if nested:

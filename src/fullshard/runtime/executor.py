@@ -93,11 +93,14 @@ class Executor:
             domain.doing = ""
 
     def _unwind(self, commands: Sequence[Command]) -> None:
-        """The first of `commands` failed; the rules have noted all of them as done.
+        """The first of `commands` failed; the rules have noted all of them as done, and so does who checks them.
 
         A failed step is discarded by the next report. Only what belongs to the end of a backward has no other
         report to wait for: for the rules that backward is over.
         """
+        if self._checker is not None:
+            for command in commands[1:]:
+                self._checker.command(command.kind, command.unit.name)
         if commands[-1].kind != "finish":
             return
         for command in commands[1:]:

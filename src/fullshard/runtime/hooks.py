@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..lifecycle import Use
 from .forming import root_of
@@ -42,7 +43,8 @@ class _Running(NamedTuple):
     # A registered method, whose end is noticed whatever ends it; that of a forward is not, after a KeyboardInterrupt.
     method: bool
     watched: bool
-    inputs: bool
+    # The hooks of its inputs.
+    inputs: Sequence[_InputHook]
     # How the full parameters were.
     before: State | None
 
@@ -61,7 +63,7 @@ class UnitHooks:
         # Everything that torch calls, made once.
         self._before = before = outside_graphs(self._forward_begins)
         self._after = after = outside_graphs(self._forward_ends)
-        self._on_output = outside_graphs(self._output_needed)
+        self._on_outputs = outside_graphs(_outputs_needed)
         self._on_input = outside_graphs(_InputsReached.one)
         for module in unit.modules:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -111,11 +113,12 @@ class UnitHooks:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
         own_use, nested = root.pre_forward(unit)
-        watched = inputs = False
+        watched = False
+        inputs: Sequence[_InputHook] = ()
         if own_use and torch.is_grad_enabled():
             # What a nested forward gets was made inside, or belongs to the forward around it: the gradients of its
             # inputs say nothing about the end of the unit's backward.
-            inputs = not nested and self._hook_inputs(root, args, kwargs)
+            inputs = () if nested else self._hook_inputs(root, args, kwargs)
             watched = root.watch.begin(unit)
         before = None
         if own_use and not nested:
@@ -144,13 +147,14 @@ class UnitHooks:
         outputs: list[Tensor] = []
         if running.own_use and torch.is_grad_enabled():
             outputs = tensors_requiring_grad(output)
-        use = root.post_forward(unit, module, nested=running.nested, inputs=running.inputs, outputs=bool(outputs))
-        self._hook_outputs(outputs, use)
+        flags = {"nested": running.nested, "inputs": bool(running.inputs), "outputs": bool(outputs)}
+        use = root.post_forward(unit, module, **flags)
+        self._hook_outputs(outputs, use, running.inputs)
         if unit.policy.output_dtype is not None:
             output = cast_floating(output, unit.policy.output_dtype)
         return output
 
-    def _hook_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _hook_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_InputHook]:
         # A leaf keeps its hooks from step to step, and nothing runs in backward behind it: the end of the backward
         # serves for it.
         inputs = [t for t in tensors_requiring_grad(args) if not t.is_leaf]
@@ -160,20 +164,43 @@ class UnitHooks:
         if reached is None or not self._unit.record.pass_open:
             reached = self._inputs = _InputsReached(root, self._unit)
         reached.expect(len(inputs))
-        for tensor in inputs:
-            tensor.register_hook(partial(self._on_input, reached))
-        return bool(inputs)
+        return [_InputHook(t.grad_fn, t.register_hook(partial(self._on_input, reached)), reached) for t in inputs]
 
-    def _hook_outputs(self, outputs: Sequence[Tensor], use: Use | None) -> None:
-        needed = partial(self._on_output, use)
+    def _hook_outputs(self, outputs: Sequence[Tensor], use: Use | None, inputs: Sequence[_InputHook]) -> None:
         for node in {id(node): node for t in outputs if (node := t.grad_fn) is not None}.values():
-            node.register_prehook(needed)
+            waiting = node.metadata.get(_WAITING)
+            if waiting is None:
+                waiting = node.metadata[_WAITING] = []
+                node.register_prehook(partial(self._on_outputs, waiting))
+            returned = [hook for hook in inputs if hook.node is node]
+            for hook in returned:
+                hook.handle.remove()
+            waiting.append((self._unit, use, returned))
 
-    def _output_needed(self, use: Use | None, _gradients: object) -> None:
-        """The node of an output of one use is about to run in backward."""
-        root = self._unit.root
-        assert root is not None
-        root.pre_backward(self._unit, use)
+
+class _InputHook(NamedTuple):
+    """What tells that the gradient of one input is complete."""
+
+    node: Any
+    handle: RemovableHandle
+    reached: _InputsReached
+
+
+# Of an autograd node: the uses whose output it made, oldest first: (unit, use, inputs that it returned as they are).
+_WAITING = "fullshard: uses"
+
+
+def _outputs_needed(waiting: Sequence[tuple[Unit, Use | None, Sequence[_InputHook]]], gradients: object) -> None:
+    """The node of an output of these uses is about to run in backward.
+
+    There is more than one where a unit returned what it was given, as a layer does that is skipped. On other ranks it
+    may have computed something: the backwards come youngest first, and end before an older one begins, as there.
+    """
+    for unit, use, returned in reversed(waiting):
+        assert unit.root is not None
+        unit.root.pre_backward(unit, use)
+        for hook in returned:
+            hook.reached.one(gradients)
 
 
 class _InputsReached:
@@ -197,7 +224,7 @@ class _InputsReached:
         self._left += count
         self._silent = self._silent or not count
 
-    def one(self, _gradient: Tensor) -> None:
+    def one(self, _gradient: object) -> None:
         """The gradient of one of them is complete."""
         self._left -= 1
         if self._left == 0:

@@ -38,7 +38,7 @@ from .outside import outside_graphs
 from .peers import Peers
 from .shared import Shared
 from .stepping import refuse_half_a_step
-from .uninitialized import has_meta_buffers, prove_initialized
+from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Unit
 from .watch import Watch
 
@@ -99,12 +99,17 @@ class Root:
             self.watch.learn(unit)
         # Some of what stands on the modules may never have been written; looked at in the next forward.
         self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
+        self._agreed = False
 
     # ---- forward -------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> tuple[bool, bool]:
         """Report that a forward of `unit` begins. Whether this is a use of its own, not a repetition in backward; and
         whether another forward of `unit` is running."""
+        if not self._agreed and not self.provisional:
+            # Which of them look has to be the same on all ranks: some may have memory without values, others values.
+            self._agreed = True
+            self.unproven = agree_what_is_unproven(self.peers.domains, self.units, self.unproven)
         if self.unproven:
             prove_initialized(self.units)
             self.unproven = False
@@ -188,7 +193,10 @@ class Root:
         if self.executor.gradient_nbytes is not None and param.fresh is not None:
             self.executor.gradient_came(unit, param.fresh.nbytes)
         unit.arrived |= bit
-        if unit.arrived == unit.expected:
+        # Re-entrant recomputation runs a backward inside of the backward for each use of the unit.
+        backward = current_backward()
+        unit.came = backward, bit | (unit.came[1] if unit.came[0] == backward else 0)
+        if unit.came[1] == unit.expected:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
 
     def _weight_needed(self, unit: Unit) -> None:

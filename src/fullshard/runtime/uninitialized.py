@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import non_persistent_buffers
-from ..comm import sum_over
+from ..comm import Domain, sum_over
 from ..param import are_poisoned, is_poisoned, local_data, poison
 from .names import clean_name, parameter_names
 from .unit import Unit
@@ -213,6 +213,24 @@ def _to_judge(units: Sequence[Unit], top: nn.Module) -> list[_Judged]:
             asked = tensor.device_mesh if isinstance(tensor, DTensor) else mesh
             judged[id(tensor)] = _Judged(clean_name(name), tensor, isinstance(tensor, DTensor), asked)
     return list(judged.values())
+
+
+def agree_what_is_unproven(domains: Sequence[Domain], units: Sequence[Unit], unproven: bool) -> bool:
+    """Look at a unit on all ranks where one of them has to; whether anything has to be looked at.
+
+    Ranks may differ in what they know: rank 0 built the model with its values, the others on the meta device. Called by
+    all ranks in the first forward of a root, once; equal ranks pay one question for each domain.
+    """
+    mine = "".join("01"[unit.unproven] for unit in units)
+    for domain in domains:
+        differing = domain.agree("units with memory that was made without values", f"{int(unproven)} {mine}")
+        for theirs in (differing or {}).values():
+            any_, _, bits = theirs.partition(" ")
+            unproven = unproven or any_ == "1"
+            for unit, bit in zip(units, bits, strict=False):
+                # Units of this domain alone: another one's may be other units.
+                unit.unproven = unit.unproven or bit == "1"
+    return unproven
 
 
 def prove_initialized(units: Sequence[Unit]) -> None:

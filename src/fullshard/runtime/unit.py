@@ -119,6 +119,8 @@ class Unit:
         # ---- gradients of the running backward: one bit per trainable parameter
         self.arrived = 0
         self.expected = 0
+        # Those that one run of the autograd engine brought (its number, bits): each brings a parameter's once.
+        self.came = (-1, 0)
         self.on_gradient: Callable[[Unit, ShardedParam, int], None] | None = None
         self.on_repaired: Callable[[Unit], None] | None = None
         self._gradient_hooks: list[RemovableHandle] = []
