@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fullshard
 from tests.harness import experts
 from tests.harness.failing_places import PLACES, Fault
-from tests.harness.models import seeded
 from tests.harness.random_models import (
     POLICIES,
     BlockSpec,
@@ -161,8 +160,13 @@ class LegalModel(RandomModel):
 
 
 def _plain(spec: ModelSpec, seed: int) -> LegalModel:
-    model = seeded(lambda: LegalModel(spec), seed)
-    assert isinstance(model, LegalModel)
+    """Values from a generator of its own: the process's is used by ranks that recompute at the same time."""
+    model = LegalModel(spec)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.is_meta:
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator))
     params = list(model.blocks.parameters())
     for position in spec.frozen:
         params[position % len(params)].requires_grad_(False)
