@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -168,9 +168,10 @@ class UnitHooks:
 
     def _hook_outputs(self, outputs: Sequence[Tensor], use: Use | None, inputs: Sequence[_InputHook]) -> None:
         for node in {id(node): node for t in outputs if (node := t.grad_fn) is not None}.values():
-            waiting = node.metadata.get(_WAITING)
+            notes: dict[str, Any] = cast("Any", node).metadata  # torch's stub has a method where there is a property
+            waiting = notes.get(_WAITING)
             if waiting is None:
-                waiting = node.metadata[_WAITING] = []
+                waiting = notes[_WAITING] = []
                 node.register_prehook(partial(self._on_outputs, waiting))
             returned = [hook for hook in inputs if hook.node is node]
             for hook in returned:
