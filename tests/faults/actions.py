@@ -86,37 +86,6 @@ def poison(name: str, value: float, index: int = 0) -> Action:
     return action
 
 
-def on_batches(change: Callable[[Run], None]) -> Action:
-    return change
-
-
-def undo_at(run: Run, change: Callable[[], Any]) -> None:
-    """Have `change` called when the running step is cleared."""
-    run.kept.setdefault("undo", []).append(change)
-
-
-class Exploding(torch.optim.AdamW):
-    """Raises in the middle of a step, once the run says so."""
-
-    explode = False
-
-
-def replace_forward(name: str, make: Callable[[Any], Callable[..., Any]]) -> Action:
-    """From now on `forward` of the module `name` is what `make(forward)` returns."""
-
-    def action(run: Run) -> None:
-        module = run.model.get_submodule(name)
-        module.forward = make(module.forward)
-
-    return action
-
-
-def full(run: Run, name: str) -> Tensor:
-    """The whole values of a parameter, whatever stands on the module."""
-    value = parameter(run, name)
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
 def swap_layers(first: int, second: int) -> Action:
     """From now on the model runs its layers in another order; their names stay."""
 
@@ -145,10 +114,6 @@ def repeat_layer(which: int) -> Action:
         run.model.layers = _Reordered(run.model.layers, order)
 
     return action
-
-
-def usual_order(run: Run) -> None:
-    run.model.layers = _Reordered(run.model.layers, list(range(len(run.model.layers))))
 
 
 class _Reordered(nn.ModuleList):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tests.faults.actions import Action, out_of_memory, parameter, throw
+from tests.faults.actions import Action, out_of_memory, throw
 from tests.faults.cases import Case, Equal, Raises, Recovers, Setup, at
-from tests.faults.program import Run
+from tests.faults.deeds import exceptions as do
 
 CATCHES = Setup(catches=8)
 WINDOW = Setup(catches=8, micros=2)
@@ -19,120 +18,6 @@ HELD = replace(WINDOW, hold=True)
 
 def _peer(*words: str) -> tuple[str, ...]:
     return ("rank 1", *words)
-
-
-def _grow(name: str) -> Action:
-    """A hook of the parameter raises once: at the end of the backward that reduces its gradient."""
-
-    def action(run: Run) -> None:
-        def hook(gradient: Any) -> None:
-            handle.remove()
-            throw(ValueError, "a tensor hook")(run)
-
-        handle = parameter(run, name).register_hook(hook)
-
-    return action
-
-
-def _post_hook(run: Run) -> None:
-    def hook(p: Any) -> None:
-        handle.remove()
-        throw(ValueError, "a hook behind accumulation")(run)
-
-    handle = parameter(run, "layers.1.up.weight").register_post_accumulate_grad_hook(hook)
-
-
-def _backward_hook(run: Run) -> None:
-    def hook(*_: Any) -> None:
-        handle.remove()
-        throw(ValueError, "a full backward hook")(run)
-
-    handle = run.model.layers[1].register_full_backward_hook(hook)
-
-
-def _optimizer_hook(run: Run) -> None:
-    def hook(*_: Any) -> None:
-        handle.remove()
-        throw(ValueError, "a hook before the update")(run)
-
-    handle = run.optimizer.register_step_pre_hook(hook)
-
-
-def _failing_evaluation(place: str) -> Action:
-    def action(run: Run) -> None:
-        module = run.model.layers[1].up
-        register = module.register_forward_pre_hook if place == "before" else module.register_forward_hook
-        handle = register(lambda *_: throw(ValueError, "evaluation")(run))
-        try:
-            run.evaluate()
-        except ValueError:
-            pass
-        finally:
-            handle.remove()
-
-    return action
-
-
-def _abandoned(clear: Callable[[Run], None]) -> Action:
-    """A micro-batch without synchronisation is given up before the step, and its gradients cleared."""
-
-    def action(run: Run) -> None:
-        if hasattr(run.model, "set_requires_gradient_sync"):
-            run.model.set_requires_gradient_sync(False)
-        for tokens in run.batches(step=70):
-            run.loss(tokens).backward()
-        if hasattr(run.model, "set_requires_gradient_sync"):
-            run.model.set_requires_gradient_sync(True)
-        clear(run)
-
-    return action
-
-
-def _in_full_params(run: Run) -> None:
-    if not run.ours:
-        return
-    import fullshard
-
-    try:
-        with fullshard.full_params(run.model):
-            raise ValueError("inside full_params")
-    except ValueError:
-        pass
-
-
-def _in_unshard(run: Run) -> None:
-    try:
-        run.model.unshard()
-        raise ValueError("between unshard and reshard")
-    except ValueError:
-        pass
-
-
-def _bad_load(run: Run) -> None:
-    state = {name: value for name, value in run.model.state_dict().items() if "up" not in name}
-    try:
-        run.model.load_state_dict(state)
-    except RuntimeError:
-        pass
-
-
-def _reset(run: Run) -> None:
-    if hasattr(run.model, "reset_iter_state"):
-        run.model.reset_iter_state()
-
-
-def _two_models(run: Run) -> None:
-    """Another sharded model fails between forward and backward of the first."""
-    from tests.threads.programs import Model, batch, shard
-
-    torch.manual_seed(0)
-    other = Model() if run.plain else shard(Model(), run.impl)
-    handle = other.layers[1].register_forward_pre_hook(lambda *_: throw(ValueError)(run))
-    try:
-        other(batch(1, 0))
-    except ValueError:
-        pass
-    handle.remove()
 
 
 def _everywhere(names: str, does: str, step: int, event: str, action: Action | None = None, **more: Any) -> Case:
@@ -191,23 +76,23 @@ ALL = (
         fast=True,
     ),
     _everywhere(
-        "tensor_hook", "a hook on a sharded parameter's gradient raises", 1, "step", _grow("layers.1.up.weight")
+        "tensor_hook", "a hook on a sharded parameter's gradient raises", 1, "step", do.grow("layers.1.up.weight")
     ),
-    _everywhere("accumulation_hook", "a hook behind accumulation of a gradient raises", 1, "step", _post_hook),
-    _everywhere("module_backward_hook", "a full backward hook of a block raises", 1, "step", _backward_hook),
-    _everywhere("optimizer_hook", "a hook before the optimizer's update raises", 1, "step", _optimizer_hook),
-    _everywhere("evaluation", "an evaluation forward raises between steps", 1, "step", _failing_evaluation("before")),
-    _everywhere("evaluation_after", "an evaluation raises behind a linear", 1, "loss", _failing_evaluation("after")),
-    _everywhere("full_params", "a block inside full_params raises", 1, "step", _in_full_params),
-    _everywhere("unshard", "an exception between unshard and a forward", 1, "step", _in_unshard),
-    _everywhere("load_state_dict", "load_state_dict raises of missing keys", 1, "step", _bad_load),
-    _everywhere("two_models", "another sharded model fails inside the step", 1, "loss", _two_models),
-    _everywhere("reset_iter_state", "reset_iter_state() is called after each step", 1, "cleared", _reset),
+    _everywhere("accumulation_hook", "a hook behind accumulation of a gradient raises", 1, "step", do.post_hook),
+    _everywhere("module_backward_hook", "a full backward hook of a block raises", 1, "step", do.backward_hook),
+    _everywhere("optimizer_hook", "a hook before the optimizer's update raises", 1, "step", do.optimizer_hook),
+    _everywhere("evaluation", "an evaluation forward raises between steps", 1, "step", do.failing_evaluation("before")),
+    _everywhere("evaluation_after", "an evaluation raises behind a linear", 1, "loss", do.failing_evaluation("after")),
+    _everywhere("full_params", "a block inside full_params raises", 1, "step", do.in_full_params),
+    _everywhere("unshard", "an exception between unshard and a forward", 1, "step", do.in_unshard),
+    _everywhere("load_state_dict", "load_state_dict raises of missing keys", 1, "step", do.bad_load),
+    _everywhere("two_models", "another sharded model fails inside the step", 1, "loss", do.two_models),
+    _everywhere("reset_iter_state", "reset_iter_state() is called after each step", 1, "cleared", do.reset),
     Case(
         "exceptions/reset_after_failure",
         "reset_iter_state() is called after a backward that raised",
         Equal(),
-        (at(1, "backward layers.1"), at(1, "step", _reset)),
+        (at(1, "backward layers.1"), at(1, "step", do.reset)),
         CATCHES,
     ),
     _everywhere(
@@ -241,7 +126,7 @@ ALL = (
         "backward raises on a mesh that replicates and shards (2 x 2)",
         1,
         "backward layers.1",
-        setup=replace(CATCHES, world=4, options=lambda impl: {"mesh": _hsdp()}),
+        setup=replace(CATCHES, world=4, options=lambda impl: {"mesh": do.hsdp()}),
     ),
     _everywhere(
         "offload",
@@ -272,29 +157,23 @@ ALL = (
         "a micro-batch without synchronisation is given up: optimizer.zero_grad()",
         1,
         "step",
-        _abandoned(lambda run: run.optimizer.zero_grad()),
+        do.abandoned(lambda run: run.optimizer.zero_grad()),
     ),
     _everywhere(
         "abandoned_window_model",
         "a micro-batch without synchronisation is given up: model.zero_grad()",
         1,
         "step",
-        _abandoned(lambda run: run.model.zero_grad()),
+        do.abandoned(lambda run: run.model.zero_grad()),
     ),
     _everywhere(
         "abandoned_window_zeros",
         "a micro-batch without synchronisation is given up: zero_grad(False)",
         1,
         "step",
-        _abandoned(lambda run: run.optimizer.zero_grad(set_to_none=False)),
+        do.abandoned(lambda run: run.optimizer.zero_grad(set_to_none=False)),
     ),
 )
-
-
-def _hsdp() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 TOLD = Recovers("PeerFailed", ("rank 1", "step", "injected"))
@@ -352,7 +231,7 @@ ONE = (
         "rank 1 of a 2 x 2 mesh raises in backward",
         1,
         "backward layers.1",
-        setup=replace(CATCHES, world=4, options=lambda impl: {"mesh": _hsdp()}),
+        setup=replace(CATCHES, world=4, options=lambda impl: {"mesh": do.hsdp()}),
     ),
     _one(
         "guard_loss",

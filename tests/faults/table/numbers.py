@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
-import fullshard
-from tests.faults.actions import Action, local, parameter, poison
+from tests.faults.actions import poison
 from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Setup, at
+from tests.faults.deeds import numbers as do
 from tests.faults.program import Run
 from tests.harness.models import BY_NAME
 from tests.threads.programs import PROGRAMS
@@ -34,120 +30,6 @@ def _poisoned(name: str, does: str, parameter_name: str, value: float, rank: int
     return Case(f"numbers/{name}", does, _found(*words), (fault,), setup, **more)
 
 
-def _options(**given: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    return lambda impl: {name: make(impl) for name, make in given.items()}
-
-
-def _hsdp(impl: Any) -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def _replicated(impl: Any) -> Any:
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-
-
-def _bf16(impl: Any) -> Any:
-    return impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _offload(impl: Any) -> Any:
-    return impl.namespace.CPUOffloadPolicy(pin_memory=False)
-
-
-# ---- bad batches ---------------------------------------------------------------------------------------------
-
-
-def _bad_loss(value: float) -> Action:
-    """The loss of this rank's next batch is multiplied by `value`."""
-
-    def action(run: Run) -> None:
-        run.kept["factor"] = value
-
-    return action
-
-
-def _factor(run: Run, tokens: Tensor) -> Tensor:
-    found: Tensor = run.model(tokens).pow(2).mean() * run.kept.pop("factor", 1.0)
-    return found
-
-
-def _nan_hidden(run: Run, tokens: Tensor) -> Tensor:
-    """The loss is finite, its gradient is not: sqrt at 0."""
-    out = run.model(tokens)
-    bad = run.kept.pop("factor", None) is not None
-    found: Tensor = out.pow(2).mean() + ((out * 0.0).abs().sum().sqrt() * 0.0 if bad else 0.0)
-    return found
-
-
-def _empty(run: Run) -> None:
-    run.kept["empty"] = True
-
-
-def _mean_of_empty(run: Run, tokens: Tensor) -> Tensor:
-    out = run.model(tokens[:0] if run.kept.pop("empty", False) else tokens)
-    found: Tensor = out.pow(2).mean()
-    return found
-
-
-def _sum_of_empty(run: Run, tokens: Tensor) -> Tensor:
-    """Rank 1 has an empty batch in every step; the loss is a sum."""
-    second = run.plain and run.kept.setdefault("turn", 0) % 2 == 1
-    if run.plain:
-        run.kept["turn"] += 1
-    found: Tensor = run.model(tokens[:0] if second or run.rank == 1 else tokens).pow(2).sum() / 100.0
-    return found
-
-
-def _bad_parameter(run: Run) -> None:
-    """A row of this rank's shard becomes NaN, as broken memory would make it."""
-    with torch.no_grad():
-        local(parameter(run, "layers.1.up.weight"))[0] = NAN
-
-
-def _skipped_step(run: Run) -> None:
-    """A whole step between two others whose gradients are bad on rank 1: no rank may update anything."""
-    for tokens in run.batches(step=70):
-        run.loss(tokens).backward()
-    if run.rank == 1:
-        poison("layers.1.up.weight", NAN, 3)(run)
-    if run.ours:
-        found = fullshard.check_gradients(run.model, on_nonfinite="skip")
-        assert not found.ok and found.rank == 1 and found.name == "layers.1.up.weight", found
-    elif not torch.isfinite(torch.nn.utils.clip_grad_norm_(run.model.parameters(), INF)):
-        run.optimizer.zero_grad()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-
-
-def _counted(run: Run) -> None:
-    """Counting finds the bad element and changes nothing."""
-    if run.rank == 1:
-        gradient = local(parameter(run, "head.weight").grad)
-        kept = float(gradient.view(-1)[0])
-        gradient.view(-1)[0] = INF
-    if run.ours:
-        found = fullshard.check_gradients(run.model, on_nonfinite="count")
-        assert not found.ok and found.bad_steps == 1 and found.name == "head.weight", found
-    if run.rank == 1:
-        gradient.view(-1)[0] = kept
-
-
-def _overflow_with_scaler(run: Run) -> None:
-    """A whole step whose scaled gradients are inf in one rank's rows: all ranks skip it."""
-    for tokens in run.batches(step=70):
-        run.scaler.scale(run.loss(tokens)).backward()
-    if run.rank == 1:
-        poison("layers.1.up.weight", INF, 3)(run)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    run.optimizer.zero_grad()
-
-
-def _ten(run: Run, tokens: Tensor) -> Tensor:
-    found: Tensor = run.model(tokens).pow(2).mean() * (1e38 if run.step == 1 and run.rank == 1 else 1.0)
-    return found * (1e3 if run.step == 1 and run.rank == 1 else 1.0)
-
-
 BAD = (
     _poisoned("nan_first_row", "a NaN in rank 0's rows of a block's gradient", "layers.1.up.weight", NAN, 0, fast=True),
     _poisoned("nan_last_element", "a NaN in the last element of rank 1's rows", "layers.2.down.weight", NAN, 1, -1),
@@ -162,7 +44,7 @@ BAD = (
         "layers.1.up.weight",
         NAN,
         3,
-        setup=replace(CHECKED, world=4, options=_options(mesh=_hsdp)),
+        setup=replace(CHECKED, world=4, options=do.options(mesh=do.hsdp)),
     ),
     _poisoned(
         "nan_in_a_replica",
@@ -170,7 +52,7 @@ BAD = (
         "layers.1.up.weight",
         NAN,
         1,
-        setup=replace(CHECKED, options=_options(mesh=_replicated)),
+        setup=replace(CHECKED, options=do.options(mesh=do.replicated)),
     ),
     _poisoned(
         "nan_bf16",
@@ -178,7 +60,7 @@ BAD = (
         "layers.1.up.weight",
         INF,
         1,
-        setup=replace(CHECKED, options=_options(mp_policy=_bf16)),
+        setup=replace(CHECKED, options=do.options(mp_policy=do.bf16)),
     ),
     _poisoned(
         "nan_offload",
@@ -186,7 +68,7 @@ BAD = (
         "layers.1.up.weight",
         NAN,
         1,
-        setup=replace(CHECKED, options=_options(offload_policy=_offload)),
+        setup=replace(CHECKED, options=do.options(offload_policy=do.offload)),
     ),
     _poisoned(
         "nan_tied",
@@ -216,62 +98,62 @@ BAD = (
         "numbers/nan_batch",
         "rank 1's loss is NaN",
         _found("loss", "rank 1"),
-        (at(1, "batch", _bad_loss(NAN), rank=1),),
-        replace(CHECKED, loss=_factor),
+        (at(1, "batch", do.bad_loss(NAN), rank=1),),
+        replace(CHECKED, loss=do.factor),
         fast=True,
     ),
     Case(
         "numbers/inf_batch",
         "rank 1's loss is inf",
         _found("loss", "rank 1"),
-        (at(1, "batch", _bad_loss(INF), rank=1),),
-        replace(CHECKED, loss=_factor),
+        (at(1, "batch", do.bad_loss(INF), rank=1),),
+        replace(CHECKED, loss=do.factor),
     ),
     Case(
         "numbers/nan_gradient_of_a_finite_loss",
         "rank 1's loss is finite and its gradient NaN",
         _found("gradient", r"rank \d"),
-        (at(1, "batch", _bad_loss(1.0), rank=1),),
-        replace(CHECKED, loss=_nan_hidden),
+        (at(1, "batch", do.bad_loss(1.0), rank=1),),
+        replace(CHECKED, loss=do.nan_hidden),
     ),
     Case(
         "numbers/nan_in_a_held_micro_batch",
         "the first of two micro-batches is NaN on rank 1, and held",
         _found(r"rank \d"),
-        (at(1, "batch #0", _bad_loss(NAN), rank=1),),
-        replace(CHECKED, micros=2, hold=True, loss=_factor),
+        (at(1, "batch #0", do.bad_loss(NAN), rank=1),),
+        replace(CHECKED, micros=2, hold=True, loss=do.factor),
     ),
     Case(
         "numbers/empty_mean",
         "rank 1 has an empty batch and a mean over it",
         _found("loss", "rank 1"),
-        (at(1, "batch", _empty, rank=1),),
-        replace(CHECKED, loss=_mean_of_empty),
+        (at(1, "batch", do.empty, rank=1),),
+        replace(CHECKED, loss=do.mean_of_empty),
     ),
     Case(
         "numbers/empty_sum",
         "rank 1 has an empty batch in each step, the loss is a sum",
         PLAIN,
-        setup=Setup(loss=_sum_of_empty),
+        setup=Setup(loss=do.sum_of_empty),
     ),
     Case(
         "numbers/nan_parameter",
         "a row of rank 1's shard becomes NaN between steps",
         _found(r"loss|layers"),
-        (at(1, "step", _bad_parameter, rank=1),),
+        (at(1, "step", do.bad_parameter, rank=1),),
         CHECKED,
     ),
     Case(
         "numbers/overflow",
         "rank 1's loss overflows in float32",
         _found("loss", "rank 1"),
-        setup=replace(CHECKED, loss=_ten),
+        setup=replace(CHECKED, loss=do.ten),
     ),
     Case(
         "numbers/skipped",
         "a step with a NaN on rank 1 is skipped by all: bitwise as if it had not been",
         Equal(),
-        (at(1, "step", _skipped_step),),
+        (at(1, "step", do.skipped_step),),
         also=Raises("FloatingPointError", ("finite",)),
         fast=True,
     ),
@@ -279,13 +161,13 @@ BAD = (
         "numbers/counted",
         "a bad element is counted, mended by hand, and trained on",
         Equal(),
-        (at(1, "gradients", _counted),),
+        (at(1, "gradients", do.counted),),
     ),
     Case(
         "numbers/scaler",
         "GradScaler: an inf in one rank's rows, all ranks skip the step",
         Equal(),
-        (at(1, "step", _overflow_with_scaler),),
+        (at(1, "step", do.overflow_with_scaler),),
         Setup(scaler=True),
         fast=True,
     ),
@@ -304,9 +186,6 @@ BAD = (
         fast=True,
     ),
 )
-
-
-# ---- what has to be equal ------------------------------------------------------------------------------------
 
 
 def _parity(name: str, does: str, setup: Setup, expected: Outcome = PLAIN, **more: Any) -> Case:
@@ -342,23 +221,23 @@ EQUAL = (
     _parity("micro_batches", "two micro-batches, each reduced", Setup(micros=2)),
     _parity("clipped", "gradients clipped by their norm over all ranks", Setup(clip=True)),
     _parity("scaled", "with a GradScaler", Setup(scaler=True)),
-    _parity("mesh_2x2", "a mesh that replicates and shards", Setup(world=4, options=_options(mesh=_hsdp))),
-    _parity("replicated", "a mesh that only replicates", Setup(options=_options(mesh=_replicated))),
+    _parity("mesh_2x2", "a mesh that replicates and shards", Setup(world=4, options=do.options(mesh=do.hsdp))),
+    _parity("replicated", "a mesh that only replicates", Setup(options=do.options(mesh=do.replicated))),
     _parity(
         "kept_after_forward",
         "reshard_after_forward=False",
-        Setup(options=_options(reshard_after_forward=lambda impl: False)),
+        Setup(options=do.options(reshard_after_forward=lambda impl: False)),
     ),
     _parity(
         "part_kept",
         "reshard_after_forward=2 on four ranks",
-        Setup(world=4, options=_options(reshard_after_forward=lambda impl: 2)),
+        Setup(world=4, options=do.options(reshard_after_forward=lambda impl: 2)),
     ),
-    _parity("offload", "CPU offload", Setup(options=_options(offload_policy=_offload))),
+    _parity("offload", "CPU offload", Setup(options=do.options(offload_policy=do.offload))),
     _parity(
         "columns",
         "even columns are sharded: Shard(1)",
-        Setup(options=_options(shard_placement_fn=lambda impl: _even_columns)),
+        Setup(options=do.options(shard_placement_fn=lambda impl: do.even_columns)),
     ),
     _parity(
         "torch_messages",
@@ -385,20 +264,16 @@ EQUAL = (
         "rank 1 is late, bfloat16 compute: bitwise the same",
         Equal(),
         (at(1, "before layers.1", rank=1, stall=0.4),),
-        Setup(options=_options(mp_policy=_bf16)),
+        Setup(options=do.options(mp_policy=do.bf16)),
     ),
     Case(
         "numbers/late_replica",
         "a replica of a 2 x 2 mesh is late: bitwise the same",
         Equal(),
         (at(1, "backward layers.1", rank=2, stall=0.4),),
-        Setup(world=4, options=_options(mesh=_hsdp)),
+        Setup(world=4, options=do.options(mesh=do.hsdp)),
     ),
 )
-
-
-def _even_columns(p: Any) -> Any:
-    return Shard(1) if p.ndim > 1 and p.shape[1] % 2 == 0 else None
 
 
 CASES: tuple[Case, ...] = (*BAD, *EQUAL)

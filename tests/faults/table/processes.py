@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
 import signal
-import sys
-import threading
-import time
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.faults.actions import Action, evaluate, leave, send_signal, stop_for
 from tests.faults.cases import Case, Equal, Raises, Setup, at
-from tests.faults.program import Run
+from tests.faults.deeds import processes as do
 
 STOPPED_SECONDS = 30.0
 OF_3 = Setup(world=3)
@@ -36,112 +26,6 @@ def _harmless(name: str, does: str, step: int, event: str, action: Action | None
     """Nobody may raise anything, and the result is bitwise the undisturbed one."""
     rank, stall = more.pop("rank", 1), more.pop("stall", 0.0)
     return Case(f"processes/{name}", does, Equal(), (at(step, event, action, rank=rank, stall=stall),), **more)
-
-
-def _hsdp(impl: Any) -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
-
-
-def _hold_the_lock(run: Run) -> None:
-    """This process is busy in C code that does not release the interpreter's lock, for some seconds."""
-    pattern = "a" * 27
-    import re
-
-    started = time.monotonic()
-    while time.monotonic() - started < 3.0:
-        re.match(r"(a+)+$", pattern[:22] + "b")
-
-
-def _busy(run: Run) -> None:
-    started = time.monotonic()
-    while time.monotonic() - started < 3.0:
-        pass
-
-
-def _failing_thread(run: Run) -> None:
-    """A thread of the user's raises; it has nothing to do with training."""
-
-    def body() -> None:
-        raise ValueError("a thread of the user's")
-
-    threading.excepthook = lambda args: None
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-
-
-def _fork_worker(run: Run) -> None:
-    """A process as those of a data loader is forked and ends."""
-    if os.fork() == 0:
-        os._exit(0)
-    os.wait()
-
-
-def _fork_killed_worker(run: Run) -> None:
-    """A child of the rank is killed; the rank is not."""
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(30)
-        os._exit(0)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-def _loader(run: Run) -> None:
-    """A data loader with a worker process is made, read and put away in the middle of training."""
-    from torch.utils.data import DataLoader
-
-    found = list(DataLoader([1.0, 2.0], num_workers=1))
-    assert len(found) == 2
-
-
-def _ignored_signal(run: Run) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _no_descriptors(run: Run) -> None:
-    """From now on this process can open no more files."""
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
-
-
-def _exit_in_forward(run: Run) -> None:
-    sys.exit(3)
-
-
-def _close_sockets(run: Run) -> None:
-    """The network of this rank goes: all of its connections are closed under it."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "socket" in os.readlink(f"/proc/self/fd/{name}"):
-                _shut(int(name))
-
-
-def _shut(number: int) -> None:
-    import socket
-
-    with contextlib.suppress(OSError):
-        found = socket.socket(fileno=os.dup(number))
-        if found.family == socket.AF_INET and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0:
-            found.shutdown(socket.SHUT_RDWR)
-        found.detach()
-
-
-def _slow_every_step(run: Run) -> None:
-    run.model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.7))
-
-
-def _new_group(run: Run) -> None:
-    """All ranks make a process group of their own and use it between steps."""
-    group = dist.new_group()
-    dist.all_reduce(torch.ones(2), group=group)
-    dist.destroy_process_group(group)
-
-
-def _barrier(run: Run) -> None:
-    dist.barrier()
 
 
 CASES: tuple[Case, ...] = (
@@ -175,7 +59,7 @@ CASES: tuple[Case, ...] = (
         1,
         "backward layers.1",
         rank=3,
-        setup=Setup(world=4, options=_hsdp),
+        setup=Setup(world=4, options=do.hsdp),
     ),
     Case(
         "processes/two_killed",
@@ -204,7 +88,7 @@ CASES: tuple[Case, ...] = (
         "processes/exit",
         "rank 1 calls sys.exit(3) in forward",
         Raises("PeerFailed", ("rank 1",), on="others"),
-        (at(1, "before layers.1", _exit_in_forward, rank=1),),
+        (at(1, "before layers.1", do.exit_in_forward, rank=1),),
     ),
     _dies(
         "stopped_in_forward",
@@ -240,45 +124,45 @@ CASES: tuple[Case, ...] = (
     _harmless("slow_forward", "rank 1 needs four seconds for a forward", 1, "before layers.1", stall=4.0, fast=True),
     _harmless("slow_backward", "rank 1 needs four seconds for a backward", 1, "backward layers.1", stall=4.0),
     _harmless("slow_between_steps", "rank 1 needs seven seconds between steps", 1, "step", stall=7.0),
-    _harmless("slow_every_step", "rank 1 needs 0.7 s more in each forward", 0, "step", _slow_every_step),
+    _harmless("slow_every_step", "rank 1 needs 0.7 s more in each forward", 0, "step", do.slow_every_step),
     _harmless(
         "very_slow", "rank 1 needs 26 seconds between steps, alive all the time", 1, "step", stall=26.0, limit=50.0
     ),
-    _harmless("busy", "rank 1's Python is busy for three seconds", 1, "before layers.1", _busy),
+    _harmless("busy", "rank 1's Python is busy for three seconds", 1, "before layers.1", do.busy),
     _harmless(
         "holds_the_lock",
         "rank 1 is in C code for three seconds and lets no thread run",
         1,
         "before layers.1",
-        _hold_the_lock,
+        do.hold_the_lock,
     ),
-    _harmless("failing_thread", "a thread of the user's raises on rank 1", 1, "before layers.1", _failing_thread),
-    _harmless("forks", "rank 1 forks a process that ends at once", 1, "step", _fork_worker),
-    _harmless("child_killed", "a child of rank 1 is killed", 1, "step", _fork_killed_worker),
-    _harmless("data_loader", "a data loader's worker comes and goes", 1, "step", _loader),
-    _harmless("handled_signal", "rank 1 gets a signal that it handles", 1, "before layers.1", _ignored_signal),
+    _harmless("failing_thread", "a thread of the user's raises on rank 1", 1, "before layers.1", do.failing_thread),
+    _harmless("forks", "rank 1 forks a process that ends at once", 1, "step", do.fork_worker),
+    _harmless("child_killed", "a child of rank 1 is killed", 1, "step", do.fork_killed_worker),
+    _harmless("data_loader", "a data loader's worker comes and goes", 1, "step", do.loader),
+    _harmless("handled_signal", "rank 1 gets a signal that it handles", 1, "before layers.1", do.ignored_signal),
     Case(
         "processes/own_group",
         "all ranks make, use and end a process group of their own",
         Equal(),
-        (at(1, "step", _new_group),),
+        (at(1, "step", do.new_group),),
     ),
     Case(
         "processes/barriers",
         "all ranks meet in a barrier between forward and backward",
         Equal(),
-        (at(1, "loss", _barrier),),
+        (at(1, "loss", do.barrier),),
     ),
     Case(
         "processes/network",
         "all connections of rank 1 are cut",
         Raises("RuntimeError", ("rank|peer|connection",), on="all"),
-        (at(1, "before layers.1", _close_sockets, rank=1),),
+        (at(1, "before layers.1", do.close_sockets, rank=1),),
     ),
     Case(
         "processes/no_descriptors",
         "rank 1 can open no more files, and trains on",
         Equal(),
-        (at(1, "step", _no_descriptors, rank=1),),
+        (at(1, "step", do.no_descriptors, rank=1),),
     ),
 )
