@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import sys
@@ -17,20 +18,20 @@ from tests.faults.table import CASES  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--class", dest="group", help="only this class: the part of an id before the slash")
-    parser.add_argument("--case", action="append", default=[], help="only the case of this id; may be repeated")
+    parser.add_argument("--case", action="append", default=[], help="only this id, or pattern of ids; repeatable")
     parser.add_argument("--fast", action="store_true", help="only the slice of `make test`")
     parser.add_argument("--implementation", choices=list(IMPLEMENTATIONS), default="fullshard")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each case, instead of a table")
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md, or torch's dated document")
     parser.add_argument("--verbose", action="store_true", help="print the traceback of each rank that ended badly")
     options = parser.parse_args()
-    unknown = set(options.case) - {case.id for case in CASES}
+    unknown = [wanted for wanted in options.case if not any(fnmatch.fnmatchcase(case.id, wanted) for case in CASES)]
     if unknown:
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+        parser.error(f"no such case: {', '.join(unknown)}")
     chosen = [
         case
         for case in CASES
-        if (not options.case or case.id in options.case)
+        if (not options.case or any(fnmatch.fnmatchcase(case.id, wanted) for wanted in options.case))
         and (not options.group or case.group == options.group)
         and (not options.fast or case.fast)
     ]
