@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import monitor
 from tests.harness.forked import _clear_sharding_prop_cache
 
 # The process group's own limit: behind that of every case, so that what is left to it counts as a hang.
@@ -153,7 +154,8 @@ def _rank_main(
     store: tuple[int, str],
     environment: tuple[tuple[str, str], ...],
 ) -> None:
-    atexit._clear()  # those of the parent
+    atexit._clear()  # those of the parent: the pool's would end its processes
+    atexit.register(monitor._end)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -179,7 +181,8 @@ def _rank_main(
         except BaseException as raised:
             error = Caught.of(raised)
             if not isinstance(raised, SystemExit):
-                # As the interpreter does with what nobody caught; somebody may have put a hook there.
+                # As the interpreter does with what nobody caught.
+                sys.last_value = raised
                 sys.excepthook(type(raised), raised, raised.__traceback__)
     report = Report(rank, "raised" if error else "done", error, told.caught, told.state)
     report.warned = [str(warning.message) for warning in warned]

@@ -176,6 +176,10 @@ ALL = (
 )
 
 
+# Of an exception inside of `loss.backward()` nobody sees the text, outside of a guard.
+TOLD_BACKWARD = Recovers("PeerFailed", ("rank 1", "step 1", "backward"))
+# What no hook of a module or of autograd sees is found when that rank is about to do something else than the others.
+NAMED = Recovers("RuntimeError", ("rank 1",))
 TOLD = Recovers("PeerFailed", ("rank 1", "step", "injected"))
 
 
@@ -189,8 +193,14 @@ ONE = (
     _one("before_layer", "rank 1 alone raises before layers.1; both catch it and try again", 1, "before layers.1"),
     _one("first_forward", "rank 1 alone raises in the very first forward", 0, "before layers.1"),
     _one("after_layer", "rank 1 alone raises behind layers.0", 1, "after layers.0"),
-    _one("backward_layer", "rank 1 alone raises in the backward of layers.1", 1, "backward layers.1"),
-    _one("backward_root", "rank 1 alone raises as the backward begins", 1, "backward "),
+    _one(
+        "backward_layer",
+        "rank 1 alone raises in the backward of layers.1",
+        1,
+        "backward layers.1",
+        expected=TOLD_BACKWARD,
+    ),
+    _one("backward_root", "rank 1 alone raises as the backward begins", 1, "backward ", expected=NAMED),
     _one("before_forward", "rank 1's data loader raises before the forward", 1, "batch", expected=Equal()),
     _one(
         "out_of_memory",
@@ -205,6 +215,22 @@ ONE = (
         1,
         "before layers.1",
         throw(KeyboardInterrupt, "injected"),
+        expected=NAMED,
+    ),
+    _one(
+        "guard_keyboard_interrupt",
+        "Ctrl-C reaches rank 1 alone, in forward, inside a guard",
+        1,
+        "before layers.1",
+        throw(KeyboardInterrupt, "injected"),
+        setup=replace(CATCHES, guard=True),
+    ),
+    _one(
+        "guard_backward",
+        "rank 1 alone raises in the backward of layers.1, inside a guard",
+        1,
+        "backward layers.1",
+        setup=replace(CATCHES, guard=True),
     ),
     _one(
         "recomputation",
@@ -212,8 +238,16 @@ ONE = (
         1,
         "again layers.1.up",
         setup=replace(CATCHES, recompute=True),
+        expected=TOLD_BACKWARD,
     ),
-    _one("of_three", "rank 1 of three raises in backward", 1, "backward layers.1", setup=replace(CATCHES, world=3)),
+    _one(
+        "of_three",
+        "rank 1 of three raises in backward",
+        1,
+        "backward layers.1",
+        setup=replace(CATCHES, world=3),
+        expected=TOLD_BACKWARD,
+    ),
     _one(
         "mixed_precision",
         "rank 1 alone raises in backward, bfloat16 compute",
@@ -225,6 +259,7 @@ ONE = (
                 "mp_policy": impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             },
         ),
+        expected=TOLD_BACKWARD,
     ),
     _one(
         "hsdp",
@@ -232,6 +267,7 @@ ONE = (
         1,
         "backward layers.1",
         setup=replace(CATCHES, world=4, options=lambda impl: {"mesh": do.hsdp()}),
+        expected=TOLD_BACKWARD,
     ),
     _one(
         "guard_loss",
@@ -286,7 +322,7 @@ ONE = (
         Case(
             f"exceptions/one_uncaught_{name}",
             f"rank 1 alone raises {where} and nobody catches it: its peer ends with an error that names it",
-            Raises("PeerFailed", ("rank 1", "injected"), on="others"),
+            Raises("PeerFailed", ("rank 1", "step 1.*backward" if name == "backward" else "injected"), on="others"),
             (at(1, event, rank=1),),
         )
         for name, where, event in (
