@@ -346,8 +346,9 @@ class Domain:
 
     # ---- together again ------------------------------------------------------------------------------------
 
-    def meet(self) -> None:
-        """After a failure: wait until all ranks came here, and begin a new epoch with them.
+    def meet(self) -> bool:
+        """After a failure: wait until all ranks came here, and begin a new epoch with them. Whether they were not
+        equally far: then what each of them still has of its last step is not what the others have.
 
         Ranks that failed come by themselves, at their next forward; the others when they wait in vain for those. Where
         all were equally far (they raised at the same place), connections stay as they are; else they are made anew.
@@ -382,6 +383,7 @@ class Domain:
             self.renewed += 1
             for line in self.lines.values():
                 line.renew()
+        return renews
 
 
 def controls() -> list[Control]:

@@ -37,7 +37,9 @@ class Peers:
     def publish(self, error: BaseException | None, where: str) -> None:
         """Tell that this rank failed: the others raise when they wait for what it has not sent."""
         text = where if error is None else f"{type(error).__name__}: {error}"
-        kind = "followed" if isinstance(error, PeerFailed) else "raised"
+        # Of a backward that ended only that is known; where a wait of it was in vain, it is the peer that failed.
+        waited = error is None and any(domain.failure is not None for domain in self.domains)
+        kind = "followed" if waited or isinstance(error, PeerFailed) else "raised"
         for domain in self.domains:
             doing, domain.doing = domain.doing, domain.doing or where
             domain.publish(kind, text)
@@ -50,11 +52,9 @@ class Peers:
             domain.come_together(what)
             domain.doing = doing
 
-    def meet(self) -> None:
-        """After a failure all ranks come together before anything is sent."""
-        for domain in self.domains:
-            if domain.must_meet:
-                domain.meet()
+    def meet(self) -> bool:
+        """After a failure all ranks come together before anything is sent. Whether they were not equally far."""
+        return any([domain.meet() for domain in self.domains if domain.must_meet])
 
 
 def peers_below(model: nn.Module) -> Peers:

@@ -118,8 +118,8 @@ class Root:
         in_backward = current_backward() != -1
         outermost = run.forward_root in (None, record) or record.index == 0
         if not in_backward and outermost and not hooks.in_method:
-            self.peers.meet()
-            if run.has_leftovers:
+            # Also what a rank has left of a forward that went well is nothing that the others can count on.
+            if self.peers.meet() or run.has_leftovers:
                 self.abandon()
         nested = hooks.running(run.generation)
         if self.agreement is not None and not in_backward:
