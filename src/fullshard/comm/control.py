@@ -347,8 +347,7 @@ class Domain:
     # ---- together again ------------------------------------------------------------------------------------
 
     def meet(self) -> bool:
-        """After a failure: wait until all ranks came here, and begin a new epoch with them. Whether they were not
-        equally far: then what each of them still has of its last step is not what the others have.
+        """After a failure: wait for all ranks, and begin a new epoch with them. Whether they were unequally far.
 
         Ranks that failed come by themselves, at their next forward; the others when they wait in vain for those. Where
         all were equally far (they raised at the same place), connections stay as they are; else they are made anew.
@@ -376,8 +375,7 @@ class Domain:
                 issued.setdefault(name, set()).add(number)
         differ = any(len(numbers) > 1 for numbers in issued.values())
         renews = differ or any(one["cut"] for one in here)
-        self.epoch += 1
-        self.asked = 0
+        self.epoch, self.asked = self.epoch + 1, 0
         self.failure, self.must_meet = None, False
         if renews:
             self.renewed += 1
