@@ -13,7 +13,7 @@ from fullshard.layout.structure import PARAMETER, SETTINGS, UNIT, dumps, loads
 
 
 def unit(name: str, **facts: str) -> Item:
-    return Item(UNIT, name, {"class": "Block", **facts})
+    return Item(UNIT, name, {"mp_policy": "none", **facts})
 
 
 def parameter(name: str, **facts: str) -> Item:
@@ -31,8 +31,8 @@ DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
     ),
     (
         "of two differences the first",
-        [[A, P, Q], [unit("a", **{"class": "Other"}), P, parameter("a.q", shape="(3,)")]],
-        "a: expected the same class on every rank, found Block on rank 0 and Other on rank 1; build the same model",
+        [[A, P, Q], [unit("a", mp_policy="other"), P, parameter("a.q", shape="(3,)")]],
+        "a: expected the same mp_policy on every rank, found none on rank 0 and other on rank 1; call fully_shard",
     ),
     (
         "three variants",
@@ -42,12 +42,12 @@ DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
     (
         "missing",
         [[A, B, C], [A, C], [A, B, C]],
-        "b: expected fully_shard to be applied to it on every rank, found it on ranks 0 and 2 and not on rank 1; build",
+        "b: expected a unit (fully_shard) of this name on every rank, found it on ranks 0 and 2 and not on rank 1",
     ),
     (
         "more than the majority has",
         [[A, C], [A, B, C], [A, C]],
-        "b: expected fully_shard to be applied to it on every rank, found it on rank 1 and not on ranks 0 and 2; build",
+        "b: expected a unit (fully_shard) of this name on every rank, found it on rank 1 and not on ranks 0 and 2",
     ),
     ("shorter", [[P, Q], [P]], "a.q: expected this parameter on every rank, found it on rank 0 and not on rank 1;"),
     ("longer", [[P], [P, Q], [P]], "a.q: expected this parameter on every rank, found it on rank 1 and not on ranks 0"),

@@ -58,10 +58,6 @@ class Odd(NamedTuple):
     world: int = 2
 
 
-class OtherBlock(Block):
-    pass
-
-
 def swap_order(model: Any) -> None:
     """The head is registered before the embedding."""
     embedding = model.embedding
@@ -145,7 +141,11 @@ def columns_exchanged(value: Tensor) -> Tensor:
 
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-SHAPE, UNITS, VALUES = "expected the same shape", "expected fully_shard to be applied", "expected the same values"
+SHAPE, UNITS, VALUES = (
+    "expected the same shape",
+    "expected a unit (fully_shard) of this name",
+    "expected the same values",
+)
 PRESENT = "expected this parameter on every rank, found it on"
 
 DIVERGENCES: dict[str, Odd] = {
@@ -162,7 +162,6 @@ DIVERGENCES: dict[str, Odd] = {
     ),
     "another name": Odd(f"head.weight: {PRESENT} ranks 0 and 2 ", rename, world=3),
     "another order": Odd("embedding.weight: expected the same order of parameters", swap_order),
-    "another class": Odd("layers.1: expected the same class", lambda m: m.layers.__setitem__(1, OtherBlock())),
     "a dtype": Odd("layers.0.norm.weight: expected the same dtype", lambda m: m.layers[0].norm.double()),
     "all dtypes": Odd("scale: expected the same dtype", lambda m: m.bfloat16()),
     "tied": Odd("embedding.weight: expected the same number", lambda m: setattr(m.head, "weight", m.embedding.weight)),
@@ -222,6 +221,7 @@ DIVERGENCES: dict[str, Odd] = {
     "bytes ahead": Odd("root: expected the same prefetch_nbytes", after=lambda m: m.set_prefetch_bytes(1 << 20)),
     "gradient bytes": Odd("root: expected the same gradient_nbytes", after=lambda m: m.set_gradient_bytes(1 << 20)),
     # ---- values
+    "a buffer": Odd("mean (rank 0 unlike rank 1): expected the same values of a buffer", lambda m: m.mean.fill_(1)),
     "another seed": Odd(f"embedding.weight: {VALUES}", lambda m: m.load_state_dict(OTHER.state_dict())),
     "one sign": Odd(f"head.weight: {VALUES}", change("head.weight", negate_last), world=3),
     "one bit": Odd(f"layers.1.down.weight: {VALUES}", change("layers.1.down.weight", next_float)),

@@ -1,7 +1,7 @@
 """What the model of a rank is, as a list that can be printed, and where the lists of several ranks first differ.
 
     settings                   prefetch 1, ...
-    unit      layers.1         class Block, mesh cpu (2) of ranks 0 and 1, reshard_after_forward True, ...
+    unit      layers.1         mesh cpu (2,) of ranks [0, 1], reshard_after_forward True, ...
     parameter layers.1.weight  unit layers.1, shape (5, 3), dtype float32, requires_grad True, ...
 
 Nothing that belongs to one rank (its rows, its device number) is in it.
@@ -49,7 +49,7 @@ class Difference(NamedTuple):
         if not self.fact:
             have = sorted(rank for ranks, value in self.values if value is not None for rank in ranks)
             miss = sorted(rank for ranks, value in self.values if value is None for rank in ranks)
-            what = "fully_shard to be applied to it" if kind == UNIT else f"this {kind}"
+            what = "a unit (fully_shard) of this name" if kind == UNIT else f"this {kind}"
             return (
                 f"{name}: expected {what} on every rank, found it on {shown_ranks(have)} and not on "
                 f"{shown_ranks(miss)}; build and shard the same model on all of them"
@@ -61,8 +61,6 @@ class Difference(NamedTuple):
         if self.item.kind == SETTINGS:
             return "set the environment variable to the same value on all ranks"
         if self.item.kind == UNIT:
-            if self.fact == "class":
-                return "build the same model on all ranks"
             return "call fully_shard with the same arguments on all ranks"
         if self.fact == "requires_grad":
             return "freeze the same parameters on all ranks"
@@ -79,8 +77,8 @@ def dumps(items: Sequence[Item]) -> str:
 def loads(text: str) -> list[Item]:
     """What `dumps` printed.
 
-    >>> loads(dumps([Item(UNIT, "head", {"class": "Linear"})]))
-    [Item(kind='unit', name='head', facts={'class': 'Linear'})]
+    >>> loads(dumps([Item(UNIT, "head", {"mesh": "m"})]))
+    [Item(kind='unit', name='head', facts={'mesh': 'm'})]
     """
     return [Item(*json.loads(line)) for line in text.splitlines()]
 

@@ -3,7 +3,9 @@
     structure    when a root forms, before connections are made; of a unit that `unshard` gathers earlier: describe.py
     values       in the first forward of the root: the digests of full parameters that `fully_shard` noted
                  (param/initial.py), but for those whose shards were written since, on any rank
-    buffers      in the first forward, and in the 2nd, 16th, 128th, ... that trains, until a warning was given: drift.py
+    buffers      in the first forward, where other numbers are an error, and other integers (indices, masks, which ranks
+                 may have of their own) a warning; and in the 2nd, 16th, 128th, ... that trains, until a warning was
+                 given: drift.py
 
 A question is one small message for each mesh (comm/control.py: three requests to the store), the digest of everything;
 only where that differs do ranks tell more. All ranks of a mesh come to the same answer, so all of them raise or none.
@@ -22,7 +24,7 @@ from ..comm import Domain, RanksDisagree, ask, domain_of, sum_over, tell
 from ..layout import first_difference, shown_ranks, structure, variants
 from ..param import ShardedParam, full_digests, is_written
 from .describe import describe, meshes_of, ranks_of
-from .drift import buffers_on, differing, shown
+from .drift import Drift, buffers_on, differing, shown
 from .names import parameter_names
 
 if TYPE_CHECKING:
@@ -69,16 +71,16 @@ class Agreement:
         first = self._values
         if first:
             self._for_each_scope(_refuse_other_values)
+            self._for_each_scope(self._refuse_other_buffers)
             self._values = False
             for unit in self._root.units:
                 for param in unit.params:
                     param.initial = None
         self._trained += trains
-        look = trains and self._trained == self._next_look
-        if look:
+        if trains and self._trained == self._next_look:
             self._next_look *= _LOOKS
-        if first or look:
-            self._equal = [scope for scope in self._equal if not self._warn_of_buffers(scope, first=first)]
+            for scope in list(self._equal):
+                self._warn_of(scope, self._differing_buffers(scope), "since the training began: nothing averages them")
         return bool(self._equal)
 
     def _for_each_scope(self, refuse: Callable[[Root, _Scope], None]) -> None:
@@ -92,18 +94,32 @@ class Agreement:
                         other.domain.publish("disagree", str(error))
                 raise
 
-    def _warn_of_buffers(self, scope: _Scope, *, first: bool) -> bool:
-        found = differing(scope.domain, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
+    def _differing_buffers(self, scope: _Scope) -> list[Drift]:
+        return differing(scope.domain, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
+
+    def _refuse_other_buffers(self, root: Root, scope: _Scope) -> None:
+        found = self._differing_buffers(scope)
+        buffers = buffers_on(root.units[0].module, scope.ranks)
+        refused = [one for one in found if buffers[one.name].is_floating_point() or buffers[one.name].is_complex()]
+        if refused:
+            raise RanksDisagree(
+                f"{shown(refused)}: expected the same values of a buffer on every rank, found others; call "
+                f"torch.manual_seed with the same number on all ranks before the model is built, or "
+                f"fullshard.sync_module_states(model, buffers_only=True) (FULLSHARD_AGREE=structure: do not compare "
+                f"values)",
+                what=f"{refused[0].name} initial values",
+            )
+        self._warn_of(scope, found, "from the beginning")
+
+    def _warn_of(self, scope: _Scope, found: Sequence[Drift], when: str) -> None:
         if found:
-            when = "from the beginning" if first else "since the training began, because nothing averages them"
+            self._equal.remove(scope)
             warnings.warn(
-                f"buffers differ between ranks {when}: {shown(found)}. If they should be equal: torch.manual_seed on "
-                f"all ranks before the model is built, SyncBatchNorm in the place of BatchNorm, or "
-                f"fullshard.sync_module_states(model, buffers_only=True) before evaluation and before a checkpoint; "
-                f"fullshard.find_drift(model) looks again",
+                f"buffers differ between ranks {when}: {shown(found)}. If they should be equal: SyncBatchNorm in the "
+                f"place of BatchNorm, or fullshard.sync_module_states(model, buffers_only=True) before evaluation and "
+                f"before a checkpoint; fullshard.find_drift(model) looks again",
                 stacklevel=2,
             )
-        return bool(found)
 
 
 def _refuse_other_structure(root: Root, scope: _Scope) -> None:

@@ -43,13 +43,14 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 def meshes_of(units: Iterable[Unit]) -> dict[tuple[int, ...], DeviceMesh]:
     """The meshes of more than one rank on which parameters of `units` are, by their ranks.
 
-    In the same order on all ranks, so that nobody waits for somebody who waits elsewhere.
+    In one order on all ranks, so that nobody waits for somebody who waits elsewhere; small ones first, because ranks
+    that differ there may be a part of those who wait for them on a larger one.
     """
     found: dict[tuple[int, ...], DeviceMesh] = {}
     for unit in units:
         for group in unit.groups:
             found.setdefault(ranks_of(group.placing.mesh), group.placing.mesh)
-    return {ranks: found[ranks] for ranks in sorted(found) if len(ranks) > 1}
+    return {ranks: found[ranks] for ranks in sorted(found, key=lambda ranks: (len(ranks), ranks)) if len(ranks) > 1}
 
 
 def mesh_of(unit: Unit) -> DeviceMesh | None:
@@ -86,7 +87,6 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
     mesh = mesh_of(unit)
     assert mesh is not None
     facts = {
-        "class": "+".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules),
         "mesh": _mesh_text(mesh),
         "reshard_after_forward": str(reshard),
         "mp_policy": ", ".join(
