@@ -274,6 +274,7 @@ def test_values_are_compared_unless_it_is_said(setting: str, raises: bool, monke
 def test_structure_is_compared_unless_it_is_said(setting: str, raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`requires_grad` of a parameter that nothing reduces is a difference without a consequence."""
     monkeypatch.setenv("FULLSHARD_AGREE", setting)
+    monkeypatch.setenv("FULLSHARD_ORDER", "trust")  # which would find it, too
 
     def job(rank: int) -> None:
         model = shard(copy.deepcopy(BASE))
