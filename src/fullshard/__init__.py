@@ -11,6 +11,7 @@ from .api import PeerFailed as PeerFailed
 from .api import RanksDisagree as RanksDisagree
 from .api import ShardPlacementResult as ShardPlacementResult
 from .api import StepInBackward as StepInBackward
+from .api import Turn as Turn
 from .api import UnitInfo as UnitInfo
 from .api import UnshardHandle as UnshardHandle
 from .api import check_gradients as check_gradients
@@ -21,6 +22,7 @@ from .api import fully_shard as fully_shard
 from .api import guard as guard
 from .api import inspect_units as inspect_units
 from .api import install as install
+from .api import joined as joined
 from .api import mark_initialized as mark_initialized
 from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
@@ -55,6 +57,7 @@ __all__ = [
     "Report",
     "ShardPlacementResult",
     "StepInBackward",
+    "Turn",
     "UnitInfo",
     "UnshardHandle",
     "__version__",
@@ -66,6 +69,7 @@ __all__ = [
     "guard",
     "inspect_units",
     "install",
+    "joined",
     "mark_initialized",
     "materialize",
     "register_fsdp_forward_method",

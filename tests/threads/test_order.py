@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fullshard import fully_shard
 from fullshard.comm import Domain, RanksDisagree
 from fullshard.lifecycle import Order
+from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks
 
@@ -149,13 +150,18 @@ DIVERGENCES: dict[Callable[[Training, bool], None], tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("diverge", DIVERGENCES, ids=lambda diverge: diverge.__name__)
+@behaviour(
+    "a rank about to send something else is found before it does, with the module and the ranks: {what}",
+    area="failures",
+    torch="none",
+    reason="torch mixes messages of equal sizes, aborts where sizes differ, or hangs",
+)
+@pytest.mark.parametrize("what", [diverge.__name__.replace("_", " ") for diverge in DIVERGENCES])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_does_something_else_is_named(
-    world: int, diverge: Callable[[Training, bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_something_else_is_named(world: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is the odd one; all ranks raise the same error."""
     ask_always(monkeypatch)
+    (diverge,) = (diverge for diverge in DIVERGENCES if diverge.__name__.replace("_", " ") == what)
 
     def rank_main(rank: int) -> str:
         training = Training(rank)

@@ -16,6 +16,8 @@ from .info import inspect_units as inspect_units
 from .install import Installation as Installation
 from .install import install as install
 from .install import uninstall as uninstall
+from .joined import Turn as Turn
+from .joined import joined as joined
 from .materialize import mark_initialized as mark_initialized
 from .materialize import materialize as materialize
 from .module import FSDPModule as FSDPModule

@@ -303,6 +303,7 @@ def _phrase(action: Action) -> str:
         "widen": "gather what is kept of",
         "reduce": "reduce the gradients of",
         "form": "run the model",
+        "count": "count the batches that are left for",
     }.get(action.kind, action.kind)
     when = ""
     if "stepped" in action.flags:
@@ -319,6 +320,8 @@ def _phrase(action: Action) -> str:
 def _advice(usual: Action, others: Sequence[Action]) -> str:
     """What to do about it, by what differs first."""
     both = [usual, *others]
+    if len({action.kind == "count" for action in both}) > 1:
+        return "some ranks are at the next turn of fullshard.joined: leave it on all ranks in the same turn"
     if len({"eval" in action.flags for action in both}) > 1:
         return (
             "some ranks evaluate where others do not: give all ranks as many evaluation batches, or let those that "

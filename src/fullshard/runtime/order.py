@@ -93,9 +93,10 @@ _orders: weakref.WeakKeyDictionary[Domain, _DomainOrder] = weakref.WeakKeyDictio
 class _Lane:
     """The units of one root in one domain: `members[unit]` are the positions of its groups there."""
 
-    def __init__(self, domain: Domain, name: str, members: dict[Unit, list[int]]) -> None:
+    def __init__(self, domain: Domain, first: Unit, members: dict[Unit, list[int]]) -> None:
         self.shared = _orders.get(domain) or _orders.setdefault(domain, _DomainOrder(domain))
-        self._name = name
+        # Of the root.
+        self._first = first
         self._members = members
         self._family = -1
         # In which it was introduced.
@@ -117,7 +118,7 @@ class _Lane:
 
     def announce(self, kind: str, sizes: str) -> None:
         """The root is about to send something that is none of a unit's parameters or gradients."""
-        self._next(kind, 0, self._name, sizes, ())
+        self._next(kind, 0, self._first.record.name, sizes, ())
 
     def _next(self, kind: str, index: int, name: str, sizes: str, flags: tuple[str, ...]) -> None:
         shared = self.shared
@@ -142,7 +143,7 @@ class _Lane:
             for kind in ("gather", "widen", "reduce")
             if (sizes := _sizes(unit, positions, kind, now=False))
         ]
-        form, actions = order.introduce(self._name, known)
+        form, actions = order.introduce(self._first.record.name, known)
         if not order.follows(form):
             self.shared.ask(form)
         order.introduced(actions)
@@ -196,8 +197,7 @@ class MessageOrder:
                 if domain is not None:
                     members.setdefault(domain, {}).setdefault(unit, []).append(position)
         self._units = list(units)
-        name = units[0].record.name
-        self._lanes = [_Lane(domain, name, here) for domain, here in members.items()]
+        self._lanes = [_Lane(domain, units[0], here) for domain, here in members.items()]
         self._of = {
             unit: tuple(lane for lane, here in zip(self._lanes, members.values(), strict=True) if unit in here)
             for unit in units
