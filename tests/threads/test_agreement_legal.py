@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,8 @@ from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Block, Model, Tied, batch, part, shard
 from tests.threads.test_agreement import BASE, Small, step
+
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators")
 
 # ---- what rightly differs ------------------------------------------------------------------------------------
 
@@ -77,11 +78,9 @@ def reset_after_to_empty(rank: int) -> Any:
     model.to_empty(device="cpu")
     model.mean.zero_()
     torch.manual_seed(rank)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="DTensor random operators")
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
     with torch.no_grad():
         model.scale.fill_(1.0)
     return model

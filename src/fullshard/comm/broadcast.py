@@ -40,7 +40,7 @@ def broadcast_over(mesh: DeviceMesh, tensors: Sequence[Tensor], source: int, *, 
     with torch.no_grad():
         for tensor in tensors:
             written = tensor.detach()
-            bytes_of = written.contiguous().reshape(-1).view(torch.uint8)
+            bytes_of = written.contiguous().as_strided((written.numel(),), (1,)).view(torch.uint8)
             left = bytes_of
             while left.numel():
                 taken = min(left.numel(), buffer.numel() - used)

@@ -37,7 +37,8 @@ def digest(tensor: Tensor) -> Tensor:
         flat = tensor.detach()
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj())
-        flat = flat.resolve_neg().reshape(-1).view(torch.uint8)
+        # Not reshape: one element may have any stride and be contiguous.
+        flat = flat.resolve_neg().contiguous().as_strided((flat.numel(),), (1,)).view(torch.uint8)
         if flat.storage_offset() % 8:
             flat = flat.clone()
         whole = flat.numel() // 8 * 8
