@@ -52,6 +52,12 @@ def test_host() -> None:
 
 
 @pytest.mark.slow
+def test_order() -> None:
+    (result,) = _last_line("benchmarks.order", "--rounds", "1")["results"]  # type: ignore[misc]
+    assert result["questions_of_the_first_step"] > 0 and result["questions_of_later_steps"] == 0
+
+
+@pytest.mark.slow
 def test_optimizer() -> None:
     answer = _last_line("benchmarks.optimizer", "--rounds", "1")
     (result,) = answer["results"]

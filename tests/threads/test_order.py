@@ -7,6 +7,7 @@ tests/procs/test_order_gloo.py.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from fullshard import fully_shard
 from fullshard.comm import Domain, RanksDisagree
 from fullshard.lifecycle import Order
+from fullshard.runtime import order
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks
@@ -235,6 +237,18 @@ def test_settings_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
             Training(rank).step()
 
     run_ranks(1, rank_main)
+
+
+def test_an_order_goes_with_its_process_group() -> None:
+    known = len(order._orders)
+
+    def rank_main(rank: int) -> None:
+        Training(rank).step()
+        assert len(order._orders) >= known + 1
+
+    run_ranks(2, rank_main)
+    gc.collect()
+    assert len(order._orders) <= known
 
 
 # ---- what is right although ranks differ ----

@@ -29,10 +29,9 @@ _REMEMBERED = 50_000
 
 
 class _DomainOrder:
-    """The order of one domain: that of this epoch, and what the next action has to say."""
+    """The order of one domain: that of this epoch, and what the next action has to say. Does not keep its domain."""
 
     def __init__(self, domain: Domain) -> None:
-        self.domain = domain
         domain.explained_by["order"] = _while_waiting
         self._epoch = domain.epoch
         self.order = Order()
@@ -42,10 +41,10 @@ class _DomainOrder:
         # Roots whose last forward that sent something was one with gradients.
         self.trained: set[int] = set()
 
-    def current(self) -> Order:
+    def current(self, epoch: int) -> Order:
         """The order of the epoch that is now. After a failure ranks begin anew: some were further than others."""
-        if self._epoch != self.domain.epoch:
-            self._epoch = self.domain.epoch
+        if self._epoch != epoch:
+            self._epoch = epoch
             self.order = Order()
             self.stepped, self.begun = False, None
             self.trained.clear()
@@ -62,17 +61,6 @@ class _DomainOrder:
             self.trained.add(family)
         self.stepped, self.begun = False, None
         return flags
-
-    def ask(self, action: Action) -> None:
-        """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
-        order, domain = self.order, self.domain
-        answers = domain.agree("order", str(order.question(action)))
-        if answers is None:
-            order.enter(action)
-            return
-        # Some may have sent what others did not.
-        domain.must_meet = True
-        raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
 
 
 def _explained(answers: dict[int, str]) -> str:
@@ -94,6 +82,7 @@ class _Lane:
     """The units of one root in one domain: `members[unit]` are the positions of its groups there."""
 
     def __init__(self, domain: Domain, first: Unit, members: dict[Unit, list[int]]) -> None:
+        self.domain = domain
         self.shared = _orders.get(domain) or _orders.setdefault(domain, _DomainOrder(domain))
         # Of the root.
         self._first = first
@@ -122,7 +111,7 @@ class _Lane:
 
     def _next(self, kind: str, index: int, name: str, sizes: str, flags: tuple[str, ...]) -> None:
         shared = self.shared
-        order = shared.current()
+        order = shared.current(self.domain.epoch)
         if order is not self._order:
             self._introduce(order)
         if shared.stepped or shared.begun is not None:
@@ -134,7 +123,17 @@ class _Lane:
                 self._actions.clear()
             action = self._actions[key] = Action(kind, self._family, index, name, sizes, flags)
         if not order.follows(action):
-            shared.ask(action)
+            self._ask(order, action)
+
+    def _ask(self, order: Order, action: Action) -> None:
+        """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
+        answers = self.domain.agree("order", str(order.question(action)))
+        if answers is None:
+            order.enter(action)
+            return
+        # Some may have sent what others did not.
+        self.domain.must_meet = True
+        raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
 
     def _introduce(self, order: Order) -> None:
         known = [
@@ -145,7 +144,7 @@ class _Lane:
         ]
         form, actions = order.introduce(self._first.record.name, known)
         if not order.follows(form):
-            self.shared.ask(form)
+            self._ask(order, form)
         order.introduced(actions)
         self._order, self._family = order, form.family
         self._actions = {(action.kind, action.unit, action.sizes, ()): action for action in actions}
@@ -233,13 +232,13 @@ class MessageOrder:
     def forward_begins(self, *, grad: bool) -> None:
         """An outermost forward does; `grad`: a backward may follow."""
         for lane in self._lanes:
-            lane.shared.current()
+            lane.shared.current(lane.domain.epoch)
             lane.shared.begun = grad
 
     def stepped(self) -> None:
         """Parameters of the root took an optimizer step."""
         for lane in self._lanes:
-            lane.shared.current()
+            lane.shared.current(lane.domain.epoch)
             lane.shared.stepped = True
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
