@@ -9,6 +9,8 @@ from .api import Installation as Installation
 from .api import NonFiniteError as NonFiniteError
 from .api import PeerFailed as PeerFailed
 from .api import RanksDisagree as RanksDisagree
+from .api import Replay as Replay
+from .api import ReplayError as ReplayError
 from .api import ShardPlacementResult as ShardPlacementResult
 from .api import StepInBackward as StepInBackward
 from .api import Turn as Turn
@@ -26,6 +28,7 @@ from .api import joined as joined
 from .api import mark_initialized as mark_initialized
 from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
+from .api import replay as replay
 from .api import replicate as replicate
 from .api import share_comm_ctx as share_comm_ctx
 from .api import step_in_backward as step_in_backward
@@ -54,6 +57,8 @@ __all__ = [
     "OffloadPolicy",
     "PeerFailed",
     "RanksDisagree",
+    "Replay",
+    "ReplayError",
     "Report",
     "ShardPlacementResult",
     "StepInBackward",
@@ -73,6 +78,7 @@ __all__ = [
     "mark_initialized",
     "materialize",
     "register_fsdp_forward_method",
+    "replay",
     "replicate",
     "report",
     "share_comm_ctx",

@@ -1,4 +1,4 @@
-"""`training.nonfinite`: what a run does with a step whose loss or gradients have a NaN or inf on some rank."""
+"""`training.nonfinite`, `training.replay_every`: what a run does with a step that has a NaN or inf, or a wrong bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from fullshard import ReplayError
 from fullshard.train.config import Config
+from fullshard.train.console import SilentConsole
+from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
 from tests.harness.pool import pool
 from tests.procs.test_train_cli import TINY, environment, metrics_of
@@ -101,6 +104,49 @@ def test_count_updates_all_the_same() -> None:
         assert not outcome.error and not outcome.unchanged
         assert [record.nonfinite is None for record in outcome.records] == [True, False, False, False]
         assert any(not tensor.isfinite().all() for tensor in outcome.tensors)
+
+
+def replaying(rank: int, config: Config, flips: bool) -> tuple[str, list[float], list[torch.Tensor]]:
+    """What `Trainer.run` raises, its losses, and what it leaves; with `flips` one bit of a weight of rank 1 changes in
+    the second of the two runs of step 4."""
+    trainer = trainer_of(rank, config)
+    outputs = Outputs(SilentConsole())
+    losses: list[float] = []
+    calls: list[int] = []
+    outputs_step, step = outputs.console.step, trainer.step
+
+    def counted(number: int) -> StepRecord:
+        calls.append(number)
+        if flips and rank == 1 and calls.count(4) == 2:
+            weight: Any = trainer.model.get_parameter("layers.0.ffn.up.weight")
+            weight.to_local().view(-1).view(torch.int32)[3] ^= 1 << 12
+        return step(number)
+
+    def kept(record: StepRecord) -> None:
+        losses.append(record.loss)
+        outputs_step(record)
+
+    trainer.step = counted  # type: ignore[method-assign]
+    outputs.console.step = kept  # type: ignore[method-assign]
+    error = ""
+    try:
+        trainer.run(outputs)
+    except ReplayError as raised:
+        error = str(raised)
+    every = config.training.replay_every
+    assert flips or calls == [n for n in range(1, 6) for _ in range(2 if every and n % every == 0 else 1)]
+    return error, losses, tensors(trainer)
+
+
+def test_steps_are_replayed_by_a_key() -> None:
+    """The run is the same in every bit with it; a bit that flips ends it, with the rank and the parameter."""
+    configs = [config_of("training.steps=5", "metrics.eval_every=2", f"training.replay_every={n}") for n in (0, 2)]
+    plain, replayed = (pool(2).run(replaying, config, False, timeout=60) for config in configs)
+    for (_, losses, state), (error, found, after) in zip(plain, replayed, strict=True):
+        assert not error and found == losses and len(found) == 5
+        assert all(map(torch.equal, after, state))
+    for error, losses, _ in pool(2).run(replaying, configs[1], True, timeout=60):
+        assert "differ first on rank 1, in the shard of layers.0.ffn.up.weight" in error and len(losses) == 3
 
 
 @pytest.mark.slow  # two runs of the command

@@ -25,6 +25,9 @@ from .module import UnshardHandle as UnshardHandle
 from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
 from .placement import ShardPlacementResult as ShardPlacementResult
+from .replay import Replay as Replay
+from .replay import ReplayError as ReplayError
+from .replay import replay as replay
 from .replicate import replicate as replicate
 from .step_in_backward import StepInBackward as StepInBackward
 from .step_in_backward import step_in_backward as step_in_backward

@@ -7,7 +7,6 @@ only where something was found a second one, with the name.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import local_of, settled
-from ..comm import joining_groups, least_over
+from ..comm import joining_groups, least_over, told_by_one
 from ..param import NormMesh, PendingGrad
 from ..runtime.forming import module_units
 from ..runtime.names import clean_name
@@ -30,8 +29,6 @@ OnNonfinite = Literal["raise", "skip", "count"]
 _RANK_BITS = 24
 # Behind every (position, rank).
 _NOTHING = 1 << 62
-# A name of 200 characters in UTF-8, and its description.
-_TEXT_NBYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,9 @@ def check_gradients(
     if on_nonfinite not in get_args(OnNonfinite):
         expected = ", ".join(map(repr, get_args(OnNonfinite)))
         raise ValueError(f"on_nonfinite: expected one of {expected}, found {on_nonfinite!r}")
-    named = _named(model) if isinstance(model, nn.Module) else _numbered(model)
+    named = named_gradients(model) if isinstance(model, nn.Module) else _numbered(model)
     owner = model if isinstance(model, nn.Module) else next(iter(named), (None, None))[1]
-    groups, device = _asked(named, process_group)
+    groups, device = asked(named, process_group)
     looked_at = _looked_at(named, loss)
     rank = dist.get_rank() if dist.is_initialized() else 0
     with torch.no_grad():
@@ -114,7 +111,8 @@ def check_gradients(
         return GradientCheck(True, _bad_steps(owner))
     position, bad_rank = own >> _RANK_BITS, own & ((1 << _RANK_BITS) - 1)
     here = next((item for item in looked_at if item.position == position), None) if bad_rank == rank else None
-    name, what = _told(here, groups, device)
+    text = None if here is None else f"{here.name}\n{_described(here.local)}"
+    name, _, what = told_by_one(groups, text, device).partition("\n")
     check = GradientCheck(False, _bad_steps(owner, 1), name, bad_rank, what)
     if on_nonfinite == "raise":
         raise NonFiniteError(check)
@@ -134,7 +132,7 @@ class _LookedAt(NamedTuple):
     local: Tensor
 
 
-def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters that have gradients when a backward is over, with their names, in the order of the model.
 
     Not `named_parameters()`: full parameters may stand on the modules (`full_params`, `set_reshard_after_backward`).
@@ -181,7 +179,7 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def _asked(
+def asked(
     named: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup | None
 ) -> tuple[list[dist.ProcessGroup], torch.device]:
     """Over which groups the answer is found, and where the message is made: the same device type on every rank."""
@@ -230,19 +228,6 @@ def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
     for i in torch.nonzero(~finite).flatten().tolist():
         finite[i] = tensors[i].isfinite().all()
     return finite
-
-
-def _told(here: _LookedAt | None, groups: Sequence[dist.ProcessGroup], device: torch.device) -> tuple[str, str]:
-    """Name and description of what one rank found, on all of them. `here`: on that rank, and None on the others."""
-    text = torch.zeros(_TEXT_NBYTES, dtype=torch.int32)
-    if here is not None:
-        described = [here.name[-200:], _described(here.local)]
-        encoded = json.dumps(described, ensure_ascii=False).encode()[:_TEXT_NBYTES]
-        text[: len(encoded)] = -torch.tensor(list(encoded), dtype=torch.int32)
-    text = text.to(device)
-    least_over(groups, text)
-    name, what = json.loads(bytes((-text).tolist()).rstrip(b"\0"))
-    return name, what
 
 
 def _described(local: Tensor) -> str:

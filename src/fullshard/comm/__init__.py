@@ -11,6 +11,7 @@ from .agree import agreed as agreed
 from .agree import joining_groups as joining_groups
 from .agree import least_over as least_over
 from .agree import sum_over as sum_over
+from .agree import told_by_one as told_by_one
 from .asking import ask as ask
 from .asking import tell as tell
 from .blocks import block_of as block_of

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .group import all_reduce_over
 
+_TEXT_NBYTES = 1000
+
 
 def sum_over(mesh: DeviceMesh, counts: Tensor) -> Tensor:
     """The sum of `counts` (any shape, integers) over all ranks of `mesh`, on the device of the mesh. No message over an
@@ -38,6 +40,16 @@ def least_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:
     for group in groups:
         all_reduce_over(value, group, dist.ReduceOp.MIN)
     return value
+
+
+def told_by_one(groups: Sequence[dist.ProcessGroup], text: str | None, device: torch.device) -> str:
+    """The `text` of the one rank of `groups` that has one, on all of them; cut at a thousand bytes."""
+    message = torch.zeros(_TEXT_NBYTES, dtype=torch.int32)
+    if text is not None:
+        encoded = text.encode()[:_TEXT_NBYTES]
+        message[: len(encoded)] = -torch.tensor(list(encoded), dtype=torch.int32)
+    message = least_over(groups, message.to(device))
+    return bytes((-message).tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def joining_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+from .bits import sum_of_bits
 
 if TYPE_CHECKING:
     from .unit import Unit
 
 _ELEMENTS = 4096
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def sample_of(unit: Unit) -> tuple[int, ...] | None:
@@ -36,8 +35,7 @@ def _sums(unit: Unit) -> tuple[int, ...]:
         if group.shares_memory or flat.device.type != "cpu":
             continue
         step = max(1, flat.numel() // _ELEMENTS)
-        bits = flat.detach().view(_SAME_SIZE.get(flat.element_size(), torch.int64))
-        found.append(int(bits[::step].sum(dtype=torch.int64)))
+        found.append(sum_of_bits(flat[::step]))
     return tuple(found)
 
 

@@ -13,14 +13,11 @@ Nothing is looked at where full parameters are the shards (one rank, one dtype):
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from .._torch_compat import in_transform, local_of, version_of, versions_of
+from .._torch_compat import in_transform, version_of, versions_of
 from ..param import ExtensionGroup, ShardedParam
+from .bits import sum_of_bits
 from .unit import Unit
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 State = tuple[list[int], list[int] | None]
 
@@ -64,11 +61,4 @@ def _versions(unit: Unit) -> list[int]:
 def _sums(unit: Unit) -> list[int]:
     extended = {id(p) for group in unit.groups if isinstance(group, ExtensionGroup) for p in group.params}
     with torch.no_grad():
-        return [0 if id(param) in extended else _sum(param.full) for param in _params(unit)]
-
-
-def _sum(full: Tensor) -> int:
-    plain = local_of(full) if isinstance(full, DTensor) else full.detach()
-    if plain.is_meta or not plain.numel():
-        return 0
-    return int(plain.reshape(-1).view(_SAME_SIZE.get(plain.element_size(), torch.int64)).sum(dtype=torch.int64))
+        return [0 if id(param) in extended else sum_of_bits(param.full) for param in _params(unit)]

@@ -86,6 +86,9 @@ class TrainingKeys:
         'NaN or inf in loss or gradients: "raise" ends the run, "skip" leaves the update out, "count" notes it',
         choices=("raise", "skip", "count"),
     )
+    replay_every: int = _key(
+        0, "steps between two that are made twice and compared bit by bit (faulty hardware); 0 = none", least=0
+    )
     recompute: str = _key(
         "none",
         'activations: "none" keeps all; "block" keeps block inputs and recomputes',

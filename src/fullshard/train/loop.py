@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard import MicroBatches, check_gradients, checkpoint, clip_grad_norm_
+from fullshard import MicroBatches, ReplayError, check_gradients, checkpoint, clip_grad_norm_, replay
 from fullshard.train.config import AUTO, Config
 from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, windows
@@ -137,15 +137,16 @@ class Trainer:
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
         """All steps behind step `after`, with checkpoints between them.
 
-        Raises `FloatingPointError`, before the update, when loss or gradient is not finite (`training.nonfinite`), and
-        `Stopped` when a rank was told to stop: behind a step, the same one on all ranks, with its checkpoint made.
+        Raises `FloatingPointError`, before the update, when loss or gradient is not finite (`training.nonfinite`);
+        `ReplayError` when a step that was made twice differs (`training.replay_every`); and `Stopped` when a rank was
+        told to stop: behind a step, the same one on all ranks, with its checkpoint made.
         """
         begun = time.monotonic()
         steps = self.config.training.steps
         outputs.console.begin(steps, after)
         record = None
         for step in range(after + 1, steps + 1):
-            record = self.step(step)
+            record = self.replayed(step) if self._replay_due(step) else self.step(step)
             outputs.step(record)
             if checkpoints is not None and (self.stopped_by or checkpoints.due(step, steps)):
                 checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
@@ -154,6 +155,26 @@ class Trainer:
         if not self.held.total:
             self.held = measured_local(self.model, self.optimizer)
         return Outcome(record, time.monotonic() - begun, self.held)
+
+    def _replay_due(self, step: int) -> bool:
+        every = self.config.training.replay_every
+        return every > 0 and step % every == 0
+
+    def replayed(self, step: int) -> StepRecord:
+        """The step, made twice from the same state. Raises `ReplayError` where they differ in a bit, on any rank."""
+        sizes = []
+
+        def once() -> StepRecord:
+            record = self.step(step)
+            sizes.append(self.micro_batch)
+            return record
+
+        found = replay(once, self.model, self.optimizer, on_difference="return")
+        # Micro-batches of another size, for which there was no memory the second time, add up in another order.
+        if not found.ok and sizes[0] == sizes[1]:
+            raise ReplayError(found)
+        record: StepRecord = found.value
+        return record
 
     def step(self, step: int) -> StepRecord:
         begun = time.monotonic()
