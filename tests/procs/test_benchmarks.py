@@ -142,3 +142,9 @@ def test_gpu_in_one_call() -> None:
     assert set(results) == {"tests", "step, 8B-shaped", "memory", "step, 1B-shaped", "host"}
     assert all(part["ok"] for part in results.values())
     assert all(part["figures"] for name, part in results.items() if name != "tests")
+
+
+def test_digest() -> None:
+    results = _last_line("benchmarks.digest")["results"]
+    assert isinstance(results, list)
+    assert {"digest", "sha256"} <= set(results[0]["gb_per_s"])
