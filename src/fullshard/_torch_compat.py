@@ -21,7 +21,7 @@
                                                 collective (comm/control.py)
     ProcessGroup(store, rank, size),            groups that can be replaced when a peer failed; those of    2.13
     ._register_backend, ._set_default_backend,  new_group live under names that may come again with
-    ._set_group_name, Backend.options           what older ones left in the store (comm/lines.py)
+    ._set_group_name, ._device_types, .options  what older ones left in the store (comm/lines.py)
     tensor._post_accumulate_grad_hooks,         hooks of the sharded parameter are ours to run          2.13
     ._backward_hooks
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
@@ -127,6 +127,7 @@ __all__ = [
     "strided_shard",
     "swappable",
     "tensor_hooks",
+    "timeout_of",
     "dtensor_without_data",
     "top_saved_tensor_hooks",
     "version_of",
@@ -418,6 +419,15 @@ def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, de
 def default_store() -> Any:
     """The store of the default process group, by a connection of our own: one that waits holds up nobody else."""
     return cast(Any, distributed_c10d._get_default_store()).clone()
+
+
+def timeout_of(process_group: ProcessGroup) -> float:
+    """Seconds after which the backend of `process_group` gives a message up; half an hour where it does not say."""
+    for device in process_group._device_types:
+        options = getattr(process_group._get_backend(device), "options", None)
+        if hasattr(options, "_timeout"):
+            return float(cast(Any, options)._timeout.total_seconds())
+    return 1800.0
 
 
 def same_group(like: ProcessGroup, ranks: Sequence[int], device: torch.device, name: str) -> ProcessGroup:

@@ -268,3 +268,54 @@ def test_a_guarded_block_raises_on_all_ranks(world: int) -> None:
         "expected every rank to take part in the end of a guarded block, found that rank 1 raised at step 2 in a "
         "guarded block: MemoryError: while the loss was logged"
     )
+
+
+def _ends_early(rank: int) -> None:
+    model = build()
+    if rank == 1:
+        with pytest.raises(KeyError), fullshard.guard(model):
+            raise KeyError("the first batch")
+    else:
+        with within(SECONDS), pytest.raises(PeerFailed, match="rank 1 raised in a guarded block: KeyError"):
+            with fullshard.guard(model):
+                model(batch(0, rank))
+    with fullshard.guard(model):
+        model(batch(0, rank)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_rank_that_fails_before_its_first_step_is_named() -> None:
+    run_forks(2, _ends_early, (), 60)
+
+
+def _swap(rank: int) -> tuple[list[Tensor], list[int]]:
+    """Failures in turn on all ranks, in every place, with evaluation in between."""
+    training = Training(rank)
+    renewed = []
+    domain = domain_of(range(dist.get_world_size()))
+    assert domain is not None
+    for step in range(4):
+        for where, block in (("fail", 3), ("fail_backward", 0), ("eval", 2)):
+            target = training.model[block]  # type: ignore[index]
+            if rank == step % dist.get_world_size():
+                setattr(target, "fail" if where == "eval" else where, _raise)
+            with pytest.raises((ValueError, PeerFailed)), within(SECONDS):
+                if where == "eval":
+                    with torch.no_grad():
+                        training.model(batch(step, rank))
+                    training.model(batch(step, rank))
+                else:
+                    training.step(step)
+            target.fail = target.fail_backward = None
+            training.optimizer.zero_grad()
+        training.step(step)
+        renewed.append(domain.renewed)
+    return training.state(), renewed
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_failures_of_all_ranks_in_turn(world: int) -> None:
+    expected = run_forks(world, undisturbed, (4,), 60)
+    found = run_forks(world, _swap, (), 120)
+    _equal([state for state, _ in found], expected)
+    assert found[0][1][-1] >= 8

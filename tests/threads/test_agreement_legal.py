@@ -303,7 +303,7 @@ def test_an_early_unshard_compares_its_unit() -> None:
 
 def test_nothing_is_asked_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """But at the forwards at which buffers are looked at."""
-    from fullshard.comm.control import Domain
+    from fullshard.comm import Domain
 
     asked: list[str] = []
     agree = Domain.agree

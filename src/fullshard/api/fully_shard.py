@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import published_state
-from ..comm import block_of, has_peers, mesh_links
+from ..comm import attend, block_of, has_peers, mesh_links
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
@@ -141,6 +141,7 @@ def _part(
     # `shards` is about the mesh of the unit.
     shards = shards or own != unit_mesh
     links = mesh_links(own, device, shards=shards)
+    attend(links)
     placing = Placing(
         own,
         links.shard.rank,

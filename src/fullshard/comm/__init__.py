@@ -16,11 +16,11 @@ from .asking import ask as ask
 from .asking import tell as tell
 from .blocks import block_of as block_of
 from .broadcast import broadcast_over as broadcast_over
-from .control import Domain as Domain
 from .control import domain_of as domain_of
 from .control import has_peers as has_peers
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
+from .domain import Domain as Domain
 from .errors import PeerFailed as PeerFailed
 from .errors import RanksDisagree as RanksDisagree
 from .errors import shown_ranks as shown_ranks
@@ -34,6 +34,7 @@ from .group import Block as Block
 from .group import Links as Links
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over
+from .group import attend as attend
 from .group import mesh_links as mesh_links
 from .group_memory import GroupMemoryGather as GroupMemoryGather
 from .group_memory import GroupMemoryScatter as GroupMemoryScatter

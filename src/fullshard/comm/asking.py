@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from ..layout import shown_ranks, variants
-from .control import Domain
+from .domain import Domain
 from .errors import RanksDisagree
 
 

@@ -30,8 +30,10 @@ from torch.distributed.distributed_c10d import (
 
 from ..layout import groups_messages, sends_in_pairs
 from . import pairs
-from .control import Domain
-from .lines import Line, open_line, stand_in
+from .control import domain_of
+from .domain import Domain
+from .lines import Line, can_cut, open_line, stand_in
+from .monitor import watch_over
 from .pairs import Work as Work
 
 # Dtypes that every backend has collectives for; others (float8 and int16 weights, complex numbers on NCCL) travel as
@@ -227,6 +229,13 @@ def mesh_links(mesh: DeviceMesh, device: torch.device, *, shards: bool = True) -
         return Links(Alone(device, replicate.backend), replicate, everyone=everyone)
     shard = ShardGroup(mesh.get_group(mesh.ndim - 1), device)
     return Links(shard, ShardGroup(mesh.get_group(0), device) if mesh.ndim == 2 else None, everyone=everyone)
+
+
+def attend(links: Links) -> None:
+    """From now on the others can tell when this process ends, or gives no sign of life: also before its first step."""
+    domain = domain_of(links.everyone)
+    if domain is not None and can_cut(links.shard.backend):
+        watch_over(domain.control)
 
 
 def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:

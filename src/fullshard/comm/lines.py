@@ -31,7 +31,7 @@ from .monitor import watch_over
 from .pairs import Work
 
 if TYPE_CHECKING:
-    from .control import Domain
+    from .domain import Domain
 
 _CUT_TAG = 0x66736866
 _CUTS = ("gloo", "nccl")
@@ -97,14 +97,21 @@ class Line:
 
     def cut(self) -> None:
         """End all waits on the line, here and on its peers. From any thread; does not raise."""
+        if self.is_cut:
+            return
         self.is_cut = True
         if self.device.type != "cpu":
             with suppress(RuntimeError):
                 self.group.abort()
             return
-        peer = (self.group.rank() + 1) % self.group.size()
-        with suppress(RuntimeError):
-            self.group.recv([torch.empty(1)], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+        rank, size = self.group.rank(), self.group.size()
+        for step in range(1, size):
+            try:
+                self.group.recv([torch.empty(1)], (rank + step) % size, _CUT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return
+                # The connection to this peer had been closed, by that peer: those to the others are still open.
 
 
 class Sent:
@@ -156,12 +163,17 @@ def drain(work: Work) -> None:
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Line]] = weakref.WeakKeyDictionary()
 
 
+def can_cut(backend: str) -> bool:
+    """Whether groups of `backend` have lines."""
+    return backend in _CUTS
+
+
 def open_line(
     domain: Domain, origin: dist.ProcessGroup, device: torch.device, backend: str, purpose: str
 ) -> Line | None:
     """The line in the place of `origin`; None where its backend has none. All ranks of `origin` make their first call
     together."""
-    if backend not in _CUTS or origin.size() < 2:
+    if not can_cut(backend) or origin.size() < 2:
         return None
     made = _lines.setdefault(origin, {})
     if purpose not in made or made[purpose].domain is not domain:

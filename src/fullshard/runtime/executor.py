@@ -80,6 +80,8 @@ class Executor:
                 listener(command)
             for domain in self.domains:
                 domain.doing = command
+                if domain.failure is not None:
+                    domain.refuse_failure()
             try:
                 if profiling():
                     with record_function(f"fullshard::{command.kind} ({command.unit.name})"):

@@ -14,25 +14,23 @@ from .unit import Unit, unit_of
 
 
 class Peers:
-    """The domains of `units`, whose root is run by `thread`. Every rank of each of them makes it."""
+    """The domains of `units`, whose root is run by `thread`. `open` connects them."""
 
     def __init__(self, units: Iterable[Unit], thread: int, *, silence_seconds: float) -> None:
         self.domains: list[Domain] = []
-        self._thread, self._silence_seconds = thread, silence_seconds
-        for unit in units:
-            self.open(unit)
+        for links in (links for unit in units for links in unit.links):
+            domain = domain_of(links.everyone)
+            if domain is not None and domain not in self.domains:
+                domain.step = partial(optimizer_steps, thread)
+                domain.silence_seconds = silence_seconds
+                self.domains.append(domain)
 
     def open(self, unit: Unit) -> None:
-        """Connections for the groups of `unit` that have none yet."""
+        """Connections for the groups of `unit` that have none yet; every rank of each of them makes this call."""
         for links in unit.links:
             domain = domain_of(links.everyone)
-            if domain is None:
-                continue
-            links.open(domain)
-            if domain not in self.domains:
-                domain.step = partial(optimizer_steps, self._thread)
-                domain.silence_seconds = self._silence_seconds
-                self.domains.append(domain)
+            if domain is not None:
+                links.open(domain)
 
     def publish(self, error: BaseException | None, where: str) -> None:
         """Tell that this rank failed: the others raise when they wait for what it has not sent."""
@@ -54,6 +52,8 @@ class Peers:
 
     def meet(self) -> bool:
         """After a failure all ranks come together before anything is sent. Whether they were not equally far."""
+        for domain in self.domains:
+            domain.refuse_failure()
         return any([domain.meet() for domain in self.domains if domain.must_meet])
 
 

@@ -83,10 +83,13 @@ class Root:
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
             unit.record.name = name
+        self.peers = Peers(self.units, self.thread, silence_seconds=options.silence_seconds)
+        self.peers.meet()
         # What is to be compared with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self)
         self.agreement.refuse_other_structure()
-        self.peers = Peers(self.units, self.thread, silence_seconds=options.silence_seconds)
+        for unit in self.units:
+            self.peers.open(unit)
         self.executor.domains = self.peers.domains
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
