@@ -106,9 +106,10 @@ def _spec(rng: random.Random) -> ModelSpec:
 
     def block(by_rank: bool, depth: int) -> BlockSpec:
         recompute = rng.choice(["no", "no", "no", "inside", "outside", "outside_reentrant"])
-        # A leaf that is skipped returns its input. Where that is not part of a graph, whether a backward reaches the
-        # leaf would depend on the rank, which is the users' to avoid (docs/engine.md).
-        by_rank = by_rank and recompute != "outside_reentrant"
+        # A leaf that is skipped returns its input, and saves nothing. Where the input is not part of a graph, whether a
+        # backward reaches the leaf would depend on the rank; and so would, whether what is around it is recomputed.
+        # Both are the users' to avoid (docs/engine.md).
+        by_rank = by_rank and recompute == "no"
         return BlockSpec(
             tuple(leaf(by_rank) for _ in range(rng.choice([1, 1, 2]))),
             inner=block(by_rank, depth - 1) if depth > 1 and rng.random() < 0.3 else None,
@@ -344,6 +345,10 @@ def _clear_twice(run: Run) -> None:
 
 
 def _new_optimizer(run: Run) -> None:
+    # What is not freed after forward is full behind one that a backward may follow.
+    for module in run.model.modules():
+        if isinstance(module, fullshard.FSDPModule):
+            module.reshard()
     run.make_optimizers()
 
 

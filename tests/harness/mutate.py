@@ -1,14 +1,16 @@
-"""Break the lifecycle on purpose: each mutation takes one rule away or turns it around, and some test must go red.
+"""Break things on purpose: each mutation takes one rule or guard away or turns it around, and some test must go red.
 
     python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
     python -m tests.harness.mutate R9 next_in_backward     those of some rules
-    python -m tests.harness.mutate --list            what there is (the table: mutations.txt)
+    python -m tests.harness.mutate --in comm/ runtime/order.py     those in files below src/fullshard that begin so
+    python -m tests.harness.mutate --list            what there is (the tables: mutations.txt, mutations_guards.txt)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
+    python -m tests.harness.mutate --write FILE      and a document of what came of it
 
-For each mutation the package is copied to a temporary folder, one text in it is replaced, and the tests of the
-lifecycle (pure, then the golden traces end to end) run against the copy, in a process of their own, until the first
-failure. Killed: a test failed. Survived: all passed, so the rule is untested or redundant. A mutation whose text is no
-longer in the source is an error, and so are tests that are red without any mutation.
+For each mutation the package is copied to a temporary folder, one text in it is replaced, and tests run against the
+copy, in a process of their own, until the first failure: those that its table names, or those of the lifecycle (pure,
+then the golden traces end to end). Killed: a test failed. Survived: all passed, so the rule is untested or redundant. A
+mutation whose text is no longer in the source is an error, and so are tests that are red without any mutation.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parent.parent.parent
 SOURCES = "src/fullshard/"
 PACKAGE = REPOSITORY / SOURCES
+# The rules of the lifecycle; and everything else, with the tests that are to kill each mutation.
 TABLE = Path(__file__).with_name("mutations.txt")
+GUARDS = Path(__file__).with_name("mutations_guards.txt")
 # In two runs, the direct tests first: most mutations die there, and collecting the others takes longer than that.
 STAGES = (
     (
@@ -72,24 +76,30 @@ class Mutation(NamedTuple):
     new: str
     # What goes wrong in a program.
     breaks: str
+    # That are to go red; none: those of the lifecycle.
+    tests: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        return tuple((test,) for test in self.tests) or STAGES
 
 
 def read(text: str) -> list[Mutation]:
-    """The mutations of a table; its form is said at the top of mutations.txt.
+    """The mutations of a table; its form is said at the top of mutations.txt and of mutations_guards.txt.
 
     Raises `ValueError` with the number of a line that is none of it.
     """
     found: list[Mutation] = []
-    file = ""
+    file, tests = "", ""
     for block in re.finditer(r"(?:^(?!#).+\n)+", text, re.MULTILINE):
         lines = block[0].splitlines()
         rule, colon, breaks = lines[0].partition(": ")
         removed = [line[1:] for line in lines[1:] if line[0] == "-"]
         added = [line[1:] for line in lines[1:] if line[0] == "+"]
         if lines[0].startswith("== " + SOURCES) and len(lines) == 1:
-            file = lines[0].removeprefix("== " + SOURCES)
+            file, _, tests = lines[0].removeprefix("== " + SOURCES).partition(" by ")
         elif colon and file and removed and lines[1:] == ["-" + r for r in removed] + ["+" + a for a in added]:
-            found.append(Mutation(rule, file, "\n".join(removed), "\n".join(added), breaks))
+            found.append(Mutation(rule, file, "\n".join(removed), "\n".join(added), breaks, tuple(tests.split())))
         else:
             number = text.count("\n", 0, block.start()) + 1
             raise ValueError(
@@ -98,7 +108,7 @@ def read(text: str) -> list[Mutation]:
     return found
 
 
-MUTATIONS = read(TABLE.read_text())
+MUTATIONS = read(TABLE.read_text()) + read(GUARDS.read_text())
 
 
 class Outcome(NamedTuple):
@@ -127,8 +137,9 @@ def apply(mutation: Mutation, package: Path) -> None:
     path.write_text(text.replace(mutation.old, mutation.new))
 
 
-def attempt(mutation: Mutation | None, package: Path) -> Outcome:
-    """Run the tests against a copy of `package` with `mutation` (None: as it is), in a process of their own."""
+def attempt(mutation: Mutation | None, package: Path, stages: Sequence[tuple[str, ...]] = ()) -> Outcome:
+    """Run tests against a copy of `package` with `mutation` (None: as it is, and all `stages`), in a process of their
+    own."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fullshard-mutate-") as folder:
         copy, output = Path(folder).resolve() / "fullshard", Path(folder) / "output.txt"
@@ -138,7 +149,7 @@ def attempt(mutation: Mutation | None, package: Path) -> Outcome:
                 apply(mutation, copy)
             except LookupError as error:
                 return Outcome(mutation, "error", str(error), time.monotonic() - start)
-        for tests in STAGES:
+        for tests in stages or (STAGES if mutation is None else mutation.stages):
             process = _processes().Process(target=_run_tests, args=(tests, str(copy.parent), str(output)))
             process.start()
             process.join(SECONDS)
@@ -170,12 +181,14 @@ def _run_tests(tests: tuple[str, ...], folder: str, output: str) -> None:
     loaded = [name for name in sys.modules if name.partition(".")[0] == "fullshard"]
     assert not loaded, f"the package is loaded already, not from the copy: {loaded}"
     sys.path[:0] = [folder, str(REPOSITORY)]
+    # For the processes that tests start.
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(REPOSITORY)])
     import fullshard
 
     assert Path(fullshard.__file__).is_relative_to(folder), f"expected the copy in {folder}, found {fullshard.__file__}"
     import pytest
 
-    code = int(pytest.main(["-x", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", *tests]))
+    code = int(pytest.main(["-x", "-q", "--tb=no", "--no-header", "-m", "not slow", "-p", "no:cacheprovider", *tests]))
     sys.stdout.flush()
     # Past whatever the tests left running.
     os._exit(code)
@@ -191,10 +204,41 @@ def judge(returncode: int, output: str) -> tuple[str, str]:
     return "error", f"pytest ended with {returncode}:\n{output[-2000:]}"
 
 
+def document(outcomes: Sequence[Outcome]) -> str:
+    """What came of them, as Markdown: a line for each file, and one for each mutation of a guard."""
+    killed = sum(outcome.verdict == "killed" for outcome in outcomes)
+    lines = [
+        "# Mutations",
+        "",
+        f"{killed} of {len(outcomes)} killed. Each takes one rule or guard of the source away, or turns it around, and "
+        "a test has to go red. Made by `python -m tests.harness.mutate --write FILE`; the tables are "
+        "[mutations.txt](../tests/harness/mutations.txt) (the rules of the lifecycle) and "
+        "[mutations_guards.txt](../tests/harness/mutations_guards.txt) (everything else).",
+        "",
+        "| file | killed | of |",
+        "|---|---|---|",
+    ]
+    by_file: dict[str, list[tuple[Mutation, Outcome]]] = {}
+    for outcome in outcomes:
+        assert outcome.mutation is not None
+        by_file.setdefault(outcome.mutation.file, []).append((outcome.mutation, outcome))
+    for file, entries in by_file.items():
+        lines.append(f"| `{file}` | {sum(o.verdict == 'killed' for _, o in entries)} | {len(entries)} |")
+    lines += ["", "| in | what goes wrong | verdict | by |", "|---|---|---|---|"]
+    for file, entries in by_file.items():
+        for mutation, outcome in entries:
+            if mutation.tests or outcome.verdict != "killed":
+                by = outcome.detail.partition(" - ")[0] if outcome.verdict == "killed" else ""
+                lines.append(f"| `{file}` {mutation.rule} | {mutation.breaks} | {outcome.verdict} | {by} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: all were killed. 1: some survived. 2: the tests are red without a mutation, or one could not be tried."""
     parser = argparse.ArgumentParser(prog="python -m tests.harness.mutate", description="Break each rule; expect red.")
     parser.add_argument("rules", nargs="*", metavar="RULE", help="such as R9 or next_in_backward; default: all")
+    parser.add_argument("--in", dest="files", nargs="+", default=[""], metavar="FILE", help="below src/fullshard")
+    parser.add_argument("--write", type=Path, help="a Markdown document of the outcomes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
     parser.add_argument("--package", type=Path, default=PACKAGE, help="the package to break a copy of")
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
@@ -202,7 +246,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(options.rules) - {mutation.rule for mutation in MUTATIONS}
     if unknown:
         parser.error(f"expected rules of the table, found {', '.join(sorted(unknown))}; --list shows them")
-    chosen = [mutation for mutation in MUTATIONS if not options.rules or mutation.rule in options.rules]
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if (not options.rules or mutation.rule in options.rules) and mutation.file.startswith(tuple(options.files))
+    ]
     if options.list:
         for mutation in chosen:
             print(f"{mutation.rule:18} {mutation.breaks}")
@@ -210,14 +258,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # torch reads it when it is loaded; the new processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()
-    baseline = attempt(None, options.package)
-    if baseline.verdict != "survived":
-        print(f"the tests fail without any mutation, so nothing can be said: {baseline.detail}")
-        return 2
+    stages = tuple(dict.fromkeys(stage for mutation in chosen for stage in mutation.stages))
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+        untouched = {stage: pool.submit(attempt, None, options.package, (stage,)) for stage in stages}
         outcomes = []
         for outcome in pool.map(lambda mutation: attempt(mutation, options.package), chosen):
             assert outcome.mutation is not None
+            baselines = [untouched[stage].result() for stage in outcome.mutation.stages]
+            red = next((baseline for baseline in baselines if baseline.verdict != "survived"), None)
+            if red is not None:
+                outcome = outcome._replace(verdict="error", detail=f"red without any mutation, too: {red.detail}")
             outcomes.append(outcome)
             name = f"{outcome.mutation.rule:18} {outcome.mutation.breaks}"
             print(f"{outcome.verdict:8} {name}\n{'':9}{outcome.detail} ({outcome.seconds:.1f} s)", flush=True)
@@ -226,6 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert outcome.mutation is not None
         print(f"SURVIVED {outcome.mutation.rule}: {outcome.mutation.breaks}")
     print(f"{len(by_verdict['killed'])}/{len(outcomes)} killed in {time.monotonic() - start:.0f} s")
+    if options.write is not None:
+        options.write.write_text(document(outcomes))
     return 2 if by_verdict["error"] else int(bool(by_verdict["survived"]))
 
 

@@ -44,7 +44,11 @@ def test_the_table_is_read_as_it_is_written() -> None:
         Mutation("R1", "a/b.py", "    one\ntwo", "", "is: wrong"),
         Mutation("f", "a/b.py", " half", " whole\n", "late"),
     ]
-    assert len(MUTATIONS) == len(re.findall(r"^\w+: ", mutate.TABLE.read_text(), re.MULTILINE)) > 100
+    named = mutate.read("== src/fullshard/a.py by tests/x.py tests/y.py\n\nf: late\n-one\n+two\n")
+    assert named == [Mutation("f", "a.py", "one", "two", "late", ("tests/x.py", "tests/y.py"))]
+    assert named[0].stages == (("tests/x.py",), ("tests/y.py",)) and MUTATIONS[0].stages == mutate.STAGES
+    written = mutate.TABLE.read_text() + mutate.GUARDS.read_text()
+    assert len(MUTATIONS) == len(re.findall(r"^\w+: ", written, re.MULTILINE)) > 250
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,23 @@ def test_each_mutation_still_fits(mutation: Mutation) -> None:
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
 
 
+def test_guards_name_the_tests_that_kill_them() -> None:
+    """Those of the lifecycle are for its rules alone."""
+    for mutation in MUTATIONS:
+        of_rules = mutation.file.startswith("lifecycle/") and mutation.file != "lifecycle/order.py"
+        assert bool(mutation.tests) != of_rules, f"{mutation.file} {mutation.rule}"
+
+
+def test_the_document_counts() -> None:
+    """Every guard has its line; of rules those that survived."""
+    rule, guard = MUTATIONS[0], next(mutation for mutation in MUTATIONS if mutation.tests)
+    killed = mutate.Outcome(guard, "killed", "tests/pure/test_x.py::test_y - AssertionError", 1.0)
+    text = mutate.document([killed, mutate.Outcome(rule, "survived", "", 1.0), killed._replace(mutation=rule)])
+    assert "\n2 of 3 killed. " in text and f"| `{rule.file}` | 1 | 2 |" in text
+    assert f"| `{guard.file}` {guard.rule} | {guard.breaks} | killed | tests/pure/test_x.py::test_y |" in text
+    assert text.count(rule.breaks) == 1
+
+
 def test_no_mutation_is_there_twice() -> None:
     """Killed is counted by mutation."""
     assert max(Counter((mutation.file, mutation.old, mutation.new) for mutation in MUTATIONS).values()) == 1
@@ -84,6 +105,7 @@ def test_the_tests_that_kill_are_there() -> None:
         path.relative_to(mutate.REPOSITORY).as_posix() for path in Path(__file__).parent.glob("test_lifecycle_*.py")
     }
     assert {path for stage in mutate.STAGES for path in stage} == found | {"tests/fake/test_golden_fullshard.py"}
+    assert all((mutate.REPOSITORY / test).exists() for mutation in MUTATIONS for test in mutation.tests)
 
 
 def test_a_mutation_changes_one_file_of_the_copy(tmp_path: Path) -> None:

@@ -156,6 +156,17 @@ def test_units_that_return_their_input_on_one_rank(skipped: tuple[int, ...]) -> 
         run_ranks(2, _beside_plain, SkippingModel(), loss, 2)
 
 
+def test_units_that_are_recomputed_and_return_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit in a checkpoint returned its input, the output of a unit outside that some ranks skip: recomputed, it took
+    the backward of that one for the beginning of its own, and was gathered there by some ranks alone."""
+    monkeypatch.setattr(legal, "SECONDS", 10.0)
+    inner = BlockSpec((LeafSpec("twins", 2, "never", unit=True), LeafSpec("twins", 5)), recompute="outside")
+    outer = BlockSpec((LeafSpec("norm", use="by_rank"),), inner)
+    spec = ModelSpec((outer, BlockSpec((LeafSpec("twins"),))), width=7)
+    program = Program(486, "one model", 2, spec, "resharded", "SGD", (("another order",), ("another order",)))
+    assert legal.alarms_of(program) == []
+
+
 def test_ranks_that_differ_in_what_has_no_value() -> None:
     """One rank has values, the other memory that `to_empty` made: both look, or none does."""
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._torch_compat import current_backward
 from ..lifecycle import Use
 from .forming import root_of
 from .outside import outside_graphs
@@ -167,15 +168,18 @@ class UnitHooks:
         return [_InputHook(t.grad_fn, t.register_hook(partial(self._on_input, reached)), reached) for t in inputs]
 
     def _hook_outputs(self, outputs: Sequence[Tensor], use: Use | None, inputs: Sequence[_InputHook]) -> None:
+        recomputed = current_backward() != -1
         for node in {id(node): node for t in outputs if (node := t.grad_fn) is not None}.values():
+            returned = [hook for hook in inputs if hook.node is node]
+            for hook in returned:
+                hook.handle.remove()
+            if returned and recomputed:
+                continue  # a node of the graph outside, which knows of the forward that is repeated
             notes: dict[str, Any] = cast("Any", node).metadata  # torch's stub has a method where there is a property
             waiting = notes.get(_WAITING)
             if waiting is None:
                 waiting = notes[_WAITING] = []
                 node.register_prehook(partial(self._on_outputs, waiting))
-            returned = [hook for hook in inputs if hook.node is node]
-            for hook in returned:
-                hook.handle.remove()
             waiting.append((self._unit, use, returned))
 
 
