@@ -129,13 +129,15 @@ class Ours:
     `local`: the optimizer holds this rank's plain tensors instead of DTensors. The arithmetic is the same; it saves
     DTensor's analysis of every operation, which takes far longer than all the rest of so small a model's step.
     `replicas`: how many times there is each shard. Micro-batches that are not reduced are then, by turns, without any
-    message and without the one between replicas.
+    message and without the one between replicas. `fully_shard`: in the place of ours, with other options.
     """
 
-    def __init__(self, spec: ModelSpec, *, local: bool, replicas: int = 1) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, local: bool, replicas: int = 1, fully_shard: Callable[..., Any] | None = None
+    ) -> None:
         self.spec = spec
         self.replicas = replicas
-        fully_shard: Callable[..., Any] = fullshard.fully_shard
+        fully_shard = fully_shard or fullshard.fully_shard
         self.group: dist.ProcessGroup | None = None
         if replicas > 1:
             shape = (replicas, dist.get_world_size() // replicas)
@@ -230,13 +232,15 @@ def train_beside_oracle(
     replicas: int = 1,
     disturb: Callable[[Any, int, int], None] | None = None,
     lasting: bool = False,
+    prepare: Callable[[Any, int], None] | None = None,
+    fully_shard: Callable[..., Any] | None = None,
 ) -> Trained:
     """Train on this rank; rank 0 compares with the oracle at every step. What training left, full, on every rank.
 
-    `disturb(model, step, rank)` is called before the micro-batches of a step. `lasting`: what is frozen may stay full
-    between steps.
+    `disturb(model, step, rank)` is called before the micro-batches of a step; `prepare(model, step)` before that, for
+    the oracle's models too. `lasting`: what is frozen may stay full between steps. `fully_shard`: as `Ours` takes it.
     """
-    ours = Ours(spec, local=local, replicas=replicas)
+    ours = Ours(spec, local=local, replicas=replicas, fully_shard=fully_shard)
     oracle = Oracle(spec, world, replicas) if rank == 0 else None
     # Where nothing is cut, a rank computes without waiting for others; and recomputation sets the random state of the
     # whole process back, in the middle of drawing the oracle's initial values.
@@ -244,6 +248,9 @@ def train_beside_oracle(
     trained = Trained()
     eps = 0.0 if world == 1 else EPS
     for step in range(steps):
+        if prepare is not None:
+            for model in (ours.model, *((oracle.model, oracle.compute) if oracle is not None else ())):
+                prepare(model, step)
         if disturb is not None:
             disturb(ours.model, step, rank)
         ours.micro_batches(step, rank)
