@@ -21,7 +21,6 @@ OPEN: dict[str, str] = {
     "divergence/skipped": "what finds it is being built",
     "divergence/swapped": "what finds it is being built",
     "init/another_block": "what finds it is being built",
-    "init/optimizer_over_full": "what finds it is being built",
     "init/seed": "what finds it is being built",
     "init/synchronised": "what finds it is being built",
     "init/unit_left_out": "what finds it is being built",
