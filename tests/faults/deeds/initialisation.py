@@ -63,11 +63,12 @@ def replace_layer(make: Callable[[], nn.Module]) -> Action:
     return action
 
 
-class Wider(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 2)
-        self.down = nn.Linear(2 * WIDTH + 2, WIDTH)
+def wider() -> nn.Module:
+    """A block whose linears have one row, and one column, more."""
+    block = Block()
+    block.up = nn.Linear(WIDTH, 2 * WIDTH + 2)
+    block.down = nn.Linear(2 * WIDTH + 2, WIDTH)
+    return block
 
 
 class Renamed(Block):
