@@ -114,10 +114,9 @@ class Run:
 
     def forward_and_backward(self) -> None:
         self.at("batch")
-        losses = [self.loss(tokens) for tokens in self.batches()]
-        self.kept["losses"] = losses
+        losses = self.kept["losses"] = [self.loss(tokens) for tokens in self.batches()]
         self.at("loss")
-        for loss in losses:
+        for loss in self.kept["losses"]:
             loss = loss / (len(losses) * self.setup.micros)
             (self.scaler.scale(loss) if self.scaler else loss).backward()
         self.at("gradients")

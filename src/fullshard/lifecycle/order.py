@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 # What an action may say beside its kind, unit and sizes.
 FLAGS = (
-    "stepped",  # the first after an optimizer step
+    "stepped",  # the first after an optimizer step; once for each step
     "eval",  # the first of a forward without gradients
     "train",  # the first of one with gradients, where the one before had none
     "accumulated",  # gradients of several backwards
@@ -307,7 +307,8 @@ def _phrase(action: Action) -> str:
     }.get(action.kind, action.kind)
     when = ""
     if "stepped" in action.flags:
-        when = " after an optimizer step"
+        steps = action.flags.count("stepped")
+        when = " after an optimizer step" if steps == 1 else f" after {steps} optimizer steps"
     if "eval" in action.flags:
         when += " in a forward without gradients"
     if "accumulated" in action.flags:
@@ -327,7 +328,7 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
             "some ranks evaluate where others do not: give all ranks as many evaluation batches, or let those that "
             "have fewer take part with fullshard.joined(model, batches)"
         )
-    if len({"stepped" in action.flags for action in both}) > 1 and len({action.unit for action in both}) == 1:
+    if len({action.flags.count("stepped") for action in both}) > 1 and len({action.unit for action in both}) == 1:
         return (
             "some ranks took an optimizer step where others did not: call optimizer.step() on all ranks alike, after "
             "as many backwards (a rank without a batch takes part with a loss times 0)"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # How many actions and sizes are kept of a root; a program that makes more of them makes them again.
 _REMEMBERED = 50_000
+# More optimizer steps than these between two messages are not told apart.
+_MOST_STEPS = 16
 
 
 class _DomainOrder:
@@ -35,7 +37,8 @@ class _DomainOrder:
         domain.explained_by["order"] = _while_waiting
         self._epoch = domain.epoch
         self.order = Order()
-        self.stepped = False
+        # Optimizer steps since the last action.
+        self.stepped = 0
         # An outermost forward began, with or without gradients, and sent nothing yet.
         self.begun: bool | None = None
         # Roots whose last forward that sent something was one with gradients.
@@ -46,20 +49,20 @@ class _DomainOrder:
         if self._epoch != epoch:
             self._epoch = epoch
             self.order = Order()
-            self.stepped, self.begun = False, None
+            self.stepped, self.begun = 0, None
             self.trained.clear()
         return self.order
 
     def flags(self, family: int) -> tuple[str, ...]:
         """What the next action says of the program around it. Once."""
-        flags: tuple[str, ...] = ("stepped",) if self.stepped else ()
+        flags: tuple[str, ...] = ("stepped",) * min(self.stepped, _MOST_STEPS)
         if self.begun is False:
             flags += ("eval",)
             self.trained.discard(family)
         elif self.begun and family not in self.trained:
             flags += ("train",)
             self.trained.add(family)
-        self.stepped, self.begun = False, None
+        self.stepped, self.begun = 0, None
         return flags
 
 
@@ -239,7 +242,7 @@ class MessageOrder:
         """Parameters of the root took an optimizer step."""
         for lane in self._lanes:
             lane.shared.current(lane.domain.epoch)
-            lane.shared.stepped = True
+            lane.shared.stepped += 1
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """`optimizer` took a step, in the thread that runs the model."""

@@ -37,6 +37,11 @@ class UnlikeModel(Model):
         super().__init__()
 
 
+def swapped_evaluation(run: Run) -> None:
+    swap_layers(0, 1)(run)
+    run.evaluate()
+
+
 def drop_by_own_seed(run: Run) -> None:
     """Layer drop, whose random numbers are another on each rank."""
     skip_layer(run.rank)(run)
@@ -112,7 +117,7 @@ def joined_evaluation(run: Run) -> None:
     """The same, with the call that lets ranks have unequal numbers."""
     batches = [run.batches(step=50 + i)[0] for i in range(2 + 2 * run.rank)]
     with torch.no_grad():
-        for tokens in fullshard.joined(run.model, batches) if run.ours else batches:
+        for tokens in (turn.batch for turn in fullshard.joined(run.model, batches)) if run.ours else batches:
             run.model(tokens)
 
 

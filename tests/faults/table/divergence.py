@@ -67,13 +67,11 @@ ORDER = (
         _disagree(r"layers\.[01]", "rank 1"),
         setup=Setup(world=3),
     ),
-    _one(
-        "swapped_in_evaluation",
-        "rank 1 evaluates with layers in another order",
-        1,
-        "step",
-        lambda run: (swap_layers(0, 1)(run), run.evaluate()) and None,
+    Case(
+        "divergence/swapped_in_evaluation",
+        "all ranks evaluate, rank 1 with layers in another order",
         _disagree(r"layers\.[01]"),
+        (at(2, "step", evaluate, rank=0), at(2, "step", do.swapped_evaluation, rank=1)),
     ),
     _one("skipped", "rank 1 leaves layers.1 out", 1, "step", skip_layer(1), _disagree(r"layers\.[12]"), fast=True),
     _one("skipped_first", "rank 1 leaves layers.0 out", 1, "step", skip_layer(0), _disagree(r"layers\.[01]")),
