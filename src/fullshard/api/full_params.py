@@ -69,9 +69,6 @@ def full_params(
                 f"full_params: expected {unit.opened.opening} as of the context around this one, found {opening}; "
                 f"give nested contexts the same, or leave the outer one"
             )
-    for root in dict.fromkeys(unit.root for unit in units if unit.opened is None):
-        if root is not None and root.order is not None:
-            root.order.announce("full_params", "parameters")
     keep = opening.keeps(units)
     with ExitStack() as stack:
         if writeback:

@@ -18,6 +18,7 @@ In the fake process group, and in a world of one, everybody agrees and nothing i
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from .._torch_compat import default_store, timeout_of
+from .alive import identity, is_gone
 from .domain import Domain
 
 # How often a process gives a sign of life, and looks after who waits.
@@ -62,16 +64,17 @@ class Control:
     def beat(self) -> None:
         """Give a sign of life."""
         self._beat += 1
-        self.store.set(f"fullshard/beat/{self.rank}", str(self._beat))
+        self.store.set(f"fullshard/beat/{self.rank}", f"{self._beat} {identity()}")
 
     def silent_for(self, rank: int) -> float:
-        """Seconds since the last change of the sign of life of `rank`, as far as this rank has looked."""
+        """Seconds since the last change of the sign of life of `rank`, as far as this rank has looked; infinite for a
+        process of this machine that has ended."""
         key, now = f"fullshard/beat/{rank}", time.monotonic()
         last = self.store.get(key) if self.store.check([key]) else b""
         known = self._beats.get(rank)
         if known is None or known[0] != last or not last:
             self._beats[rank] = known = (last, now)
-        return now - known[1]
+        return math.inf if is_gone(last.decode().partition(" ")[2]) else now - known[1]
 
     def publish(self, kind: str, text: str) -> None:
         """To everybody who shares a domain with this rank."""

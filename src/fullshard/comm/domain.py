@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -202,8 +203,9 @@ class Domain:
     def _lost(self, seconds: float) -> Fault | None:
         """The first peer without a sign of life for so long; said to the others, too."""
         for rank in self.ranks:
-            if rank != self.rank and self.control.silent_for(rank) > seconds:
-                text = f"for {seconds:g} s: killed, stopped or hanging"
+            if rank != self.rank and (silent := self.control.silent_for(rank)) > seconds:
+                ended = silent == math.inf
+                text = "since its process has ended" if ended else f"for {seconds:g} s: killed, stopped or hanging"
                 fault = Fault(rank, "lost", text)
                 self._tell(fault)
                 return fault

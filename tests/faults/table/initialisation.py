@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.faults.actions import Action
-from tests.faults.cases import PLAIN, Case, Equal, Raises, Setup, Warns, at
+from tests.faults.cases import PLAIN, Case, Equal, Raises, Setup, at
 from tests.faults.deeds import initialisation as do
 from tests.threads.programs import PROGRAMS, of_blocks
 
@@ -161,7 +161,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "init/buffer",
         "a buffer of rank 1 has other values",
-        Warns((r"layers\.1\.scale", "rank 1")),
+        Raises("RanksDisagree", (r"layers\.1\.scale", "rank 1")),
         (at(-1, "built", do.other_buffer, rank=1),),
         Setup(model=of_blocks(do.Buffered)),
     ),
