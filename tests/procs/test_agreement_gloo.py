@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import fully_shard, sync_module_states
 from fullshard.comm import RanksDisagree
 from tests.harness.behaviours import behaviour
+from tests.harness.forked import run_forks
 from tests.harness.implementations import Implementation
 from tests.harness.models import seeded
 from tests.harness.pool import pool
@@ -153,3 +154,39 @@ def _equal(rank: int) -> str:
 def test_equal_ranks_raise_nothing() -> None:
     for world in (1, 2, 4):
         assert set(pool(world).run(_equal)) == {"trained"}
+
+
+class _Fails(Model):
+    """Raises once, behind the last message of its forward."""
+
+    armed = False
+
+    def out(self, x: Any) -> Any:
+        result = super().out(x)
+        if self.armed:
+            self.armed = False
+            raise ArithmeticError("injected")
+        return result
+
+
+def _after_a_failure(rank: int) -> list[str]:
+    """Rank 0 fails in its first forward; the other one is through its own and begins the second, in which buffers are
+    looked at, before it learns of that. From then on they have begun other numbers of forwards."""
+    model: Any = seeded(_Fails)
+    model.register_buffer("mean", torch.zeros(2))
+    shard(model)
+    model.armed = rank == 0
+    raised = []
+    for index in range(24):
+        try:
+            for _ in range(2):
+                loss = model(part(batch(dist.get_world_size(), index), rank)).pow(2).mean()
+            loss.backward()
+        except (ArithmeticError, RuntimeError) as error:
+            raised.append(type(error).__name__)
+    return raised
+
+
+def test_looks_at_buffers_stay_together_after_a_failure() -> None:
+    found = run_forks(2, _after_a_failure, (), timeout=50)
+    assert found == [["ArithmeticError"], ["PeerFailed"]]

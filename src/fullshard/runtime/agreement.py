@@ -42,6 +42,27 @@ class _Scope(NamedTuple):
     domain: Domain
 
 
+class _Looks:
+    """When the buffers of a scope are looked at again, at the same forward on all of its ranks: after a failure these
+    may have begun other numbers of forwards, and therefore count from their last meeting on."""
+
+    def __init__(self, scope: _Scope) -> None:
+        self.scope = scope
+        self._epoch = scope.domain.epoch
+        self._trained, self._next = 0, _FIRST_LOOK
+
+    def is_due(self) -> bool:
+        """A forward that trains begins; whether it is one of those."""
+        if self._epoch != self.scope.domain.epoch:
+            self._epoch = self.scope.domain.epoch
+            self._trained, self._next = 0, _FIRST_LOOK
+        self._trained += 1
+        due = self._trained == self._next
+        if due:
+            self._next *= _LOOKS
+        return due
+
+
 class Agreement:
     """What one root still has to compare with its peers."""
 
@@ -52,9 +73,8 @@ class Agreement:
         found = ((mesh, ranks, domain_of(ranks)) for ranks, mesh in meshes.items())
         self._scopes = [_Scope(mesh, ranks, domain) for mesh, ranks, domain in found if domain is not None]
         self._values = kind == "all" and bool(self._scopes)
-        # Whose buffers were equal so far; forwards that trained, and at which of them buffers are looked at next.
-        self._equal = list(self._scopes) if kind == "all" else []
-        self._trained, self._next_look = 0, _FIRST_LOOK
+        # Of those whose buffers were equal so far.
+        self._looks = [_Looks(scope) for scope in self._scopes] if kind == "all" else []
 
     def refuse_other_structure(self) -> None:
         """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh."""
@@ -68,20 +88,18 @@ class Agreement:
 
         trains: it is one of the whole model, in training mode, with gradients. Raises `RanksDisagree`.
         """
-        first = self._values
-        if first:
+        if self._values:
             self._for_each_scope(_refuse_other_values)
             self._for_each_scope(self._refuse_other_buffers)
             self._values = False
             for unit in self._root.units:
                 for param in unit.params:
                     param.initial = None
-        self._trained += trains
-        if trains and self._trained == self._next_look:
-            self._next_look *= _LOOKS
-            for scope in list(self._equal):
-                self._warn_of(scope, self._differing_buffers(scope), "since the training began: nothing averages them")
-        return bool(self._equal)
+        for looks in list(self._looks) if trains else ():
+            if looks.is_due():
+                found = self._differing_buffers(looks.scope)
+                self._warn_of(looks.scope, found, "since the training began: nothing averages them")
+        return bool(self._looks)
 
     def _for_each_scope(self, refuse: Callable[[Root, _Scope], None]) -> None:
         for scope in self._scopes:
@@ -113,7 +131,7 @@ class Agreement:
 
     def _warn_of(self, scope: _Scope, found: Sequence[Drift], when: str) -> None:
         if found:
-            self._equal.remove(scope)
+            self._looks = [looks for looks in self._looks if looks.scope is not scope]
             warnings.warn(
                 f"buffers differ between ranks {when}: {shown(found)}. If they should be equal: SyncBatchNorm in the "
                 f"place of BatchNorm, or fullshard.sync_module_states(model, buffers_only=True) before evaluation and "
