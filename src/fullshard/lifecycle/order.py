@@ -14,8 +14,9 @@ unasked; and a rank about to do anything else asks first, and finds that the oth
 
     history    a graph of nodes: one for each sequence of actions since the last start. An optimizer step, or a forward
                without gradients, leads back to a start, so programs that repeat themselves stay in it.
-    guess      at a node without a sequel: units follow each other as they did the last time behind messages of the same
-               kinds, as far apart. The second layer of a stack asks, the others do not.
+    guess      at a node without a sequel: what followed the last actions elsewhere (in another micro-batch). Or units
+               follow each other as they did behind messages of the same kinds, as far apart: the second layer of a
+               stack asks, the others do not.
 
 Nothing here depends on how good expectations are, but the number of questions.
 """
@@ -140,6 +141,8 @@ class Order:
         self._starts: dict[Action, _Node] = {}
         # By kind, family and unit: actions of a root as all ranks have them, with nothing special about them.
         self._plain: dict[tuple[str, int, int], Action] = {}
+        # What followed these actions.
+        self._seen: dict[tuple[Action, ...], Action] = {}
         # What followed some actions, as these look from any unit: its kind, and its unit counted from the last one.
         self._habits: dict[tuple[object, ...], tuple[str, int]] = {}
 
@@ -211,6 +214,8 @@ class Order:
     def introduced(self, actions: Sequence[Action]) -> None:
         """All ranks introduced that root, with these plain actions."""
         self.families += 1
+        if len(self._plain) + len(actions) > self._limit:
+            self._plain.clear()
         self._plain.update({(action.kind, action.family, action.unit): action for action in actions})
 
     def _sequel(self, node: _Node, action: Action) -> _Node:
@@ -227,18 +232,23 @@ class Order:
     def _guess(self) -> Action | None:
         trail = self._node.trail
         for length in range(len(trail), 0, -1):
+            seen = self._seen.get(trail[:length])
+            if seen is not None:
+                return seen
             habit = self._habits.get(_seen_from_anywhere(trail[:length]))
             if habit is not None:
                 return self._plain.get((habit[0], trail[0].family, trail[0].unit + habit[1]))
         return None
 
     def _learn(self, trail: tuple[Action, ...], action: Action) -> None:
-        if not trail or trail[0].family != action.family or action.flags:
-            return
-        if len(self._habits) + _TRAIL > self._limit:
+        if len(self._seen) + _TRAIL > self._limit or len(self._habits) + _TRAIL > self._limit:
+            self._seen.clear()
             self._habits.clear()
+        near = bool(trail) and trail[0].family == action.family and not action.flags
         for length in range(len(trail), 0, -1):
-            self._habits[_seen_from_anywhere(trail[:length])] = (action.kind, action.unit - trail[0].unit)
+            self._seen[trail[:length]] = action
+            if near:
+                self._habits[_seen_from_anywhere(trail[:length])] = (action.kind, action.unit - trail[0].unit)
 
 
 def _seen_from_anywhere(trail: Sequence[Action]) -> tuple[object, ...]:
