@@ -30,7 +30,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"layout", "comm", "_torch_compat", "_version", ""}),
     "planner": frozenset({"layout", "lifecycle", "policy"}),
     "observe": LOWER | {"runtime", "planner", ""},
-    "micro": LOWER | {"runtime", "observe"},
+    "micro": LOWER | {"runtime", "api", "observe"},
     "migrate": frozenset({""}),
     "train": frozenset({"", "checkpoint"}),
     "__init__": frozenset({"_version", "api", "policy", "micro", "observe", "checkpoint"}),

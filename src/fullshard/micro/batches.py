@@ -8,8 +8,11 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from ..comm import sum_over
+from ..api import guard
+from ..comm import PeerFailed, shown_ranks
+from ..runtime import root_of, unit_of
 from ..runtime.forming import module_units
+from ..runtime.peers import peers_below
 from .memory import is_out_of_memory, nothing_fits
 from .sizes import Sizes
 from .start import Start
@@ -34,10 +37,11 @@ class MicroBatches:
             optimizer.step()
             optimizer.zero_grad()
 
-    When a rank runs out of memory in forward or backward, the window (all pieces of the call) is tried again by all
-    ranks with smaller pieces. What a failed attempt changed is put back: gradients (those of earlier backwards too),
-    buffers, random numbers, and the engine's own state; parameters and optimizer are not touched by forward and
-    backward. So the result is bitwise that of a run that had used the size from the beginning. Sizes are remembered.
+    When a rank runs out of memory in forward or backward, be it one alone, the window (all pieces of the call) is tried
+    again by all ranks with smaller pieces. What a failed attempt changed is put back: gradients (those of earlier
+    backwards too), buffers, random numbers, and the engine's own state; parameters and optimizer are not touched by
+    forward and backward. So the result is bitwise that of a run that had used the size from the beginning. Sizes are
+    remembered.
 
     model: sharded by `fully_shard`, whole (not a part of it).
     size: what the first window tries, in samples of a rank; None: all of them.
@@ -58,18 +62,13 @@ class MicroBatches:
     ) -> None:
         """Raises `ValueError` for a model without sharded parts and arguments out of their range, and `RuntimeError`
         where an optimizer steps in backward: its steps cannot be taken back."""
-        units = module_units(model)
-        if not units:
+        if not module_units(model):
             raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
         _check_choice("search", search, get_args(Search))
         _check_choice("reduce", reduce, get_args(Reduce))
         _check_count("size", size, none=search != "fixed")
         self.model = model
         self.search, self._reduce = search, reduce
-        # Ranks that compute together: those that share and replicate, and those that cut parameters beforehand (TP).
-        groups = [group for unit in units for group in unit.groups]
-        own = (param.own_spec.mesh for group in groups for param in group.params if param.own_spec is not None)
-        self._meshes = list(dict.fromkeys([*(group.placing.mesh for group in groups), *own]))
         self._sizes = Sizes(size or 0, bisect=search == "bisect")
 
     @property
@@ -96,13 +95,15 @@ class MicroBatches:
         Returns what `loss_of` returned, in order, the losses detached.
 
         Raises, where even one sample does not fit, an error of the allocator's type with the terms of memory in its
-        text, and `RuntimeError` on ranks where it did; then everything is as it was before the call. What else
-        `loss_of` or the backward raises goes through as in any step.
+        text, and `PeerFailed` on ranks where it did. What else `loss_of` or the backward raises goes through, and the
+        other ranks raise `PeerFailed`. After each of these everything is as it was before the call. `PeerFailed` also
+        when the process of another rank ended or is held up: then nothing can be put back together.
         """
         _check_count("samples", samples)
         self._refuse_steps_in_backward()
         if self.search == "fixed":
             return self._window(loss_of, samples, self._sizes.first(samples))
+        self._form_root()
         start = Start(self.model)
         while True:
             size = self._sizes.first(samples)
@@ -110,30 +111,58 @@ class MicroBatches:
             if ended.answers is not None:
                 self._sizes.went_well(size, samples)
                 return ended.answers
+            # On all ranks; and none of them has to wait for another one that does not come back.
+            lacking = self._together(ended)
             start.restore()
+            if ended.raised is not None:
+                raise ended.raised
+            if lacking.error is not None:
+                raise lacking.error
             if not self._sizes.failed(size):
-                raise self._nothing_fits(ended)
+                raise self._nothing_fits(ended, lacking)
 
     # ---- an attempt ----------------------------------------------------------------------------------------
 
     def _attempt(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> _Ended[Answer]:
-        """A window with pieces of `size`, and how it ended on all ranks."""
-        answers, said = None, None
+        """A window with pieces of `size`. When a rank raises in it, all ranks do, before they leave it."""
         try:
-            answers = self._window(loss_of, samples, size)
+            with guard(self.model):
+                return _Ended(answers=self._window(loss_of, samples, size))
+        except PeerFailed:
+            return _Ended()
         except Exception as error:
             if not is_out_of_memory(error):
-                raise
+                return _Ended(raised=error)
             # The exception itself holds the frames of the attempt, and so its activations.
-            said = (_kind_of(error), str(error))
-        return _Ended(None if self._any_rank(said is not None) else answers, said)
+            return _Ended(lacked=(_kind_of(error), str(error)))
 
-    def _any_rank(self, here: bool) -> bool:
-        """Whether `here` is true on some rank. Collective."""
-        count = torch.tensor([int(here)])
-        for mesh in self._meshes:
-            count = sum_over(mesh, count)
-        return bool(count.item())
+    def _together(self, ended: _Ended[Any]) -> _Lacking:
+        """After a window that failed: what went wrong where. Every rank makes this call.
+
+        Raises `PeerFailed` when a rank cannot take part, because its process ended or is held up.
+        """
+        peers = peers_below(self.model)
+        peers.meet()
+        said = _FOLLOWED
+        if ended.raised is not None:
+            said = f"{type(ended.raised).__name__}: {ended.raised}"
+        elif ended.lacked is not None:
+            said = _LACKED
+        found = peers.compare("the end of a window of micro-batches", said, _weight)
+        failed = {rank: text for rank, text in found.items() if text not in (_FOLLOWED, _LACKED)}
+        if failed:
+            rank, text = min(failed.items())
+            message = (
+                f"MicroBatches: expected every rank to come through its window, found that rank {rank} raised: {text}"
+            )
+            return _Lacking((), PeerFailed(message, rank=rank, text=text))
+        return _Lacking(tuple(rank for rank, text in found.items() if text == _LACKED), None)
+
+    def _form_root(self) -> None:
+        """Ranks make their connections together, so before one of them may run out of memory alone."""
+        top = unit_of(self.model)
+        if top is not None:
+            root_of(top)
 
     def _window(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> list[Answer]:
         records = [unit.record for unit in module_units(self.model)]
@@ -154,13 +183,15 @@ class MicroBatches:
                 record.sync = sync
         return answers
 
-    def _nothing_fits(self, ended: _Ended[Any]) -> Exception:
-        if ended.said is not None:
-            kind, text = ended.said
+    def _nothing_fits(self, ended: _Ended[Any], lacking: _Lacking) -> Exception:
+        if ended.lacked is not None:
+            kind, text = ended.lacked
             return kind(nothing_fits(self.model, text))
-        return RuntimeError(
-            "MicroBatches: expected a micro-batch of 1 sample to fit on every rank, found that another rank ran out of "
-            "memory with it; see the error of that rank"
+        return PeerFailed(
+            f"MicroBatches: expected a micro-batch of 1 sample to fit on every rank, found that "
+            f"{shown_ranks(list(lacking.ranks))} ran out of memory with it; see the error there",
+            rank=min(lacking.ranks),
+            text="out of memory",
         )
 
     def _refuse_steps_in_backward(self) -> None:
@@ -173,8 +204,23 @@ class MicroBatches:
 
 
 class _Ended(NamedTuple, Generic[Answer]):
-    answers: list[Answer] | None  # None: some rank was out of memory
-    said: tuple[type[Exception], str] | None  # by the allocator of this rank
+    """How a window ended on this rank; none of the three: it was given up because a peer failed."""
+
+    answers: list[Answer] | None = None
+    lacked: tuple[type[Exception], str] | None = None  # what the allocator said
+    raised: Exception | None = None  # anything else
+
+
+class _Lacking(NamedTuple):
+    ranks: tuple[int, ...]  # that ran out of memory
+    error: PeerFailed | None  # what this rank raises where another one raised something else
+
+
+_FOLLOWED, _LACKED = "", "out of memory"
+
+
+def _weight(said: str) -> int:
+    return 0 if said == _FOLLOWED else 1 if said == _LACKED else 2
 
 
 def _kind_of(error: Exception) -> type[Exception]:

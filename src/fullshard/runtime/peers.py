@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from torch import nn
@@ -49,6 +49,17 @@ class Peers:
             doing, domain.doing = domain.doing, what
             domain.come_together(what)
             domain.doing = doing
+
+    def compare(self, what: str, said: str, weight: Callable[[str], int]) -> dict[int, str]:
+        """What every rank says of `what`, by rank. Of ranks in several domains the rest hears the heaviest. Every rank
+        makes this call. Raises `PeerFailed` when one of them will not come."""
+        found: dict[int, str] = {}
+        # Twice, so that what is said in one domain comes to the ranks of the others.
+        for domain in self.domains * min(len(self.domains), 2):
+            answers = domain.agree(what, said) or dict.fromkeys(domain.ranks, said)
+            found |= {rank: answer for rank, answer in answers.items() if weight(answer) >= weight(found.get(rank, ""))}
+            said = max(found.values(), key=weight)
+        return found
 
     def meet(self) -> bool:
         """After a failure all ranks come together before anything is sent. Whether they were not equally far."""

@@ -111,8 +111,8 @@ class Root:
         whether another forward of `unit` is running."""
         if not self._agreed and not self.provisional:
             # Which of them look has to be the same on all ranks: some may have memory without values, others values.
-            self._agreed = True
             self.unproven = agree_what_is_unproven(self.peers.domains, self.units, self.unproven)
+            self._agreed = True  # behind it: when a peer fails before it comes here, all ask again
         if self.unproven:
             prove_initialized(self.units)
             self.unproven = False
