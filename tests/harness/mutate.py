@@ -5,7 +5,8 @@
     python -m tests.harness.mutate --in comm/ runtime/order.py     those in files below src/fullshard that begin so
     python -m tests.harness.mutate --list            what there is (the tables: mutations.txt, mutations_guards.txt)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
-    python -m tests.harness.mutate --write FILE      and a document of what came of it
+    python -m tests.harness.mutate --write FILE.md   and a document of what came of it; FILE.json keeps that, so that a
+                                                     later run of some mutations renews these alone
 
 For each mutation the package is copied to a temporary folder, one text in it is replaced, and tests run against the
 copy, in a process of their own, until the first failure: those that its table names, or those of the lifecycle (pure,
@@ -16,6 +17,7 @@ mutation whose text is no longer in the source is an error, and so are tests tha
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import multiprocessing.context
 import os
@@ -204,6 +206,25 @@ def judge(returncode: int, output: str) -> tuple[str, str]:
     return "error", f"pytest ended with {returncode}:\n{output[-2000:]}"
 
 
+def write(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """The document at `path`, of these outcomes and of those of earlier runs that are kept beside it. What the tables
+    do not have any more is left out, and what was never tried is said to be "not run"."""
+    kept_at = path.with_suffix(".json")
+    kept = {tuple(one[:4]): one[4:] for one in json.loads(kept_at.read_text())} if kept_at.exists() else {}
+    for outcome in outcomes:
+        assert outcome.mutation is not None
+        detail = outcome.detail.splitlines()[0] if outcome.detail else ""
+        kept[_key(outcome.mutation)] = [outcome.verdict, detail, round(outcome.seconds, 1)]
+    found = [Outcome(mutation, *kept.get(_key(mutation), ("not run", "", 0.0))) for mutation in MUTATIONS]
+    lines = [json.dumps([*_key(one.mutation), *one[1:]]) for one in found if one.mutation is not None]
+    kept_at.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    path.write_text(document(found))
+
+
+def _key(mutation: Mutation) -> tuple[str, ...]:
+    return mutation.file, mutation.rule, mutation.breaks, f"{mutation.old} -> {mutation.new}"
+
+
 def document(outcomes: Sequence[Outcome]) -> str:
     """What came of them, as Markdown: a line for each file, and one for each mutation of a guard."""
     killed = sum(outcome.verdict == "killed" for outcome in outcomes)
@@ -277,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"SURVIVED {outcome.mutation.rule}: {outcome.mutation.breaks}")
     print(f"{len(by_verdict['killed'])}/{len(outcomes)} killed in {time.monotonic() - start:.0f} s")
     if options.write is not None:
-        options.write.write_text(document(outcomes))
+        write(options.write, outcomes)
     return 2 if by_verdict["error"] else int(bool(by_verdict["survived"]))
 
 

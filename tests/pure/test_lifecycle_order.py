@@ -433,6 +433,8 @@ def test_what_is_said_about_units_in_another_order() -> None:
         "unit2: expected rank 0 to gather the parameters of unit1 (float32*32), as in the steps before (as rank 1), "
         "found rank 0 about to gather the parameters of unit2 (float32*48); make all ranks run"
     )
+    guessed = questions[0]._replace(guessed=True)
+    assert "as in the steps before" not in deviation(guessed, [0], 1)
 
 
 @pytest.mark.parametrize(
