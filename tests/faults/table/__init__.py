@@ -20,10 +20,6 @@ OPEN: dict[str, str] = {
     "divergence/one_micro_batch_more": "what finds it is being built",
     "divergence/skipped": "what finds it is being built",
     "divergence/swapped": "what finds it is being built",
-    "init/another_block": "what finds it is being built",
-    "init/seed": "what finds it is being built",
-    "init/synchronised": "what finds it is being built",
-    "init/unit_left_out": "what finds it is being built",
     "processes/killed_before_step": "what finds it is being built",
     "processes/killed_in_backward": "what finds it is being built",
 }
