@@ -430,6 +430,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_plain_tensor_assigned_to_data_is_refused(options: str, trained: bool) -> None:
+    """Also one of another shape, before the first forward and after an evaluation; then the model is what it was."""
+    world = 4 if options == "a part is kept" else WORLD
+
+    def job(rank: int) -> None:
+        model = shard(_base(), **OPTIONS[options])
+        tokens = part(batch(world, 0), rank)
+        if trained:
+            _loss(model, tokens).backward()
+            model.zero_grad()
+        with torch.no_grad():
+            expected = _base()(tokens)
+            assert not trained or torch.allclose(model(tokens), expected, rtol=1e-4, atol=1e-6)
+            for value in (torch.zeros(13, 6), torch.zeros(2, 2)):
+                model.layers[1].up.weight.data = value
+                with pytest.raises(
+                    RuntimeError, match=r"up\.weight: expected values that are written .*\.data.*p\.copy_"
+                ):
+                    model(tokens)
+                assert model.layers[1].up.weight.shape == (13, 6)
+                assert torch.allclose(model(tokens), expected, rtol=1e-4, atol=1e-6)
+            weight = model.layers[1].up.weight
+            weight.copy_(_rows(torch.zeros(13, 6), weight))
+            assert not torch.allclose(model(tokens), expected, rtol=1e-4, atol=1e-6)
+
+    run_ranks(world, job)
+
+
 def _evaluates_alike(model: Any, reference: Any, tokens: Tensor, what: str) -> None:
     with torch.no_grad():
         found, expected = model(tokens), reference(tokens)

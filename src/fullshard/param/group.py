@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from .._torch_compat import all_hold, hand_over_hooks, local_of, set_local, settled, sharded_parameter, versions_of
+from .._torch_compat import (
+    all_hold,
+    dtensor_like,
+    hand_over_hooks,
+    local_of,
+    set_local,
+    settled,
+    sharded_parameter,
+    versions_of,
+)
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
@@ -185,6 +194,22 @@ class ParamGroup:
         if standing is None:
             standing = self._slot_fulls if showing_full else self._slot_shards
         return all_hold(self._shards, self._locals) and self.swap.stand(standing)
+
+    def refuse_assigned_data(self) -> None:
+        """Raise `RuntimeError` when a plain tensor was assigned to the `.data` of a sharded parameter. torch lets that
+        happen, and the DTensor keeps its rows: the value would be lost. The parameter is mended."""
+        if not any(map(Tensor.data_ptr, self._shards)):
+            return  # of a DTensor itself there is no memory
+        names = []
+        for param in self.params:
+            if param.sharded.data_ptr():
+                names.append(param.name)
+                param.sharded.data = dtensor_like(param.sharded, param.local)
+        raise RuntimeError(
+            f"{', '.join(names)}: expected values that are written into the sharded parameter, found that a plain "
+            f"tensor was assigned to its .data, which a DTensor does not take over; its values are what they were. Use "
+            f"load_state_dict, or p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) under torch.no_grad()"
+        )
 
     def rebase(self) -> None:
         """Make a new flat buffer of what users put in the place of our views, and let them hold views of it again.

@@ -42,6 +42,8 @@ def _sums(unit: Unit) -> tuple[int, ...]:
 def refuse_unseen_writes(unit: Unit) -> None:
     """Raise `RuntimeError` when the shards are not those of which the full parameters were made, though nothing says
     so."""
+    for group in unit.groups:
+        group.refuse_assigned_data()
     if unit.gathered_sample is not None and unit.gathered_sample != _sums(unit):
         raise RuntimeError(
             f"{unit.record.name}: expected that its sharded parameters are what they were when they were gathered, "

@@ -272,14 +272,14 @@ class Unit:
             if self.on_repaired is not None:
                 self.on_repaired(self)
             self._drop_gradient_hooks()
-            if self._pool is None:
-                note_full(self)
-            else:
+            note_full(self)
+            if self._pool is not None:
                 self._make_channels()
 
     def _repair_groups(self) -> bool:
         broken = False
         for position, group in enumerate(self.groups):
+            group.refuse_assigned_data()
             if group.is_aliased():
                 continue
             broken = True
