@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.harness import threads
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation
+from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks, several
 from tests.threads.programs import WIDTH, Block, batch, compare_gradients, of_blocks, part, shard
 from tests.threads.uses import USES, check_use
@@ -185,8 +186,7 @@ def test_writes_last_where_full_parameters_are_the_shards() -> None:
     """One rank: as in the plain model."""
 
     def rank_main(rank: int) -> None:
-        torch.manual_seed(0)
-        model = shard(of_blocks(lambda: Writes(lambda weight: weight.fill_(0.25), 0))())
+        model = shard(seeded(of_blocks(lambda: Writes(lambda weight: weight.fill_(0.25), 0))))
         model(batch(1, 0))
         assert bool((model.layers[0].up.weight.full_tensor() == 0.25).all())
 
@@ -209,8 +209,7 @@ class Encoder(Block):
 )
 def test_a_method_that_was_not_registered(impl: Implementation) -> None:
     def rank_main(rank: int) -> None:
-        torch.manual_seed(0)
-        model = shard(of_blocks(Encoder)(), impl)
+        model = shard(seeded(of_blocks(Encoder)), impl)
         x = torch.ones(2, WIDTH)
         expected = r"FSDPEncoder\.encode: .*register_fsdp_forward_method\(module, 'encode'\)"
         with pytest.raises(RuntimeError, match=expected):
