@@ -228,11 +228,13 @@ def _key(mutation: Mutation) -> tuple[str, ...]:
 def document(outcomes: Sequence[Outcome]) -> str:
     """What came of them, as Markdown: a line for each file, and one for each mutation of a guard."""
     killed = sum(outcome.verdict == "killed" for outcome in outcomes)
+    left_out = sum(outcome.verdict == "not run" for outcome in outcomes)
+    rest = f" {left_out} were not run." if left_out else ""
     lines = [
         "# Mutations",
         "",
-        f"{killed} of {len(outcomes)} killed. Each takes one rule or guard of the source away, or turns it around, and "
-        "a test has to go red. Made by `python -m tests.harness.mutate --write FILE`; the tables are "
+        f"{killed} of {len(outcomes) - left_out} killed.{rest} Each takes one rule or guard of the source away, or "
+        "turns it around, and a test has to go red. Made by `python -m tests.harness.mutate --write FILE`; the tables are "
         "[mutations.txt](../tests/harness/mutations.txt) (the rules of the lifecycle) and "
         "[mutations_guards.txt](../tests/harness/mutations_guards.txt) (everything else).",
         "",
@@ -244,11 +246,12 @@ def document(outcomes: Sequence[Outcome]) -> str:
         assert outcome.mutation is not None
         by_file.setdefault(outcome.mutation.file, []).append((outcome.mutation, outcome))
     for file, entries in by_file.items():
-        lines.append(f"| `{file}` | {sum(o.verdict == 'killed' for _, o in entries)} | {len(entries)} |")
+        tried = [outcome.verdict for _, outcome in entries if outcome.verdict != "not run"]
+        lines.append(f"| `{file}` | {tried.count('killed')} | {len(tried)}{'' if tried else ' (not run)'} |")
     lines += ["", "| in | what goes wrong | verdict | by |", "|---|---|---|---|"]
     for file, entries in by_file.items():
         for mutation, outcome in entries:
-            if mutation.tests or outcome.verdict != "killed":
+            if outcome.verdict != "not run" and (mutation.tests or outcome.verdict != "killed"):
                 by = outcome.detail.partition(" - ")[0] if outcome.verdict == "killed" else ""
                 lines.append(f"| `{file}` {mutation.rule} | {mutation.breaks} | {outcome.verdict} | {by} |")
     return "\n".join(lines) + "\n"
