@@ -234,8 +234,8 @@ def document(outcomes: Sequence[Outcome]) -> str:
         "# Mutations",
         "",
         f"{killed} of {len(outcomes) - left_out} killed.{rest} Each takes one rule or guard of the source away, or "
-        "turns it around, and a test has to go red. Made by `python -m tests.harness.mutate --write FILE`; the tables are "
-        "[mutations.txt](../tests/harness/mutations.txt) (the rules of the lifecycle) and "
+        "turns it around, and a test has to go red. Made by `python -m tests.harness.mutate --write FILE`; the tables "
+        "are [mutations.txt](../tests/harness/mutations.txt) (the rules of the lifecycle) and "
         "[mutations_guards.txt](../tests/harness/mutations_guards.txt) (everything else).",
         "",
         "| file | killed | of |",
