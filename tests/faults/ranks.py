@@ -102,8 +102,10 @@ def run_ranks(
     limit: float,
     environment: tuple[tuple[str, str], ...] = (),
     group: bool = True,
+    deaths: tuple[int, ...] = (),
 ) -> list[Report]:
-    """Call `fn(rank, told)` on `world` forks; one report for each rank. `group=False`: no process group is made."""
+    """Call `fn(rank, told)` on `world` forks; one report for each rank. `group=False`: no process group is made.
+    `deaths`: ranks that nobody waits for once the others have answered."""
     global _cases_run
     _cases_run += 1
     port = _store().port if group else 0
@@ -111,7 +113,7 @@ def run_ranks(
         ranks = [
             _fork(rank, world, fn, Path(folder), (port, f"case{_cases_run}"), environment) for rank in range(world)
         ]
-        reports = _collect(ranks, Path(folder), limit)
+        reports = _collect(ranks, Path(folder), limit, deaths)
         for _, conn in ranks:
             with contextlib.suppress(OSError):
                 conn.send_bytes(b"all ranks have answered")
@@ -206,11 +208,11 @@ def _write_output_to(path: Path) -> None:
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
 
 
-def _collect(ranks: list[tuple[int, Connection]], folder: Path, limit: float) -> list[Report]:
+def _collect(ranks: list[tuple[int, Connection]], folder: Path, limit: float, deaths: tuple[int, ...]) -> list[Report]:
     reports: dict[int, Report] = {}
     waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
     deadline = time.monotonic() + limit
-    while waiting and (left := deadline - time.monotonic()) > 0:
+    while not set(waiting.values()) <= set(deaths) and (left := deadline - time.monotonic()) > 0:
         for conn in wait(list(waiting), timeout=left):
             assert isinstance(conn, Connection)
             rank = waiting.pop(conn)

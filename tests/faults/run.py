@@ -69,6 +69,7 @@ class Runner:
             limit=case.limit,
             environment=case.setup.environment,
             group=not plain,
+            deaths=() if plain or not faults else case.deaths,
         )
 
     def _reference(self, case: Case, impl: Implementation) -> State | None:

@@ -190,7 +190,13 @@ def _one(name: str, does: str, step: int, event: str, action: Action | None = No
 
 
 ONE = (
-    _one("before_layer", "rank 1 alone raises before layers.1; both catch it and try again", 1, "before layers.1"),
+    _one(
+        "before_layer",
+        "rank 1 alone raises before layers.1; both catch it and try again",
+        1,
+        "before layers.1",
+        fast=True,
+    ),
     _one("first_forward", "rank 1 alone raises in the very first forward", 0, "before layers.1"),
     _one("after_layer", "rank 1 alone raises behind layers.0", 1, "after layers.0"),
     _one(
@@ -281,6 +287,7 @@ ONE = (
         "rank 1 alone raises behind its backward, inside a guard: no rank updates",
         1,
         "gradients",
+        fast=True,
         setup=replace(CATCHES, guard=True),
     ),
     _one(
@@ -324,6 +331,7 @@ ONE = (
             f"rank 1 alone raises {where} and nobody catches it: its peer ends with an error that names it",
             Raises("PeerFailed", ("rank 1", "step 1.*backward" if name == "backward" else "injected"), on="others"),
             (at(1, event, rank=1),),
+            fast=name == "between_steps",
         )
         for name, where, event in (
             ("forward", "in forward", "before layers.1"),
