@@ -16,7 +16,7 @@ import fullshard
 from tests.faults.actions import Action, local
 from tests.faults.program import Run
 from tests.harness.models import seeded
-from tests.threads.programs import WIDTH, Block
+from tests.threads.programs import WIDTH, Block, Model
 
 
 def other_seed(run: Run) -> None:
@@ -35,12 +35,16 @@ def rows_swapped(run: Run) -> None:
         weight.copy_(weight.flip(0).clone())
 
 
+def zero_bias() -> nn.Module:
+    model = Model()
+    nn.init.zeros_(model.layers[1].up.bias)  # type: ignore[arg-type]
+    return model
+
+
 def negative_zero(run: Run) -> None:
     """Equal numbers with other bits: no difference that training could show."""
     with torch.no_grad():
-        run.model.layers[1].up.bias.zero_()
-        if run.rank == 1:
-            run.model.layers[1].up.bias.neg_()
+        run.model.layers[1].up.bias.neg_()
 
 
 class Buffered(Block):

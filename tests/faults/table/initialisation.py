@@ -156,7 +156,8 @@ CASES: tuple[Case, ...] = (
         "init/negative_zero",
         "ranks differ in the sign of zeros alone: other bits",
         Raises("RanksDisagree", (r"layers\.1\.up\.bias", "rank 1")),
-        (at(-1, "built", do.negative_zero),),
+        (at(-1, "built", do.negative_zero, rank=1),),
+        Setup(model=do.zero_bias),
     ),
     Case(
         "init/buffer",
