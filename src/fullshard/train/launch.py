@@ -156,7 +156,8 @@ class Failure(NamedTuple):
     @property
     def order(self) -> tuple[int, float]:
         """The cause comes first: an exception of its own, a kill, a stop; then those who only lost their peer."""
-        lost_peer = any(sign in self.message for sign in ("onnection closed", "onnection reset", "onnection refused"))
+        signs = ("onnection closed", "onnection reset", "onnection refused")
+        lost_peer = self.message.startswith("PeerFailed") or any(sign in self.message for sign in signs)
         if self.message and not lost_peer:
             return (0, self.seconds)
         if self.exit_code < 0 and self.stopped_by is None:
