@@ -199,12 +199,14 @@ class ParamGroup:
         """Raise `RuntimeError` when a plain tensor was assigned to the `.data` of a sharded parameter. torch lets that
         happen, and the DTensor keeps its rows: the value would be lost. The parameter is mended."""
         if not any(map(Tensor.data_ptr, self._shards)):
-            return  # of a DTensor itself there is no memory
-        names = []
-        for param in self.params:
-            if param.sharded.data_ptr():
-                names.append(param.name)
-                param.sharded.data = dtensor_like(param.sharded, param.local)
+            return
+        # A DTensor itself has no memory: where it seems to begin is its offset alone.
+        assigned = [p for p in self.params if p.sharded.data_ptr() != p.sharded.storage_offset() * p.local.itemsize]
+        if not assigned:
+            return
+        for param in assigned:
+            param.sharded.data = dtensor_like(param.sharded, param.local)
+        names = [param.name for param in assigned]
         raise RuntimeError(
             f"{', '.join(names)}: expected values that are written into the sharded parameter, found that a plain "
             f"tensor was assigned to its .data, which a DTensor does not take over; its values are what they were. Use "
