@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import PeerFailed, fully_shard
+from fullshard import PeerFailed, RanksDisagree, fully_shard
 from fullshard.comm import domain_of
 from tests.harness.forked import run_forks
 from tests.harness.killed import DONE, run_killed
@@ -319,3 +319,45 @@ def test_failures_of_all_ranks_in_turn(world: int) -> None:
     found = run_forks(world, _swap, (), 120)
     _equal([state for state, _ in found], expected)
     assert found[0][1][-1] >= 8
+
+
+def _before_the_first_forward(rank: int) -> list[Tensor]:
+    training = Training(rank)
+    for _ in range(2):
+        with within(SECONDS), pytest.raises((ValueError, PeerFailed)):
+            with fullshard.guard(training.model):
+                if rank == 1:
+                    _raise()
+                training.model(batch(0, rank)).sum().backward()
+        training.optimizer.zero_grad()
+    for step in range(2):
+        training.step(step)
+    return training.state()
+
+
+def test_a_rank_that_raises_before_its_first_forward() -> None:
+    """Twice; what ranks agree on at their first forward they have not agreed on yet."""
+    _equal(run_forks(2, _before_the_first_forward, (), 60), run_forks(2, undisturbed, (2,), 60))
+
+
+def _clips_on_one_rank(rank: int) -> str:
+    training = Training(rank)
+    for step in range(2):
+        training.model(batch(step, rank)).square().mean().backward()
+        if step == 0:
+            fullshard.clip_grad_norm_(training.model.parameters(), 1.0)
+        elif rank == 1:
+            with within(SECONDS), pytest.raises(RanksDisagree) as caught:
+                fullshard.clip_grad_norm_(training.model.parameters(), 1.0)
+            return str(caught.value)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    with within(SECONDS), pytest.raises(RanksDisagree) as caught:
+        training.model(batch(2, rank))
+    return str(caught.value)
+
+
+def test_ranks_that_wait_for_each_other_in_different_calls_are_told() -> None:
+    texts = run_forks(2, _clips_on_one_rank, (), 60)
+    for text in texts:
+        assert "waiting in" in text and "clip_grad_norm_" in text and "root" in text

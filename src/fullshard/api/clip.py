@@ -57,7 +57,7 @@ def clip_grad_norm_(
             value = torch.stack(powers).sum() if len(powers) > 1 else powers[0]
         # Sharded over several axes: the sum over one axis, then that over the next.
         for group in groups:
-            all_reduce_over(value, group, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+            all_reduce_over(value, group, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, "clip_grad_norm_")
         norms.append(value if maximum else value.pow(1.0 / norm_type))
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     norm = norm.float()

@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         groups = _groups(parameter for group in optimizer.param_groups for parameter in group["params"])
         for found in per_device.values():
             for group in groups:
-                all_reduce_over(found, group, dist.ReduceOp.MAX)
+                all_reduce_over(found, group, dist.ReduceOp.MAX, "the scaler's look for infs")
         return per_device
 
 

@@ -31,11 +31,12 @@ def guard(*models: nn.Module) -> Iterator[None]:
     models: sharded by `fully_shard`; the ranks of their meshes take part, and all of them enter the same blocks.
     Costs one message of eight bytes over each axis of their meshes. In a world of one it does nothing.
     """
+    peers = peers_below(*models)
     try:
         yield
+        # Roots may have formed inside.
+        peers = peers_below(*models)
+        peers.come_together("the end of a guarded block")
     except BaseException as error:
-        for model in models:
-            peers_below(model).publish(error, "a guarded block")
+        peers.attempt_failed(error, "a guarded block")
         raise
-    for model in models:
-        peers_below(model).come_together("the end of a guarded block")

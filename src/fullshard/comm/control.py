@@ -101,9 +101,11 @@ def control() -> Control | None:
     return made
 
 
-def controls() -> list[Control]:
-    """All that exist in this process."""
-    return [made for _, made in list(_controls.values()) if made is not None]
+def is_current(which: Control) -> bool:
+    """Whether `which` is of the process group that is there now. From any thread."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = None if world is None else _controls.get(id(world))
+    return known is not None and known[0]() is world and known[1] is which
 
 
 def domain_of(ranks: Sequence[int]) -> Domain | None:

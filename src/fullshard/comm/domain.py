@@ -56,6 +56,8 @@ class Domain:
         self.has_raised = False
         # Held while lines are cut or made anew: what the monitor cuts must not be what the main thread just made.
         self._cutting = threading.RLock()
+        # Guarded blocks that failed since the last meeting.
+        self.attempts = 0
         # This rank published a fault, or its lines are cut: everybody meets before anything is sent.
         self.must_meet = False
 
@@ -167,6 +169,7 @@ class Domain:
             str(self.doing) if own else "",
             self.issued if own else {},
             self.asked if own else 0,
+            self.attempts if own else 0,
         )
         self._tell(fault)
 
@@ -229,12 +232,35 @@ class Domain:
             return fault
         return None
 
+    def _crossing(self, sent: Sent) -> Fault | None:
+        """A peer that waits for a message of this rank, which waits for one of that peer: neither will come."""
+        base, issued = f"{self._base}/waiting", self.issued
+        waits = {"line": sent.line.name, "number": sent.number, "issued": issued, "doing": str(self.doing)}
+        self.store.set(f"{base}/{self.rank}", json.dumps(waits))
+        for rank in sent.line.ranks:
+            if rank == self.rank or not self.store.check([f"{base}/{rank}"]):
+                continue
+            other = json.loads(self.store.get(f"{base}/{rank}"))
+            # Of an earlier wait of that peer? Then this rank has sent what it waited for.
+            stands = issued.get(other["line"], other["number"]) < other["number"]
+            if stands and other["issued"].get(sent.line.name, sent.number) < sent.number:
+                text = (
+                    f"expected all ranks to do the same, found rank {self.rank} waiting in "
+                    f"{self.doing or sent.line.name} and rank {rank} in {other['doing'] or other['line']}; make all "
+                    f"ranks take the same calls in the same order"
+                )
+                fault = Fault(self.rank, "disagree", text, self.step(), str(self.doing), issued, self.asked)
+                self._tell(fault)
+                return fault
+        return None
+
     def look(self) -> None:
         """Look after the main thread, from another one: when it waits for what will not come, end that wait."""
         sent, now = self._oldest(), time.monotonic()
         if sent is None or self.failure is not None or now - sent.since < PATIENCE_SECONDS:
             return
-        fault = self._cause(lambda fault: fault.withholds(sent.line.name, sent.number)) or self._question(sent)
+        fault = self._cause(lambda fault: fault.withholds(sent.line.name, sent.number))
+        fault = fault or self._question(sent) or self._crossing(sent)
         if fault is None and self.silence_seconds:
             fault = self._lost(self.silence_seconds)
         with self._cutting:
@@ -295,7 +321,7 @@ class Domain:
 
         Ranks that failed come by themselves, at their next forward; the others when they wait in vain for those. Where
         all were equally far (they raised at the same place), connections stay as they are; else they are made anew.
-        Raises `PeerFailed` when a rank ended or is lost.
+        Raises `PeerFailed` when a rank ended or is lost, or failed in this attempt before it came.
         """
         key = f"{self.prefix}/meet/{self.epoch}"
         mine = {"cut": any(line.is_cut for line in self.lines.values()), "issued": self.issued, "asked": self.asked}
@@ -304,6 +330,8 @@ class Domain:
         for waited in looks():
             if self.store.check([f"{key}/{rank}" for rank in self.ranks]):
                 break
+            if waited > 0.2:
+                self._refuse_another_attempt()
             if waited < PATIENCE_SECONDS + silence:
                 continue
             silence = waited
@@ -312,6 +340,7 @@ class Domain:
                 gone = self._lost(self.silence_seconds)
             if gone is not None:
                 raise gone.error("the next step after a failure")
+        self._refuse_another_attempt()
         here = [json.loads(self.store.get(f"{key}/{rank}")) for rank in self.ranks]
         issued: dict[str, set[int]] = {}
         for one in here:
@@ -319,7 +348,7 @@ class Domain:
                 issued.setdefault(name, set()).add(number)
         differ = any(len(numbers) > 1 for numbers in issued.values())
         renews = differ or any(one["cut"] for one in here)
-        self.epoch, self.asked = self.epoch + 1, 0
+        self.epoch, self.asked, self.attempts = self.epoch + 1, 0, 0
         self.failure, self.has_raised, self.must_meet = None, False, False
         if renews:
             with self._cutting:
@@ -327,3 +356,10 @@ class Domain:
                 for line in self.lines.values():
                     line.renew()
         return renews
+
+    def _refuse_another_attempt(self) -> None:
+        """A peer that failed once more often than this rank did so before it came to a forward: this attempt has failed
+        there, and what this rank would meet is the next one."""
+        for fault in self.faults():
+            if fault.rank != self.rank and fault.attempts > self.attempts:
+                raise fault.error("the next step after a failure")

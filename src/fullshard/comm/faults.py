@@ -30,6 +30,8 @@ class Fault:
     issued: Mapping[str, int] = field(default_factory=dict)
     # And how many questions (`agree`) it had asked.
     asked: int = 0
+    # And how many of its guarded blocks had failed, with this one.
+    attempts: int = 0
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

@@ -238,7 +238,9 @@ def attend(links: Links) -> None:
         watch_over(domain.control)
 
 
-def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+def all_reduce_over(
+    tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, what: str = "a sum between steps"
+) -> None:
     """In place over any process group, and finished on return.
 
     A tensor on a device for which the group has no backend (on the host, where the group is NCCL's) goes by way of the
@@ -253,7 +255,9 @@ def all_reduce_over(tensor: Tensor, process_group: dist.ProcessGroup, op: dist.R
     else:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
+        doing, line.domain.doing = line.domain.doing, line.domain.doing or what
         line.issue(line.group.allreduce, [moved], options).wait()
+        line.domain.doing = doing
     if elsewhere is not None:
         tensor.copy_(moved)
 

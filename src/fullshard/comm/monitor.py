@@ -11,7 +11,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from .control import BEAT_SECONDS, control, controls
+from .control import BEAT_SECONDS, control, is_current
 from .faults import Fault
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Monitor(threading.Thread):
     def run(self) -> None:
         while not self.ends.wait(BEAT_SECONDS):
             watched = self._control()
-            if watched is None or watched not in controls():
+            if watched is None or not is_current(watched):
                 return  # the process group was destroyed
             try:
                 watched.beat()

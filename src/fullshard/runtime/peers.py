@@ -21,7 +21,7 @@ class Peers:
         for links in (links for unit in units for links in unit.links):
             domain = domain_of(links.everyone)
             if domain is not None and domain not in self.domains:
-                domain.step = partial(optimizer_steps, thread)
+                domain.step = partial(_steps_since, optimizer_steps(thread), thread)
                 domain.silence_seconds = silence_seconds
                 self.domains.append(domain)
 
@@ -42,6 +42,12 @@ class Peers:
             doing, domain.doing = domain.doing, domain.doing or where
             domain.publish(kind, text)
             domain.doing = doing
+
+    def attempt_failed(self, error: BaseException, where: str) -> None:
+        """`publish` for a block that all ranks enter equally often."""
+        for domain in self.domains:
+            domain.attempts += 1
+        self.publish(error, where)
 
     def come_together(self, what: str) -> None:
         """Wait until all ranks are here. Raises `PeerFailed` when one of them will not come."""
@@ -68,16 +74,24 @@ class Peers:
         return any([domain.meet() for domain in self.domains if domain.must_meet])
 
 
-def peers_below(model: nn.Module) -> Peers:
-    """Those of all units of `model`: of roots that formed, and of units that did not run yet.
+def _steps_since(before: int, thread: int) -> int:
+    return optimizer_steps(thread) - before
+
+
+def peers_below(*models: nn.Module) -> Peers:
+    """Those of all units of `models`: of roots that formed, and of units that did not run yet.
 
     Raises `ValueError` for a model without units.
     """
-    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
-    if not units:
-        raise ValueError(
-            f"expected a model that fully_shard was applied to, found a {type(model).__name__} without a sharded module"
-        )
+    units = []
+    for model in models:
+        below = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+        if not below:
+            raise ValueError(
+                f"expected a model that fully_shard was applied to, found a {type(model).__name__} without a sharded "
+                f"module"
+            )
+        units += below
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
     found = Peers((), threading.get_ident(), silence_seconds=0)
     domains = [domain for root in roots for domain in root.peers.domains]
