@@ -1,12 +1,14 @@
 """Faults as objects: say in one line which rank fails at which step, and let the code under test ask.
 
 >>> faults = Faults().fail_at(rank=1, step=2, event="backward")
->>> faults.check(rank=1, step=1, event="backward")
+>>> faults.check(rank=1, step=1, event="backward")  # whether it has struck, where that raises nothing
+False
 >>> faults.check(rank=1, step=2, event="backward")
 Traceback (most recent call last):
     ...
 tests.harness.faults.InjectedFault: injected fault on rank 1 at step 2, event 'backward'
 >>> faults.check(rank=1, step=2, event="backward")  # each fault strikes once, so that a retry can succeed
+False
 >>> faults.pending
 ()
 """

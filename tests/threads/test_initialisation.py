@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fullshard
 from fullshard import fully_shard
+from tests.harness import models
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation
 from tests.harness.threads import WORLD, run_ranks, several
@@ -29,8 +30,7 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
 
 
 def seeded(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return make()
+    return models.seeded(make, seed)
 
 
 def dtensor(value: Tensor, like: DTensor) -> DTensor:

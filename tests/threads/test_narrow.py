@@ -349,7 +349,7 @@ def test_degrees(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         for degree in (3, 8, 0, -2):
             with pytest.raises(ValueError, match=f"should be a factor of 4.*not {degree}"):
-                impl.fully_shard(nn.Linear(4, 4), reshard_after_forward=degree)
+                impl.fully_shard(seeded(lambda: nn.Linear(4, 4)), reshard_after_forward=degree)
         all_of_them = impl.fully_shard(seeded(lambda: nn.Linear(4, 4)), reshard_after_forward=4)
         alone = impl.fully_shard(seeded(lambda: nn.Linear(4, 4)), reshard_after_forward=1)
         all_of_them(torch.ones(1, 4)), alone(torch.ones(1, 4))

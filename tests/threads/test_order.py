@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fullshard import fully_shard
 from fullshard.comm import Domain, RanksDisagree, domain_of
 from fullshard.lifecycle import Order
-from fullshard.runtime import order
+from fullshard.runtime import order, unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks
@@ -324,3 +324,37 @@ def test_alone_or_replicated_by_itself_a_rank_may_evaluate_as_it_likes() -> None
             training.evaluate(2 if rank == 0 else 0)
 
     run_ranks(2, rank_main)
+
+
+def test_a_step_that_only_makes_the_state_of_an_optimizer_is_none() -> None:
+    """torch takes one, with a rate of zero, where it loads a state into an optimizer that has none."""
+
+    def ranks(rank: int) -> None:
+        training = Training(rank)
+        for step in range(3):
+            training.backward()
+            training.update()
+            if rank and step == 1:
+                for lr in (0.0, torch.tensor(0.0)):
+                    training.optimizer.param_groups[0]["lr"] = lr
+                    training.optimizer.step()
+                training.optimizer.param_groups[0]["lr"] = 0.1
+
+    run_ranks(2, ranks)
+
+
+def test_a_step_counts_once_however_many_roots_tell_of_it() -> None:
+    """`unshard` before the first forward makes a root that gives way to another, and may exist for a while."""
+
+    def ranks(rank: int) -> None:
+        training = Training(rank)
+        kept = []
+        for part in (training.model.layers[0], training.model):
+            part.unshard()
+            if rank:
+                kept.append(unit_of(part).root)
+        for _ in range(3):
+            training.backward()
+            training.update()
+
+    run_ranks(2, ranks)

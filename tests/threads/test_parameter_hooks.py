@@ -21,8 +21,7 @@ from tests.threads.programs import Model, batch, compare_gradients, part, shard
 
 
 def _base() -> Any:
-    torch.manual_seed(0)
-    return Model()
+    return seeded(Model)
 
 
 def _loss(model: Any, tokens: Tensor) -> Tensor:

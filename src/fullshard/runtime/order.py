@@ -9,6 +9,7 @@ In the steady state a message costs about a microsecond here, and nothing is sen
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch
 
 from ..comm import Domain, RanksDisagree, domain_of
 from ..lifecycle import Action, Order, deviation, disagreement, parse_question
+from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -39,6 +41,7 @@ class _DomainOrder:
         self.order = Order()
         # Optimizer steps since the last action.
         self.stepped = 0
+        self.last_step = -1
         # An outermost forward began, with or without gradients, and sent nothing yet.
         self.begun: bool | None = None
         # Roots whose last forward that sent something was one with gradients.
@@ -239,14 +242,27 @@ class MessageOrder:
             lane.shared.begun = grad
 
     def stepped(self) -> None:
-        """Parameters of the root took an optimizer step."""
+        """Parameters of the root took an optimizer step, the last one of this thread."""
+        step = optimizer_steps(threading.get_ident())
         for lane in self._lanes:
             lane.shared.current(lane.domain.epoch)
-            lane.shared.stepped += 1
+            # Told once by each root on the mesh, also by one that gave way to another and still exists.
+            if lane.shared.last_step != step:
+                lane.shared.last_step = step
+                lane.shared.stepped += 1
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """`optimizer` took a step, in the thread that runs the model."""
-        if self._lanes:
+        if self._lanes and _changes_parameters(optimizer):
             ours = {id(param.sharded) for unit in self._units for param in unit.params}
             if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
                 self.stepped()
+
+
+def _changes_parameters(optimizer: Optimizer) -> bool:
+    """Whether its steps do. torch makes the state of an optimizer that has none by a step with a rate of zero, when a
+    checkpoint is loaded into it or written from it: on those ranks alone that have none."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    # A rate that lives on a device is not asked for: that would wait for the device.
+    known = [rate for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu")]
+    return len(known) < len(rates) or any(rate is None or float(rate) != 0.0 for rate in known)
