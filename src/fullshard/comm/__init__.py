@@ -18,6 +18,7 @@ from .blocks import block_of as block_of
 from .broadcast import broadcast_over as broadcast_over
 from .control import domain_of as domain_of
 from .control import has_peers as has_peers
+from .control import is_current as is_current
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
 from .domain import Domain as Domain

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class Listener(Protocol):
     """Somebody who wants to know of each step."""
 
-    def optimizer_stepped(self, optimizer: Optimizer) -> None: ...
+    def optimizer_stepped(self, optimizer: Optimizer) -> bool: ...
 
 
 _steps: Counter[int] = Counter()
@@ -56,5 +56,7 @@ def note_optimizer_step(thread: int) -> None:
 def _count(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     thread = threading.get_ident()
     _steps[thread] += 1
-    for listener in tuple(_listeners.get(thread, ())):
-        listener.optimizer_stepped(optimizer)
+    listeners = _listeners.get(thread)
+    for listener in tuple(listeners or ()):
+        if not listener.optimizer_stepped(optimizer) and listeners is not None:
+            listeners.discard(listener)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Domain, RanksDisagree, domain_of
+from ..comm import Domain, RanksDisagree, domain_of, is_current
 from ..lifecycle import Action, Order, deviation, disagreement, parse_question
 from .optimizer_steps import optimizer_steps
 
@@ -251,12 +251,16 @@ class MessageOrder:
                 lane.shared.last_step = step
                 lane.shared.stepped += 1
 
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """`optimizer` took a step, in the thread that runs the model."""
-        if self._lanes and _changes_parameters(optimizer):
+    def optimizer_stepped(self, optimizer: Optimizer) -> bool:
+        """`optimizer` took a step, in the thread that runs the model. Whether later ones are of interest: not where
+        nobody is asked, or the process group is gone."""
+        if not self._lanes or not is_current(self._lanes[0].domain.control):
+            return False
+        if _changes_parameters(optimizer):
             ours = {id(param.sharded) for unit in self._units for param in unit.params}
             if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
                 self.stepped()
+        return True
 
 
 def _changes_parameters(optimizer: Optimizer) -> bool:
