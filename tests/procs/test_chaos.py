@@ -24,6 +24,7 @@ pytestmark = linux_only
 
 
 @pytest.mark.hang_after(400)
+@pytest.mark.slow
 def test_blows_change_no_bit(tmp_path: Path) -> None:
     """A rank is held up, killed, and another one told to stop: parameters, AdamW's state, figures of each step."""
     told, wrong = run(
