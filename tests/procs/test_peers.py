@@ -361,3 +361,19 @@ def test_ranks_that_wait_for_each_other_in_different_calls_are_told() -> None:
     texts = run_forks(2, _clips_on_one_rank, (), 60)
     for text in texts:
         assert "found rank" in text and "clip_grad_norm_" in text and "wait 0" in text
+
+
+def _refused(rank: int) -> None:
+    training = Training(rank)
+    training.step(0)
+    domain = domain_of(range(dist.get_world_size()))
+    assert domain is not None
+    line = next(iter(domain.lines.values()))
+    with within(1), pytest.raises(RuntimeError, match="Invalid scalar type"):
+        line.issue(line.group.allreduce, [torch.zeros(2, dtype=torch.int16)]).wait()
+    training.step(1)
+    assert not domain.renewed
+
+
+def test_what_a_backend_refuses_to_send_is_no_failure_of_a_peer() -> None:
+    run_forks(2, _refused, (), 60)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # A rank whose connection is closed and that gives no sign of life for so long was killed.
 CLOSED_SECONDS = 2.5
+# Words of a backend's errors about connections, and not about what it is asked to send.
+_OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
 # Who waits longer looks whether a peer failed, or asks for something else.
 PATIENCE_SECONDS = 1.0
 
@@ -40,6 +42,8 @@ class Domain:
         # Meetings so far; and those that made new connections.
         self.epoch = self.renewed = 0
         self.asked = 0
+        # Of the last question, what the store still holds; the first rank gives it up.
+        self._read: list[str] = []
         # What is being done, for the text of an error; and the optimizer steps taken.
         self.doing: object = ""
         self.step: Callable[[], int] = lambda: -1
@@ -99,10 +103,11 @@ class Domain:
             self.store.set(f"{key}/verdict", "same" if same == len(self.ranks) else "differ")
         self._wait_for(f"{key}/verdict", asked, what)
         answer = self.store.get(f"{key}/verdict")
-        if self.rank == self.ranks[0] and asked:
-            # Everybody has read the answer before this one.
-            for end in ("all", "verdict"):
-                self.store.delete_key(f"{self._base}/ask/{asked - 1}/{end}")
+        if self.rank == self.ranks[0]:
+            # Everybody has read the answer before this one. A store would keep some hundred bytes of every question.
+            for old in self._read:
+                self.store.delete_key(old)
+            self._read = [f"{key}/all", f"{key}/verdict", f"{key}/{digest}"]
         if answer == b"same":
             return None
         self.store.set(f"{key}/value/{self.rank}", json.dumps([what, value]))
@@ -292,8 +297,14 @@ class Domain:
 
     def explain(self, line: Line, number: int, error: RuntimeError) -> RuntimeError:
         """What to raise in the place of a backend's `error` for message `number` of `line`. Waits some seconds for
-        peers to say why they closed it. The lines are cut afterwards."""
-        self.waiting, self.has_raised = None, True
+        peers to say why they closed it. The lines are cut afterwards.
+
+        What a backend refuses to send (a dtype that it has no sum for) is `error` itself: no peer has to do with it.
+        """
+        self.waiting = None
+        if self.failure is None and not any(word in str(error) for word in _OF_CONNECTIONS):
+            return error
+        self.has_raised = True
         text = str(error).split("\n")[0]
         for waited in looks():
             fault = self.failure
@@ -349,6 +360,7 @@ class Domain:
         differ = any(len(numbers) > 1 for numbers in issued.values())
         renews = differ or any(one["cut"] for one in here)
         self.epoch, self.asked, self.attempts = self.epoch + 1, 0, 0
+        self._read = []
         self.failure, self.has_raised, self.must_meet = None, False, False
         if renews:
             with self._cutting:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,15 +76,22 @@ class Line:
         try:
             work = call(*args)
         except RuntimeError as error:
-            raise self.domain.explain(self, self.issued + 1, error) from error
+            self.refuse(self.issued + 1, error)
         return self._sent(work)
+
+    def refuse(self, number: int, error: RuntimeError) -> NoReturn:
+        """Raise what there is to say of a backend's `error` for message `number`."""
+        explained = self.domain.explain(self, number, error)
+        if explained is error:
+            raise error
+        raise explained from error
 
     def issue_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
         """`issue` for what is one message to the ranks and several works here."""
         try:
             works = call(*args)
         except RuntimeError as error:
-            raise self.domain.explain(self, self.issued + 1, error) from error
+            self.refuse(self.issued + 1, error)
         self.issued += 1
         return [Sent(self, work, self.issued) for work in works]
 
@@ -134,7 +141,7 @@ class Sent:
         except RuntimeError as error:
             if self._epoch != domain.renewed:
                 raise  # of connections that were given up
-            raise domain.explain(self.line, self.number, error) from error
+            self.line.refuse(self.number, error)
         finally:
             domain.waiting = None
 

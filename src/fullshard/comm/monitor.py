@@ -11,7 +11,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from .control import BEAT_SECONDS, control, is_current
+from .control import BEAT_SECONDS, is_current
 from .faults import Fault
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def _end() -> None:
         thread.join(timeout=2)
     error = getattr(sys, "last_value", None)
     text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
-    here = control()
-    if here is not None:
-        here.publish("ended", text)
+    for watched in list(_threads):
+        if is_current(watched):
+            watched.publish("ended", text)
 
 
 atexit.register(_end)
