@@ -128,12 +128,12 @@ def build_fsdp1(shape: ModelShape) -> nn.Module:
     )
 
 
-def build_sharded(shape: ModelShape, fully_shard: Callable[..., Any]) -> nn.Module:
+def build_sharded(shape: ModelShape, fully_shard: Callable[..., Any], **options: Any) -> nn.Module:
     """Blocks as units and then the root, as torch's own examples do it; `fully_shard` is torch's or ours."""
     model = build_plain(shape)
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def build_fsdp2(shape: ModelShape) -> nn.Module:
@@ -148,12 +148,27 @@ def build_fullshard(shape: ModelShape) -> nn.Module:
     return build_sharded(shape, fully_shard)
 
 
+def build_fsdp2_kept(shape: ModelShape) -> nn.Module:
+    """Parameters stay full between forward and backward, so that a step sends what DDP's sends."""
+    from torch.distributed.fsdp import fully_shard
+
+    return build_sharded(shape, fully_shard, reshard_after_forward=False)
+
+
+def build_fullshard_kept(shape: ModelShape) -> nn.Module:
+    from fullshard import fully_shard
+
+    return build_sharded(shape, fully_shard, reshard_after_forward=False)
+
+
 BUILDERS: dict[str, Callable[[ModelShape], nn.Module]] = {
     "none": build_plain,
     "ddp": build_ddp,
     "fsdp1": build_fsdp1,
     "fsdp2": build_fsdp2,
     "fullshard": build_fullshard,
+    "fsdp2_kept": build_fsdp2_kept,
+    "fullshard_kept": build_fullshard_kept,
 }
 
 

@@ -1,11 +1,14 @@
 """One training step on CPU: no communication, DDP, FSDP1, torch's FSDP2 and fullshard, side by side in one run.
 
-    python -m benchmarks.cpu_step                                2 and 4 ranks, both workloads; 2.5 minutes on two cores
+    python -m benchmarks.cpu_step                                2 and 4 ranks, both workloads; 3.5 minutes on two cores
     python -m benchmarks.cpu_step --worlds 2 --workloads light   one of them
     python -m benchmarks.cpu_step --adamw                        the optimizer step belongs to the measured step
 
 "cpu" is the CPU time of a step on rank 0, all its threads together, user and system: with no more cores than ranks, a
 step can hardly be shorter.
+
+"kept": parameters stay full between forward and backward (`reshard_after_forward=False`). Then sharding sends what DDP
+sends, 8 bytes per parameter and step in float32; without, it sends 12.
 
 Rounds are interleaved (each way of training takes one step in turn, then all again), so that a slow spell of the
 machine hits all of them; ratios are taken within a round and their median is reported. Absolute times on a shared
@@ -36,7 +39,7 @@ from benchmarks.common import (
     print_json,
 )
 
-BASE = "fsdp2"  # what the ratios are taken to
+BASES = ("fsdp2", "ddp")  # what the ratios are taken to
 WARMUP_ROUNDS = 2
 
 
@@ -67,21 +70,25 @@ def measure(
 def report(
     world: int, workload: Workload, times: dict[str, list[float]], cpu: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """Print one table; return its figures (milliseconds, and the ratio to torch's FSDP2)."""
+    """Print one table; return its figures (milliseconds, and the ratios to torch's FSDP2 and to DDP)."""
     print(f"\n{workload.name}: {workload.sequences}x{workload.length} tokens per rank, {world} ranks")
-    print(f"  {'':12} {'median ms':>10} {'min':>8} {'max':>8} {'cpu ms':>8} {'/ ' + BASE:>10}")
+    print(
+        f"  {'':14} {'median ms':>10} {'min':>8} {'max':>8} {'cpu ms':>8}"
+        + "".join(f" {'/ ' + base:>10}" for base in BASES)
+    )
     rows: dict[str, Any] = {}
     for name, seconds in times.items():
-        row = {
+        row: dict[str, float | None] = {
             "median_ms": statistics.median(seconds) * 1e3,
             "min_ms": min(seconds) * 1e3,
             "max_ms": max(seconds) * 1e3,
             "cpu_ms": statistics.median(cpu[name]) * 1e3,
         }
-        row["ratio"] = paired_ratio(seconds, times[BASE]) if BASE in times else None
-        ratio = f"{row['ratio']:10.3f}" if row["ratio"] is not None else f"{'-':>10}"
+        ratios = {base: paired_ratio(seconds, times[base]) if base in times else None for base in BASES}
+        row |= {f"of_{base}": ratio for base, ratio in ratios.items()}
+        shown = "".join(f" {'-':>10}" if ratio is None else f" {ratio:10.3f}" for ratio in ratios.values())
         columns = f"{row['median_ms']:10.1f} {row['min_ms']:8.1f} {row['max_ms']:8.1f} {row['cpu_ms']:8.1f}"
-        print(f"  {name:12} {columns} {ratio}", flush=True)
+        print(f"  {name:14} {columns}{shown}", flush=True)
         rows[name] = {key: round(value, 4) if value is not None else None for key, value in row.items()}
     return {"world": world, "workload": workload.name, "rounds": len(next(iter(times.values()))), "steps": rows}
 

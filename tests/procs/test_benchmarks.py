@@ -27,8 +27,8 @@ def test_cpu_step() -> None:
     answer = _last_line("benchmarks.cpu_step", "--worlds", "2", "--adamw", "--workloads", "light", "--rounds", "1")
     (result,) = answer["results"]
     assert (result["world"], result["workload"]) == (2, "communication-heavy")
-    assert set(result["steps"]) == {"none", "ddp", "fsdp1", "fsdp2", "fullshard"}
-    assert result["steps"]["fsdp2"]["ratio"] == 1.0
+    assert set(result["steps"]) == {"none", "ddp", "fsdp1", "fsdp2", "fullshard", "fsdp2_kept", "fullshard_kept"}
+    assert result["steps"]["fsdp2"]["of_fsdp2"] == 1.0
 
 
 @pytest.mark.slow
