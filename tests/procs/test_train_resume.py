@@ -20,22 +20,23 @@ import torch
 from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.train import process
-from fullshard.train.artifacts import close_manifest, make_run_dir, open_manifest
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.config_load import load_config
 from fullshard.train.console import SilentConsole
+from fullshard.train.folder import (
+    check_resumable,
+    close_manifest,
+    forget_steps_after,
+    make_run_dir,
+    newest_unfinished,
+    open_manifest,
+    sole_user,
+)
 from fullshard.train.launch import EXIT_STOPPED
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import MetricsFile, StepRecord, read_metrics
 from fullshard.train.process import Stopped, noting_stops
-from fullshard.train.resume import (
-    FOLDER,
-    Checkpoints,
-    check_resumable,
-    forget_steps_after,
-    newest_unfinished,
-    sole_user,
-)
+from fullshard.train.resume import FOLDER, Checkpoints
 from tests.harness.pool import pool
 from tests.procs.test_train_cli import children_of, command, environment, linux_only, metrics_of
 from tests.procs.test_train_world import TINY, full, trainer_of

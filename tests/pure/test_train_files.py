@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter, read_safetensors
 from fullshard.train import console, optional, plot
-from fullshard.train.artifacts import close_manifest, discard_run_dir, make_run_dir, open_manifest, remove_parts
 from fullshard.train.config import ConfigError
 from fullshard.train.config_load import load_config
+from fullshard.train.folder import close_manifest, discard_run_dir, make_run_dir, open_manifest, remove_parts
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, read_metrics
 
 

@@ -13,6 +13,7 @@ this room. Every file has one subject:
 | `shard`, `loop` | model -> sharded model; the steps |
 | `metrics`, `console`, `plot` | what is recorded, shown and drawn |
 | `table`, `facts` | bytes per rank, expected and measured; FLOP and peak rates |
-| `resume` | checkpoints of a run; what a run that goes on may change, and where it begins |
-| `artifacts`, `sample` | the run folder and the trained weights; text from a model |
+| `folder` | the folder of a run: made, closed, used by one, what a run that goes on in it may change |
+| `resume` | checkpoints of a run, and how a later one goes on from them |
+| `artifacts`, `sample` | the trained weights; text from a model |
 """

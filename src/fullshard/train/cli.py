@@ -123,8 +123,8 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     if inside:
         return _be_one_of(config)
-    from fullshard.train.artifacts import make_run_dir
     from fullshard.train.data import check_data
+    from fullshard.train.folder import make_run_dir
 
     check_data(config.data)
     run_dir = make_run_dir(config)
@@ -134,7 +134,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> Config:
     if arguments.resume is None:
         return load_config(arguments.config, arguments.set)
-    from fullshard.train.resume import is_run, newest_unfinished
+    from fullshard.train.folder import is_run, newest_unfinished
 
     if arguments.config is not None:
         raise ConfigError("--resume takes the configuration of the run: leave config.toml away, change keys with --set")
@@ -178,7 +178,7 @@ def _be_one_of(config: Config) -> int:
     run_dir: Path | None = None
     stop_on_signals()
     try:
-        from fullshard.train.resume import sole_user
+        from fullshard.train.folder import sole_user
         from fullshard.train.run import agreed_run_dir, train
 
         with joined_world(config) as world:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.train.artifacts import close_manifest, discard_run_dir, remove_parts
 from fullshard.train.config import Config, ConfigError, invalid
+from fullshard.train.folder import close_manifest, discard_run_dir, remove_parts
 from fullshard.train.metrics import read_metrics
 
 STORE_PATH = "FULLSHARD_STORE_PATH"  # set by the launcher: the file through which its processes meet

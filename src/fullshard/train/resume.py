@@ -11,13 +11,7 @@ number with the same samples.
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +19,10 @@ import torch
 from torch import nn
 
 from fullshard import MicroBatches, checkpoint
-from fullshard.train.artifacts import write_text
-from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, show
-from fullshard.train.config_load import load_config
-from fullshard.train.metrics import StepRecord, read_metrics
+from fullshard.train.config import CheckpointKeys
 from fullshard.train.process import World
 
 FOLDER = "checkpoints"
-
-# What decides which numbers a run computes. Everything else may differ when it goes on.
-_FIXED_SECTIONS = ("model", "data", "precision", "optimizer")
-_FIXED_KEYS = ("global_batch", "sequence_length", "seed", "clip_norm")
 
 
 class Checkpoints:
@@ -124,78 +111,3 @@ class Checkpoints:
     def _retain(self) -> None:
         if self.world.rank == 0:
             checkpoint.retain(self.folder, keep_last=self.keys.keep_last, keep_every=self.keys.keep_every or None)
-
-
-# ---- the folder of a run that goes on --------------------------------------------------------------------------
-
-
-def check_resumable(path: Path, config: Config) -> None:
-    """Raise `ConfigError` unless `path` is the folder of a run that `config` may go on with."""
-    try:
-        old = load_config(path / "config.toml")
-    except ConfigError as error:
-        raise ConfigError(f"run.dir = {show(str(path))}: its config.toml cannot be read: {error}") from None
-    for section in _FIXED_SECTIONS:
-        _check_equal(path, section, asdict(getattr(old, section)), asdict(getattr(config, section)))
-    before, now = asdict(old.training), asdict(config.training)
-    _check_equal(path, "training", {k: before[k] for k in _FIXED_KEYS}, {k: now[k] for k in _FIXED_KEYS})
-    manifest = path / "manifest.json"
-    if manifest.exists():
-        found = json.loads(manifest.read_text())
-        done = found.get("last_step", 0)
-        if found.get("status") == "completed" and done >= config.training.steps:
-            problem = f"the run in it ended well after {done} steps, and training.steps asks for no more"
-            raise invalid("run.dir", str(path), problem, json.dumps(str(path) + "-2"))
-
-
-def _check_equal(path: Path, section: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    for key, value in new.items():
-        if value != old[key]:
-            problem = f"the run in {path} has {show(old[key])}, and going on must not change it"
-            raise invalid(f"{section}.{key}", value, problem, show(old[key]))
-
-
-def is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run of ours."""
-    return (path / "config.toml").is_file()
-
-
-def newest_unfinished(folder: Path = Path("runs")) -> Path:
-    """The newest run in `folder` that did not end well. Raises `ConfigError` where there is none."""
-    runs = [path for path in folder.glob("*") if is_run(path)] if folder.is_dir() else []
-    open_runs = []
-    for path in runs:
-        manifest = path / "manifest.json"
-        if not manifest.exists() or json.loads(manifest.read_text()).get("status") != "completed":
-            open_runs.append(path)
-    if not open_runs:
-        raise ConfigError(f"--resume: there is no unfinished run in {folder}/; name the folder of one, --resume FOLDER")
-    return max(open_runs, key=lambda path: (path / "config.toml").stat().st_mtime_ns)
-
-
-def forget_steps_after(run_dir: Path, step: int) -> None:
-    """Drop the lines of `metrics.jsonl` behind `step`: those steps are made again."""
-    path = run_dir / "metrics.jsonl"
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_text(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
-
-
-def last_record(run_dir: Path) -> StepRecord:
-    """The last line of `metrics.jsonl`, for a run that goes on behind its last step."""
-    return StepRecord(**read_metrics(run_dir / "metrics.jsonl")[-1])
-
-
-@contextmanager
-def sole_user(run_dir: Path) -> Iterator[None]:
-    """Hold the folder for this process. Raises `ConfigError` where another one trains in it."""
-    descriptor = os.open(run_dir, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = "another process is training in this folder"
-            raise invalid("run.dir", str(run_dir), problem, json.dumps(str(run_dir) + "-2")) from None
-        yield
-    finally:
-        os.close(descriptor)

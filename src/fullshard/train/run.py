@@ -12,17 +12,25 @@ from torch import nn
 
 from fullshard import inspect_units
 from fullshard.train import optional, plot
-from fullshard.train.artifacts import close_manifest, make_run_dir, open_manifest, save_model, write_text
+from fullshard.train.artifacts import save_model
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for
 from fullshard.train.data import Corpus, TokenSplit, read_corpus, tokenize
 from fullshard.train.facts import in_units, peak_memory_nbytes
+from fullshard.train.folder import (
+    close_manifest,
+    forget_steps_after,
+    last_record,
+    make_run_dir,
+    open_manifest,
+    write_text,
+)
 from fullshard.train.launch import RUN_DIR, STOPPED
 from fullshard.train.loop import Outcome, Outputs, Trainer
 from fullshard.train.metrics import MetricsFile, TensorBoard, read_metrics, without_nan
 from fullshard.train.model import Llama
 from fullshard.train.process import Stopped, World, noting_stops
-from fullshard.train.resume import FOLDER, Checkpoints, forget_steps_after, last_record
+from fullshard.train.resume import FOLDER, Checkpoints
 from fullshard.train.sample import generate
 from fullshard.train.shard import adamw, as_fsdp, sharded_model
 from fullshard.train.table import add, expected_local, expected_unsharded, memory_lines, unit_table
