@@ -68,9 +68,6 @@ class DirectReduce(MessageReduce):
             self._runs.append(_Run(index, segment.layout.numel, numels, segment.offset, numels[group.rank]))
         self.padding = layout.unwritten(group.rank)
 
-    def send_dtype(self, accumulated: bool) -> torch.dtype:
-        return self.dtypes.reduce if accumulated else self.dtypes.wire
-
     def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
         arriving = [self._send_one(run, gradients[run.position], dtype) for run in self._runs]
         receive = self.pool.take(self.key("receive", dtype), self.layout.numel, dtype, self.device)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Piece, ReduceLayout, Segment, contiguous_stride
+from ..layout import ReduceLayout, contiguous_stride
+from ..layout.pack import SendRegion
 from ..policy import Scale
 from .group import ShardGroup
 from .pool import BufferPool, Slot
@@ -22,17 +23,15 @@ class _Target(NamedTuple):
 
     # Of the parameter among those of the pack.
     position: int
-    pieces: tuple[Piece, ...]
-    # (ranks, elements of one rank) where the gradient as it lies in memory is whole ranks behind each other.
-    rows: tuple[int, int] | None
-    # First element within the message for one rank.
-    offset: int
+    regions: tuple[SendRegion, ...]
+    # The shape of the one region, where the gradient as it lies in memory is all of that.
+    rows: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, segment: Segment, message_start: int) -> _Target:
-        pieces = segment.layout.pieces
-        rows = (pieces[0].ranks, pieces[0].block) if len(pieces) == 1 and pieces[0].outer == 1 else None
-        return cls(segment.index, pieces, rows, segment.offset - message_start)
+    def of(cls, layout: ReduceLayout, index: int) -> _Target:
+        regions = layout.regions(index)
+        *ranks, outer, block = regions[0].sizes if len(regions) == 1 else (0, 0)
+        return cls(index, regions, (*ranks, block) if outer == 1 else None)
 
 
 class MessageReduce:
@@ -50,7 +49,7 @@ class MessageReduce:
         self.device = group.device
         world = group.world
         pack = layout.pack
-        self._targets = [_Target.of(pack.segments[i], layout.message_start) for i in layout.packed]
+        self._targets = [_Target.of(layout, i) for i in layout.packed]
         # (local shape, contiguous stride, offset) of this rank's part of each parameter in one chunk
         self.parts = [
             (shape := segment.layout.local_shape(group.rank), contiguous_stride(shape), segment.offset)
@@ -72,9 +71,10 @@ class MessageReduce:
         send, complete = self.fill(gradients, dtype)
         return StagedReduction(self, self.after, self.send(send, dtype, gradients), complete, partials, keep=keep)
 
-    @abstractmethod
     def send_dtype(self, accumulated: bool) -> torch.dtype:
-        """In which dtype gradients are put into the send buffer."""
+        """In which dtype gradients are put into the send buffer: the wire dtype, or of sums over several backwards the
+        reduce dtype that they have."""
+        return self.dtypes.reduce if accumulated else self.dtypes.wire
 
     @abstractmethod
     def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
@@ -94,10 +94,10 @@ class MessageReduce:
         sources, destinations = [], []
         complete = all(gradient is not None for gradient in gradients)
         views = iter(slot.views)
-        for position, pieces, rows, _ in self._targets:
+        for position, regions, rows in self._targets:
             gradient = gradients[position]
             if gradient is None:
-                for _ in pieces:
+                for _ in regions:
                     next(views).zero_()
             elif rows is not None:
                 destinations.append(next(views))
@@ -105,9 +105,9 @@ class MessageReduce:
             else:
                 whole = gradient.contiguous()
                 first = whole.storage_offset()
-                for piece in pieces:
+                for region in regions:
                     destinations.append(next(views))
-                    sources.append(whole.as_strided(piece.sizes, piece.full_strides, first + piece.full_start))
+                    sources.append(whole.as_strided(region.sizes, region.full_strides, first + region.full_start))
         if sources:
             torch._foreach_copy_(destinations, sources)
         if complete:
@@ -118,17 +118,15 @@ class MessageReduce:
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
         layout = self.layout
-        chunk = layout.message_numel
         views = []
-        for target in self._targets:
-            if target.rows is not None:
-                views.append(send.as_strided(target.rows, (chunk, 1), target.offset))
-                continue
-            for piece in target.pieces:
-                start = piece.first_rank * chunk + target.offset
-                views.append(send.as_strided(piece.sizes, piece.message_strides(chunk), start))
+        for _, regions, rows in self._targets:
+            for sizes, _, _, start, strides in regions:
+                shape = (sizes, strides) if rows is None else (rows, (*strides[:-2], strides[-1]))
+                views.append(send.as_strided(*shape, start))
         presence = (self._world, self._all_present)
-        views.append(send.as_strided(presence, (chunk, 1), layout.presence_offset - layout.message_start))
+        views.append(
+            send.as_strided(presence, (layout.message_numel, 1), layout.presence_offset - layout.message_start)
+        )
         return views
 
     def split(self, mean: Tensor, complete: bool) -> list[Tensor | None]:

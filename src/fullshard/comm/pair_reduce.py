@@ -37,9 +37,6 @@ class PairReduce(MessageReduce):
         self.ranges.append((layout.message_start, layout.message_numel))
         self.padding = layout.unwritten(group.rank)
 
-    def send_dtype(self, accumulated: bool) -> torch.dtype:
-        return self.dtypes.reduce if accumulated else self.dtypes.wire
-
     def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
         large = [
             torch.zeros(numel * self.group.world, dtype=dtype, device=self.device)

@@ -81,9 +81,6 @@ class _Flat:
 class ExchangeReduce(MessageReduce):
     """All-to-all in the wire dtype, then a sum in rank order in the sum dtype."""
 
-    def send_dtype(self, accumulated: bool) -> torch.dtype:
-        return self.dtypes.reduce if accumulated else self.dtypes.wire
-
     def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
         receive = self.pool.take(self.key("receive", dtype), self.layout.numel, dtype, self.device, self._chunks)
         return _Exchange(self, self.group.exchange(receive.tensor, send.tensor), send, receive)

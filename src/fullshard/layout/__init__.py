@@ -2,7 +2,7 @@
 
 Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
 (one parameter), `pack` (one unit and its messages), `gather` (direct or packed), `narrow` (what is kept
-between forward and backward), `region` (two layouts of
+between forward and backward), `nodes` (reductions in two hops), `region` (two layouts of
 one tensor), `memory` (expected bytes), `budget` (what fits into so many), `structure` (what a model is, as a list that
 ranks compare).
 """
@@ -29,6 +29,9 @@ from .memory import sending_terms as sending_terms
 from .memory import shard_terms as shard_terms
 from .memory import total as total
 from .narrow import narrow_pack as narrow_pack
+from .nodes import NodeGrid as NodeGrid
+from .nodes import node_grid as node_grid
+from .nodes import reduces_in_hops as reduces_in_hops
 from .pack import Pack as Pack
 from .pack import ReduceLayout as ReduceLayout
 from .pack import Segment as Segment

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from .nodes import NodeGrid, flat_grids
 from .shard import ShardLayout, require_int
 
 # Vector loads, collectives and the views of other dtypes want the shards to begin at such addresses.
@@ -224,6 +226,16 @@ def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int
         previous_label, previous_end = label, end
 
 
+class SendRegion(NamedTuple):
+    """A part of one full gradient whose place in the send buffer is a grid of equal `sizes`. Elements."""
+
+    sizes: tuple[int, ...]
+    full_start: int
+    full_strides: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ReduceLayout:
     """The chunks of one gradient reduction, (world, chunk_numel), one for each receiving rank, and how they travel.
@@ -235,7 +247,8 @@ class ReduceLayout:
     of zeros and ones, in any float dtype).
 
     The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
-    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel).
+    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel). Its
+    chunks are in rank order, or as `grid` has them (layout/nodes.py).
 
     >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
     >>> layout = ReduceLayout(pack)
@@ -249,8 +262,15 @@ class ReduceLayout:
     pack: Pack
     # The first ones of `pack.order`; each gathers in place, so the parts of the ranks are runs of the whole gradient.
     direct: tuple[int, ...] = ()
+    # Of a reduction in two hops; None: in one.
+    grid: NodeGrid | None = None
 
     def __post_init__(self) -> None:
+        if self.grid is not None and self.grid.world != self.pack.world:
+            raise ValueError(
+                f"grid: expected {self.pack.world} ranks in all, found {self.grid.nodes} times {self.grid.local}; "
+                f"use node_grid"
+            )
         front = self.pack.order[: len(self.direct)]
         if self.direct != front:
             raise ValueError(
@@ -312,6 +332,29 @@ class ReduceLayout:
                 found.append((start, stop))
         return tuple(found)
 
+    def regions(self, index: int) -> tuple[SendRegion, ...]:
+        """The gradient of packed parameter `index`: which parts of it, as it lies contiguous in memory, go where.
+
+        >>> pack = Pack.build([ShardLayout((8,), world=4)], align_numel=1)
+        >>> ReduceLayout(pack, grid=NodeGrid(2, 2)).regions(0)[0][:3]
+        ((2, 2, 1, 2), 0, (4, 2, 8, 1))
+        """
+        offset, chunk = self.pack.segments[index].offset - self.message_start, self.message_numel
+        grids_of = flat_grids if self.grid is None else self.grid.grids
+        found = []
+        for piece in self.pack.segments[index].layout.pieces:
+            for grid in grids_of(piece.first_rank, piece.ranks):
+                found.append(
+                    SendRegion(
+                        (*grid.sizes, piece.outer, piece.block),
+                        piece.full_start + (grid.first_rank - piece.first_rank) * piece.full_rank_stride,
+                        (*(n * piece.full_rank_stride for n in grid.rank_strides), piece.full_outer_stride, 1),
+                        grid.slot * chunk + offset,
+                        (*(n * chunk for n in grid.slot_strides), piece.block, 1),
+                    )
+                )
+        return tuple(found)
+
     def segment(self, index: int, rank: int) -> int:
         """First element, in the send buffer, of the gradient of packed parameter `index` that goes to `rank`."""
         if index in self.direct:
@@ -327,4 +370,4 @@ class ReduceLayout:
     def _message(self, rank: int) -> int:
         if not 0 <= rank < self.pack.world:
             raise ValueError(f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group")
-        return rank * self.message_numel
+        return (rank if self.grid is None else self.grid.slot(rank)) * self.message_numel
