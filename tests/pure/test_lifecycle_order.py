@@ -444,6 +444,8 @@ def test_what_is_said_about_units_in_another_order() -> None:
         (action("gather", 0, "eval"), action("gather", 0, "stepped"), "fullshard.joined"),
         (action("gather", 0), action("reduce", 2), "as many forwards and backwards"),
         (action("reduce", 1), action("reduce", 1, sizes="float16*3"), "the same dtype, requires_grad"),
+        (action("reduce", 1), action("reduce", 1, "added"), "call zero_grad() on all ranks alike"),
+        (action("reduce", 1, "added"), action("reduce", 1, "cleared"), "call zero_grad() on all ranks alike"),
         (action("form", 0), action("gather", 0), "the same models in the same order"),
     ],
 )

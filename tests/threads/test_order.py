@@ -140,6 +140,21 @@ def other_dtype(t: Training, odd: bool) -> None:
     t.evaluate(1)
 
 
+def gradients_left_standing(t: Training, odd: bool) -> None:
+    t.backward()
+    t.optimizer.step()
+    if not odd:
+        t.optimizer.zero_grad()
+    t.step()
+
+
+def gradients_of_one_unit_taken_away(t: Training, odd: bool) -> None:
+    t.backward()
+    if odd:
+        t.model.layers[2].zero_grad()
+    t.backward()
+
+
 DIVERGENCES: dict[Callable[[Training, bool], None], tuple[str, str]] = {
     another_order: ("layers.2: expected all ranks to gather", "make all ranks run the same modules"),
     skipped_unit: ("layers.3: expected all ranks to gather", "make all ranks run the same modules"),
@@ -150,6 +165,8 @@ DIVERGENCES: dict[Callable[[Training, bool], None], tuple[str, str]] = {
     loss_that_reaches_less: ("layers.0: expected all ranks to gather", "make all ranks run the same modules"),
     less_is_trained: ("layers.2: expected all ranks to reduce", "the same dtype, requires_grad"),
     other_dtype: ("layers.1: expected all ranks to gather", "the same dtype, requires_grad"),
+    gradients_left_standing: ("layers.3: expected all ranks to reduce", "call zero_grad() on all ranks alike"),
+    gradients_of_one_unit_taken_away: ("layers.2: expected all ranks to reduce", "call zero_grad() on all ranks alike"),
 }
 
 
@@ -226,6 +243,22 @@ def test_a_steady_state_asks_nothing_and_trust_asks_never(monkeypatch: pytest.Mo
         # The first step asks, and the second once: what follows a step. 34 messages each.
         assert 0 < counts[1] <= 22 and counts[2] - counts[1] <= 2 or WORLD == 1
         assert counts[2] == counts[-1]
+
+    def accumulates(rank: int) -> list[int]:
+        """Gradients are added to others in the second backward of a step, and in the end for good."""
+        training = Training(rank)
+        counts = []
+        for step in range(9):
+            for _ in range(2):
+                training.backward()
+            training.optimizer.step()
+            if step < 5:
+                training.optimizer.zero_grad(set_to_none=step % 2 == 0)
+            counts.append(asked.count)
+        return counts
+
+    for counts in run_ranks(WORLD, accumulates):
+        assert counts[4] - counts[2] <= 4 and counts[-1] == counts[-2] and counts[0] < 40
     monkeypatch.setenv("FULLSHARD_ORDER", "trust")
     assert all(counts[-1] == 0 for counts in run_ranks(WORLD, rank_main))
 

@@ -36,6 +36,10 @@ FLAGS = (
     "accumulated",  # gradients of several backwards
     "partials",  # with sums that were not all-reduced
     "keep",  # not all-reduced
+    # To be added to a .grad that is there, and no longer so. Said where it changes, so that one zero_grad for each step
+    # says nothing, nor does none at all.
+    "added",
+    "cleared",
 )
 _STARTS = ("stepped", "eval", "train")
 # So many actions of the past are looked at for a guess.
@@ -325,7 +329,16 @@ def _phrase(action: Action) -> str:
         when += ", accumulated over several backwards"
     if "keep" in action.flags:
         when += " without an all-reduce"
+    if "added" in action.flags:
+        when += ", on top of a gradient of an earlier backward"
+    if "cleared" in action.flags:
+        when += ", where no gradient is any more"
     return f"{what} {action.name} ({action.sizes}){when}"
+
+
+def _on_top(action: Action) -> tuple[bool, bool]:
+    """What it says of a .grad from before."""
+    return "added" in action.flags, "cleared" in action.flags
 
 
 def _advice(usual: Action, others: Sequence[Action]) -> str:
@@ -346,6 +359,11 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
     kinds, units = {action.kind for action in both}, {(action.family, action.unit) for action in both}
     if "form" in kinds:
         return "run the same models in the same order on all ranks, with the same parameters and settings"
+    if kinds == {"reduce"} and len(units) == 1 and len({_on_top(action) for action in both}) > 1:
+        return (
+            "gradients of earlier backwards are there on some ranks alone: call zero_grad() on all ranks alike, and "
+            "take gradients away or put them there on all of them"
+        )
     if len(kinds) > 1 and "reduce" in kinds:
         return (
             "some ranks are in a backward where others are not, or a loss does not reach this module on some: run as "

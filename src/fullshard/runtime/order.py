@@ -12,12 +12,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..comm import Domain, RanksDisagree, domain_of, is_current
 from ..lifecycle import Action, Order, deviation, disagreement, parse_question
+from ..param import PendingGrad
 from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class _DomainOrder:
         self.begun: bool | None = None
         # Roots whose last forward that sent something was one with gradients.
         self.trained: set[int] = set()
+        # The last reduction was of gradients that are added to others.
+        self.added = False
 
     def current(self, epoch: int) -> Order:
         """The order of the epoch that is now. After a failure ranks begin anew: some were further than others."""
@@ -54,6 +58,7 @@ class _DomainOrder:
             self.order = Order()
             self.stepped, self.begun = 0, None
             self.trained.clear()
+            self.added = False
         return self.order
 
     def flags(self, family: int) -> tuple[str, ...]:
@@ -67,6 +72,13 @@ class _DomainOrder:
             self.trained.add(family)
         self.stepped, self.begun = 0, None
         return flags
+
+    def grad_flag(self, added: bool) -> tuple[str, ...]:
+        """What a reduction says of the `.grad` that its sums are `added` to, or not: something where that changed."""
+        if added is self.added:
+            return ()
+        self.added = added
+        return ("added",) if added else ("cleared",)
 
 
 def _explained(answers: dict[int, str]) -> str:
@@ -109,7 +121,21 @@ class _Lane:
                 self._sizes.clear()
             sizes = self._sizes[key] = _sizes(unit, self._members[unit], kind, keep="keep" in flags)
         if sizes:
+            if kind == "reduce":
+                self.shared.current(self.domain.epoch)
+                flags += self.shared.grad_flag(self._is_added(unit))
             self._next(kind, unit.record.index, unit.record.name, sizes, flags)
+
+    def _is_added(self, unit: Unit) -> bool:
+        """Whether its gradients will be added to those of earlier backwards. Which exist is equal on all ranks that
+        did the same: presence travels with messages. So one for each group is looked at."""
+        for position in self._members[unit]:
+            group = unit.groups[position]
+            if group.trainable and not isinstance(
+                group.params[group.trainable[0]].sharded.grad, NoneType | PendingGrad
+            ):
+                return True
+        return False
 
     def announce(self, kind: str, sizes: str) -> None:
         """The root is about to send something that is none of a unit's parameters or gradients."""

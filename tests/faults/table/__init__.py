@@ -18,7 +18,6 @@ CLASSES: dict[str, str] = {
 OPEN: dict[str, str] = {
     "divergence/full_params": "its gathers are announced to nobody, and match those of a forward by their place",
     "divergence/full_tensor": "a collective of DTensor's, which nothing of ours sees",
-    "divergence/zero_grad": "ranks do not compare whether gradients were there before a backward",
     "misuse/assigned_data": "`.data = ...` of a DTensor changes nothing and leaves no trace: torch's own",
     "misuse/weight_in_arithmetic": "the error is DTensor's own and names no parameter (ADR 0028)",
     "misuse/weight_in_linear": "the same",
