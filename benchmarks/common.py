@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -172,6 +173,29 @@ BUILDERS: dict[str, Callable[[ModelShape], nn.Module]] = {
 }
 
 
+def build_nccl_plan(shape: ModelShape, gradients: float | None) -> nn.Module:
+    """Ours with the plan of NCCL, over gloo: large parameters and their gradients travel by themselves, buffers are not
+    kept. `gradients`: how much of the gradients of a block these and their messages may take; None: no limit."""
+    from benchmarks.counting import nccl_plan
+
+    with nccl_plan(1 << 20):
+        model: Any = build_fullshard(shape)
+        block = sum(p.numel() * p.element_size() for p in Block(shape).parameters())
+        model.set_gradient_bytes(1 << 62 if gradients is None else int(gradients * block))
+        # Here, because the first step makes the messages.
+        model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+        model.zero_grad()
+    return model
+
+
+# The plan of NCCL at settings of the dial that memory.py counts.
+PLANS: dict[str, Callable[[ModelShape], nn.Module]] = {
+    "plan": partial(build_nccl_plan, gradients=None),
+    "plan 1.5gP": partial(build_nccl_plan, gradients=1.5),
+    "plan 1gP": partial(build_nccl_plan, gradients=1.0),
+}
+
+
 class Trainee:
     """One model under measurement, with its optimizer if that is part of the step."""
 
@@ -206,7 +230,7 @@ def check_same_training(shape: ModelShape, workload: Workload, rank: int, names:
     for name in names:
         if name == "none":
             continue
-        model = BUILDERS[name](shape)
+        model = (BUILDERS | PLANS)[name](shape)
         trainee = Trainee(name, model, adamw=False)
         trainee.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses[name] = [trainee.step(tokens, targets).item() for _ in range(3)]

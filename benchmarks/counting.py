@@ -165,10 +165,15 @@ class MemoryCounter(TorchDispatchMode):
         self._mark = name
         self._events.append(_Event(-1, 0, name))
 
-    def peak(self, mark: str, *, without_lasting: tuple[str, ...] = ()) -> int:
+    def peak(self, mark: str, *, without_lasting: tuple[str, ...] = (), above_nbytes: int = 0) -> int:
         """The most bytes under `mark`, beyond what was there at the beginning; storages that came under one of
-        `without_lasting` and are still there do not count."""
+        `without_lasting` and are still there do not count, nor those that never had more than `above_nbytes`."""
         left = {name for name, size in self._sizes.items() if size and self._born.get(name) in without_lasting}
+        if above_nbytes:
+            largest = dict(self._sizes)
+            for event in self._events:
+                largest[event.storage] = max(largest.get(event.storage, 0), abs(event.nbytes))
+            left |= {name for name, nbytes in largest.items() if nbytes <= above_nbytes}
         there = most = 0
         for event in self._events:
             if event.storage not in left:

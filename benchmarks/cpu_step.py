@@ -3,6 +3,8 @@
     python -m benchmarks.cpu_step                                2 and 4 ranks, both workloads; 3.5 minutes on two cores
     python -m benchmarks.cpu_step --worlds 2 --workloads light   one of them
     python -m benchmarks.cpu_step --adamw                        the optimizer step belongs to the measured step
+    python -m benchmarks.cpu_step --implementations fsdp2 plan "plan 1.5gP" "plan 1gP"
+                                                                 NCCL's plan over gloo, at limits of memory.py
 
 "cpu" is the CPU time of a step on rank 0, all its threads together, user and system: with no more cores than ranks, a
 step can hardly be shorter.
@@ -27,6 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.common import (
     BUILDERS,
+    PLANS,
     TINY,
     WORKLOADS,
     ModelShape,
@@ -49,7 +52,7 @@ def measure(
     """By name, seconds per step and round from the moment all ranks start to the moment the last has finished; and
     seconds of CPU time of this rank."""
     check_same_training(shape, workload, rank, names)
-    trainees = [Trainee(name, BUILDERS[name](shape), adamw=adamw) for name in names]
+    trainees = [Trainee(name, (BUILDERS | PLANS)[name](shape), adamw=adamw) for name in names]
     tokens, targets = batch_of(shape, workload, rank)
     times: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
@@ -97,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--implementations", nargs="+", choices=BUILDERS, default=list(BUILDERS))
+    parser.add_argument("--implementations", nargs="+", choices=BUILDERS | PLANS, default=list(BUILDERS))
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after two that are not (default: 7)")
     parser.add_argument("--adamw", action="store_true", help="include AdamW's step in the measured step")
     parser.add_argument(

@@ -3,17 +3,20 @@
     python -m benchmarks.memory                   on a CPU: storages, blocks of a sixteenth of Llama-3-8B's
     python -m benchmarks.memory --device cuda     on a GPU: allocator peaks, 32 blocks of Llama-3-8B's shape, world 8
 
-A chain of blocks of nine parameters runs forward and backward with four tokens: activations are next to nothing.
-Figures are bytes per element of one block (`P`).
+A chain of blocks of nine parameters runs forward and backward with four tokens. Figures are bytes per element of one
+block (`P`).
 
     forward, backward    the most that exists at once in that half of the step, beyond the shards and the gradient
-                         shards that the step leaves; buffers that are kept from step to step are part of it
+                         shards that the step leaves; buffers that are kept from step to step are part of it.
+                         Counted on a CPU, storages no larger than the largest activation of four tokens are left out:
+                         activations, and vectors
     fsdp2, fsdp1         torch's; on a CPU they gather when needed, and wait: less memory, and no overlap
     gloo plan            ours, as it is on a CPU for blocks of an 8B model
     NCCL plan            ours, as it is on a GPU: buffers are not kept, gradients are the send buffers, and with them
                          the messages take 3/4 of what the largest unit needs by itself
     in flight            FULLSHARD_REDUCTIONS: how many reductions may be under way (default 2)
-    3/4 gP               `set_gradient_bytes` of 3/4 of the gradients of a block; "2 in flight": without that limit
+    1 gP                 `set_gradient_bytes` of the gradients of a block; "2 in flight": without that limit. Step
+                         times at these limits, over gloo: cpu_step --implementations fsdp2 plan "plan 1.5gP" "plan 1gP"
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from benchmarks.host import Chain
 SHAPE = ModelShape(vocabulary=64, width=1024, hidden=3584, heads=8, depth=5)
 LLAMA_8B = ModelShape(vocabulary=64, width=4096, hidden=14336, heads=32, depth=32)
 TINY = ModelShape(vocabulary=64, width=128, hidden=256, heads=2, depth=4)
+TOKENS = 4
 BF16, FP32 = torch.bfloat16, torch.float32
 PRECISIONS = {"fp32": (FP32, None, None), "mixed precision": (FP32, BF16, FP32), "bf16 storage": (BF16, None, None)}
 
@@ -63,7 +67,7 @@ WAYS = (
     Way("gloo plan, 2 in flight", "fullshard", settings=_flights(2)),
     Way("gloo plan, 1 in flight", "fullshard", settings=_flights(1)),
     Way("NCCL plan", "fullshard", nccl=True),
-    Way("NCCL plan, 3/4 gP", "fullshard", nccl=True, gradient_bytes=0.75),
+    Way("NCCL plan, 1 gP", "fullshard", nccl=True, gradient_bytes=1.0),
     Way("NCCL plan, 2 in flight", "fullshard", nccl=True, gradient_bytes=9.0),
     Way("NCCL plan, none ahead", "fullshard", nccl=True, settings=(("FULLSHARD_PREFETCH", "0"),)),
 )
@@ -116,7 +120,7 @@ def count_on_cpu(way: Way, shape: ModelShape, precision: str) -> dict[str, float
     plan = nullcontext() if way.library != "fullshard" else (nccl_plan if way.nccl else gloo_plan)(norm_nbytes + 1)
     with settings(way), plan:
         model = build(way, shape, precision, torch.device("cpu"))
-        x = torch.randn(1, 4, shape.width, dtype=compute or storage)
+        x = torch.randn(1, TOKENS, shape.width, dtype=compute or storage)
         with MemoryCounter() as counter:
             for _ in range(2):
                 model(x).sum().backward()
@@ -127,7 +131,11 @@ def count_on_cpu(way: Way, shape: ModelShape, precision: str) -> dict[str, float
             counter.mark("backward")
             loss.backward()
             counter.mark("after")
-        return {half: float(counter.peak(half, without_lasting=("backward",))) for half in ("forward", "backward")}
+        activation = TOKENS * shape.hidden * FP32.itemsize
+        return {
+            half: float(counter.peak(half, without_lasting=("backward",), above_nbytes=activation))
+            for half in ("forward", "backward")
+        }
 
 
 def count_on_gpu(way: Way, shape: ModelShape, precision: str, device: torch.device) -> dict[str, float]:
@@ -137,7 +145,7 @@ def count_on_gpu(way: Way, shape: ModelShape, precision: str, device: torch.devi
     torch.cuda.empty_cache()
     with settings(way):
         model = build(way, shape, precision, device)
-        x = torch.randn(1, 4, shape.width, dtype=compute or storage, device=device)
+        x = torch.randn(1, TOKENS, shape.width, dtype=compute or storage, device=device)
         for _ in range(3):
             model(x).sum().backward()
             model.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.counting import MemoryCounter, nccl_plan
-from fullshard import fully_shard, report
+from fullshard import MixedPrecisionPolicy, fully_shard, report
 from fullshard.layout import total
 from fullshard.lifecycle import Command
 from fullshard.runtime import unit_of
@@ -36,16 +36,17 @@ class Block(nn.Module):
 
 
 @contextmanager
-def _model(*, nccl: bool, **dials: str) -> Iterator[Any]:
+def _model(*, nccl: bool, policy: MixedPrecisionPolicy | None = None, **dials: str) -> Iterator[Any]:
     with ExitStack() as stack:
         stack.enter_context(fake_world(WORLD))
         stack.enter_context(environment(dials))
         if nccl:
             stack.enter_context(nccl_plan(0))
         model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        policy = policy or MixedPrecisionPolicy()
         for block in model:
-            fully_shard(block)
-        yield fully_shard(model)
+            fully_shard(block, mp_policy=policy)
+        yield fully_shard(model, mp_policy=policy)
 
 
 def _peaks(model: Any) -> tuple[int, int]:
@@ -87,7 +88,7 @@ def test_by_default_messages_make_room_for_the_gradients_that_come() -> None:
             _step(model)
         peak, under_way = _peaks(model)
         assert under_way <= UNIT + SMALL
-        assert 2 * UNIT + UNIT <= peak <= 2 * UNIT + 2 * UNIT + WEIGHT + SMALL
+        assert 2 * UNIT + UNIT <= peak <= 2 * UNIT + 3 * UNIT // 2 + SMALL
 
 
 @pytest.mark.parametrize("way", ["method", "environment"])
@@ -100,7 +101,8 @@ def test_a_limit_in_bytes_is_kept(way: str) -> None:
         if way == "method":
             model.set_gradient_bytes(UNIT)
         limited, _ = _peaks(model)
-        assert limited <= 2 * UNIT + UNIT + WEIGHT + SMALL
+        # There is room for a gradient before it comes.
+        assert limited <= 2 * UNIT + UNIT + SMALL
         model.set_gradient_bytes(0)
         at_once, under_way = _peaks(model)
         assert under_way == 0 and at_once <= limited
@@ -109,6 +111,23 @@ def test_a_limit_in_bytes_is_kept(way: str) -> None:
         assert under_way >= 4 * UNIT and unlimited >= 2 * UNIT + UNIT + 4 * UNIT
         model.set_gradient_bytes(None)
         assert (_peaks(model)[0] <= limited) == (way == "environment")
+
+
+def test_mixed_precision_takes_two_full_units_and_the_limit() -> None:
+    """Shards in float32 are cast straight to where they belong in the full parameters: no buffer for the cast."""
+    with _model(nccl=True, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)) as model:
+        for _ in range(2):
+            _step(model)
+        model.set_gradient_bytes(UNIT // 2)
+        with MemoryCounter() as counter:
+            counter.mark("forward")
+            loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
+            counter.mark("backward")
+            loss.backward()
+        vectors = WIDTH * 4
+        assert counter.peak("forward", above_nbytes=vectors) == 2 * UNIT // 2
+        beyond = counter.peak("backward", without_lasting=("backward",), above_nbytes=vectors)
+        assert beyond == 3 * UNIT // 2
 
 
 def test_one_message_a_unit_is_waited_for_as_a_whole() -> None:

@@ -22,6 +22,8 @@ def test_storages_come_and_go() -> None:
     assert (counter.peak("two"), counter.peak("views"), counter.peak("three")) == (800, 400, 600)
     assert counter.peak("three", without_lasting=("two",)) == 200
     assert counter.peak("three", without_lasting=("two", "three")) == 0
+    # `one` and `two` have 400 bytes each, `three` 200.
+    assert counter.peak("three", above_nbytes=200) == 400 and counter.peak("two", above_nbytes=400) == 0
     assert len(parts) == 3 and three.numel() == 50
 
 

@@ -325,6 +325,6 @@ def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(sett
 def test_the_expectation_is_not_trivial() -> None:
     """In the settings above every kind of term is there somewhere."""
     units = [u for s in SETTINGS for case in CASES.values() for u in _expected_units(case, s)]
-    for kind in ("full", "arriving", "staging", "cast", "send", "receive", "replicating", "kept", "widening"):
+    for kind in ("full", "arriving", "staging", "send", "receive", "replicating", "kept", "widening"):
         sizes = {getattr(unit, f"{kind}_nbytes") for unit in units}
         assert len(sizes) > 3, kind

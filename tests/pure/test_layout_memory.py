@@ -55,11 +55,10 @@ def test_terms_of_one_unit_by_hand() -> None:
     assert found.receive_nbytes == found.send_nbytes
     assert unit("block", 8, exchanges=False).receive_nbytes == (local + 8) * 4  # one chunk
     assert found.reduced_nbytes == (local + 8) * 4  # views of the reduced chunk, presence behind them
-    assert found.cast_nbytes == local * 2
+    assert found.gather_nbytes == found.full_nbytes + found.staging_nbytes  # shards are cast to their place there
     assert found.arriving_nbytes == 0
     assert unit("block", 8, direct=True).staging_nbytes == 0
     assert unit("block", 8, direct=True).arriving_nbytes == unit("block", 8).full_nbytes
-    assert unit("block", 8).cast_nbytes == 0
 
 
 def test_world_of_one_has_no_full_copy_and_no_message() -> None:
@@ -95,10 +94,10 @@ def test_forward_is_shards_and_two_units() -> None:
 
 
 def test_a_direct_gather_arrives_in_the_full_parameters() -> None:
-    """And one in another dtype is sent from a cast of the shards."""
+    """And one in another dtype is sent from there, too: the cast needs no buffer."""
     units = [unit(f"layers.{i}", 8, direct=True, compute=2) for i in range(2)]
     names = [term.name for term in forward_terms(units, 0)]
-    assert names[2:] == ["full layers.0", "full layers.1 (next)", "cast of layers.1"]
+    assert names[2:] == ["full layers.0", "full layers.1 (next)"]
 
 
 def test_an_outer_unit_stays_full_while_those_inside_run() -> None:
@@ -178,10 +177,10 @@ def test_parts_are_kept_from_forward_to_the_gather_for_backward() -> None:
         of.__name__: [term.name for term in of(units, 2)][len(units) :]
         for of in (forward_terms, narrowing_terms, backward_terms, sending_terms)
     }
-    ahead = ["staging of layers.2", "cast of layers.2"]
-    assert names["forward_terms"] == ["full root (kept)", "kept part of layers.0", "full layers.1", *ahead]
+    ahead = "staging of layers.2"
+    assert names["forward_terms"] == ["full root (kept)", "kept part of layers.0", "full layers.1", ahead]
     assert names["narrowing_terms"] == [*names["forward_terms"], "kept part of layers.1"]
-    # In backward the part of the next unit is there until its message, which needs no cast, has arrived.
+    # In backward the part of the next unit is there until its message has arrived.
     start = ["full root (kept)", "kept part of layers.0"]
     assert names["backward_terms"][:4] == [*start, "full layers.1", "staging of layers.0"]
     assert names["sending_terms"][:3] == [*start, "staging of layers.0"]

@@ -22,6 +22,7 @@ class CustomGroup(ShardGroup):
         self.origin, self._inner = group.origin, group
         self.device = group.device
         self.world, self.rank, self.backend = group.world, group.rank, group.backend
+        self.one_launch = self.sends_in_pairs = False
         self._comm = comm
 
     @property
@@ -29,14 +30,11 @@ class CustomGroup(ShardGroup):
         """That of the same ranks."""
         return self._inner.line
 
-    @property
-    def sends_in_pairs(self) -> bool:
-        return False
-
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         # From this rank's place in the output: both ends of the message are memory that `comm` allocated.
         own = out.narrow(0, self.rank * piece.numel(), piece.numel())
-        own.copy_(piece)
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece)
         return self._send(self._under_way, out, own, {})
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:

@@ -7,6 +7,8 @@
                                                             parameter and one      staging buffer
                                                             for the packed ones
 
+Where shards are in another dtype than the full parameters, they are cast straight to their place in what is gathered.
+
 A channel knows buffers, never parameters or phases. `issue`, then `complete` or `cancel`.
 """
 
@@ -141,18 +143,8 @@ class PlannedGather:
         self._dtype = full.flat.dtype
         self._casts = flat.dtype is not self._dtype
         self._span = plan.packed_span(pack)
-        # Both buffers are keyed by what they are used for: equal layouts share them, other layouts never see them.
+        # Keyed by what it is used for: equal layouts share it, other layouts never see it.
         self._staging_key = pool.key("staging", pack, plan, self._dtype)
-        self._cast_key = pool.key("cast", pack.padded_local_numel, self._dtype)
-        self._direct = [
-            (
-                pack.full_offsets[i],
-                pack.segments[i].layout.padded_full_numel,
-                pack.segments[i].offset,
-                pack.segments[i].padded_numel,
-            )
-            for i in plan.direct
-        ]
         self._packed = bool(plan.packed)
         self._copies = _copies_out(pack, plan)
         # Views can be made only of memory that exists. It may be in use: a unit unsharded early changes its root.
@@ -161,11 +153,21 @@ class PlannedGather:
         self._destinations = [
             full.flat.as_strided(copy.sizes, copy.full_strides, copy.full_offset) for copy in self._copies
         ]
+        # Of the direct parameters: where they arrive, this rank's shards, and from where these leave. Shards in another
+        # dtype are cast to where they belong in what arrives, and leave from there: no buffer for the cast.
+        self._outs, self._own, self._leaving = [], [], []
+        for i in plan.direct:
+            segment, start = pack.segments[i], pack.full_offsets[i]
+            out = full.flat[start : start + segment.layout.padded_full_numel]
+            own = flat[segment.offset : segment.offset + segment.padded_numel]
+            self._outs.append(out)
+            self._own.append(own)
+            self._leaving.append(_place(out, group.rank, segment.padded_numel) if self._casts else own)
+        self._own_packed = flat[self._span.start : self._span.stop]
         if not in_use:
             full.release()
         self._works: list[Work] = []
         self._staging: Slot | None = None
-        self._cast: Slot | None = None
 
     def issue(self) -> None:
         self.prepare()
@@ -173,38 +175,36 @@ class PlannedGather:
 
     def prepare(self) -> None:
         """Allocate what the messages leave from and arrive in, on the current stream."""
-        device = self._flat.device
-        if self._casts:
-            self._cast = self._pool.take(self._cast_key, self._flat.numel(), self._dtype, device)
-        if self._direct:
+        if self._outs:
             # Here already, because the message arrives in it. Nobody reads it before `complete`.
             self._full.allocate()
         if self._packed:
             numel = self._group.world * self._span.numel
-            self._staging = self._pool.take(self._staging_key, numel, self._dtype, device, self._staging_views)
+            self._staging = self._pool.take(
+                self._staging_key, numel, self._dtype, self._flat.device, self._staging_views
+            )
 
     def send(self) -> None:
         """Send the shards as they are now; what they were prepared for, once."""
-        source = self._flat
-        if self._cast is not None:
-            self._cast.tensor.copy_(source)
-            source = self._cast.tensor
-        flat = self._full.flat
-        if self._direct:
-            outs = [flat[start : start + numel] for start, numel, _, _ in self._direct]
-            self._works += self._group.gather_each(outs, [source[start : start + n] for _, _, start, n in self._direct])
-        if self._staging is not None:
-            self._works.append(
-                self._group.gather_into(self._staging.tensor, source[self._span.start : self._span.stop])
+        staging = self._staging
+        if self._casts:
+            torch._foreach_copy_(
+                self._leaving if staging is None else [*self._leaving, staging.views[-1]],
+                self._own if staging is None else [*self._own, self._own_packed],
             )
+        if self._outs:
+            self._works += self._group.gather_each(self._outs, self._leaving)
+        if staging is not None:
+            packed = staging.views[-1] if self._casts else self._own_packed
+            self._works.append(self._group.gather_into(staging.tensor, packed))
 
     def complete(self) -> None:
         self._wait()
         if self._staging is not None:
-            if not self._direct:
+            if not self._outs:
                 self._full.allocate()
             if self._destinations:  # not when no parameter has an element
-                torch._foreach_copy_(self._destinations, self._staging.views)
+                torch._foreach_copy_(self._destinations, self._staging.views[:-1])
         self._give_back()
 
     def cancel(self) -> None:
@@ -215,7 +215,9 @@ class PlannedGather:
         self._full.release()
 
     def _staging_views(self, staging: Tensor) -> list[Tensor]:
-        return [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
+        # Behind them this rank's own part.
+        views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
+        return [*views, _place(staging, self._group.rank, self._span.numel)]
 
     def _wait(self) -> None:
         # Given up also where one of them raises: they are of no use to whoever tries again.
@@ -224,7 +226,11 @@ class PlannedGather:
             work.wait()
 
     def _give_back(self) -> None:
-        for slot in (self._staging, self._cast):
-            if slot is not None:
-                self._pool.give(slot)
-        self._staging = self._cast = None
+        if self._staging is not None:
+            self._pool.give(self._staging)
+            self._staging = None
+
+
+def _place(gathered: Tensor, rank: int, numel: int) -> Tensor:
+    """Where the `numel` elements of `rank` are in what is gathered."""
+    return gathered[rank * numel : (rank + 1) * numel]

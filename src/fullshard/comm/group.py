@@ -51,6 +51,12 @@ _CARRIED = frozenset(
     }
 )
 
+# Asynchronous; backends read them only.
+_GATHER = AllgatherOptions()
+_GATHER.asyncOp = True
+_EXCHANGE = AllToAllOptions()
+_EXCHANGE.asyncOp = True
+
 # Sums and means over ranks, as backends are asked for them.
 SUM = dist.ReduceOp.SUM
 MEAN = dist.ReduceOp.AVG
@@ -67,6 +73,10 @@ class ShardGroup:
         self.world = process_group.size()
         self.rank = process_group.rank()
         self.backend = _backend_name(process_group, device)
+        # Whether several gathers are one launch; and whether ranks may send to each other without a collective
+        # (comm/pairs.py).
+        self.one_launch = groups_messages(self.backend)
+        self.sends_in_pairs = sends_in_pairs(self.backend) and device.type == "cpu"
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -89,25 +99,17 @@ class ShardGroup:
         return tuple(dist.get_process_group_ranks(self.origin))
 
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
-        """`piece` (n,) of all ranks into `out` (world * n,); both contiguous, the same dtype."""
-        options = AllgatherOptions()
-        options.asyncOp = True
-        return self._send(self.process_group._allgather_base, _carried(out), _carried(piece), options)
-
-    @property
-    def sends_in_pairs(self) -> bool:
-        """Whether ranks may send to each other without a collective (comm/pairs.py)."""
-        return sends_in_pairs(self.backend) and self.device.type == "cpu"
+        """`piece` (n,) of all ranks into `out` (world * n,); contiguous, of one dtype. It may be this rank's part
+        of `out`."""
+        return self._send(self.process_group._allgather_base, _carried(out), _carried(piece), _GATHER)
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages where the backend can."""
         if self.sends_in_pairs:
             return self._send_each(pairs.gather_each, outs, pieces)
-        if len(outs) > 1 and groups_messages(self.backend):
-            options = AllgatherOptions()
-            options.asyncOp = True
+        if len(outs) > 1 and self.one_launch:
             known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
-            return [self._send(self.process_group.allgather_into_tensor_coalesced, *known, options)]
+            return [self._send(self.process_group.allgather_into_tensor_coalesced, *known, _GATHER)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange_each(
@@ -126,12 +128,14 @@ class ShardGroup:
 
         With `numels`, chunk r of `pieces` has numels[r] elements, and every chunk of `out` as many as this rank's.
         """
-        options = AllToAllOptions()
-        options.asyncOp = True
-        out, pieces, ratio = _carried(out), _carried(pieces), out.element_size() // _carried(out).element_size()
-        numels = [ratio * numel for numel in numels]
-        arriving = [numels[self.rank]] * self.world if numels else []
-        return self._send(self.process_group.alltoall_base, out, pieces, arriving, numels, options)
+        arriving: list[int] = []
+        if numels:
+            ratio = out.element_size() // _carried(out).element_size()
+            numels = [ratio * numel for numel in numels]
+            arriving = [numels[self.rank]] * self.world
+        return self._send(
+            self.process_group.alltoall_base, _carried(out), _carried(pieces), arriving, numels, _EXCHANGE
+        )
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
@@ -172,6 +176,7 @@ class Alone(ShardGroup):
         self.device = device
         self.world, self.rank = 1, 0
         self.backend = backend
+        self.one_launch = self.sends_in_pairs = False
 
 
 class Block(NamedTuple):

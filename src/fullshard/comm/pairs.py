@@ -28,13 +28,16 @@ class Work(Protocol):
 
 
 def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
-    """Every rank's `pieces[i]` (n,) into `outs[i]` (world * n,) on every rank; all contiguous, of one dtype."""
+    """Every rank's `pieces[i]` (n,) into `outs[i]` (world * n,) on every rank; all contiguous, of one dtype. A piece
+    may be this rank's part of its `outs[i]` itself."""
     rank, world = group.rank(), group.size()
     chunks = [out.view(world, -1) for out in outs]
     arriving = {peer: [chunk[peer] for chunk in chunks] for peer in range(world) if peer != rank}
     works = exchange_each(group, arriving, dict.fromkeys(arriving, pieces), PARAMETERS_TAG)
     # While the messages are on their way.
-    torch._foreach_copy_([chunk[rank] for chunk in chunks], list(pieces))
+    own = [chunk[rank] for chunk in chunks]
+    if own[0].data_ptr() != pieces[0].data_ptr():
+        torch._foreach_copy_(own, list(pieces))
     return works
 
 

@@ -4,7 +4,7 @@ Each function returns the terms at one moment, so that a test that counts bytes,
 *which* term is wrong. Notation of the comments: P padded elements of a unit, W ranks, c compute itemsize.
 What is not here: activations, optimizer state, allocator overhead.
 
-Message buffers (staging, cast, reduction) exist while a message is under way; where they are kept from step to
+Message buffers (staging, reduction) exist while a message is under way; where they are kept from step to
 step (on a CPU) `buffer_terms` is what is kept, and stands in the place of the ones at each moment.
 """
 
@@ -85,8 +85,8 @@ def backward_terms(
     """
     room = None
     if gradient_nbytes is not None:
-        # What its own gradients leave; the last one that came is there before anything was waited for.
-        room = max(0, gradient_nbytes - units[current].gradient_nbytes) + units[current].largest_gradient_nbytes
+        # What its own gradients leave.
+        room = max(0, gradient_nbytes - units[current].gradient_nbytes)
     units_behind = _behind(units, current, reductions_in_flight, room)
     return [
         *shard_terms(units),
@@ -146,9 +146,6 @@ def buffer_terms(
     reductions = reductions_in_flight + 1
     return [
         *_shared("staging", units, gathers, lambda u: (u.pack, u.plan, u.compute_itemsize), lambda u: u.staging_nbytes),
-        *_shared(
-            "cast", units, gathers, lambda u: (u.pack.padded_local_numel, u.compute_itemsize), lambda u: u.cast_nbytes
-        ),
         # In backward one unit is gathered ahead.
         *_shared(
             "staging of kept parts",
@@ -265,14 +262,10 @@ def _gathering(units: Sequence[UnitMemory], indices: Sequence[int], *, widening:
     """`widening`: in backward, from what is kept where something is."""
     terms = []
     for unit in (units[i] for i in indices):
-        staging, cast = unit.staging_nbytes, unit.cast_nbytes
-        if widening and unit.kept is not None:
-            # Kept parts are in the compute dtype already.
-            staging, cast = unit.widening_nbytes, 0
+        staging = unit.widening_nbytes if widening and unit.kept is not None else unit.staging_nbytes
         terms += [
             Term(f"full {unit.name} (next)", unit.arriving_nbytes),
             Term(f"staging of {unit.name}", staging),
-            Term(f"cast of {unit.name}", cast),
         ]
     return [term for term in terms if term.nbytes]
 

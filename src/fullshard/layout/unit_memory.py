@@ -94,20 +94,13 @@ class UnitMemory:
 
     @property
     def widening_nbytes(self) -> int:
-        """As `staging_nbytes`, of a gather from kept parts over a block; there is nothing to cast for that."""
+        """As `staging_nbytes`, of a gather from kept parts over a block."""
         return 0 if self.kept is None else self.plan.staging_numel(self.kept) * self.compute_itemsize
 
     @property
-    def cast_nbytes(self) -> int:
-        """cP/W: the shards in the compute dtype, which a gather sends. Nothing where that is the storage dtype."""
-        if self.pack.world == 1 or self.compute_itemsize == self.storage_itemsize:
-            return 0
-        return self.pack.padded_local_numel * self.compute_itemsize
-
-    @property
     def gather_nbytes(self) -> int:
-        """All that a gather takes: the full parameters, staging and cast."""
-        return self.full_nbytes + self.staging_nbytes + self.cast_nbytes
+        """All that a gather takes: the full parameters and staging. Shards that are cast need no buffer."""
+        return self.full_nbytes + self.staging_nbytes
 
     @property
     def lasting(self) -> bool:
@@ -118,13 +111,6 @@ class UnitMemory:
     def gradient_nbytes(self) -> int:
         """The full gradients as autograd makes them: compute dtype, no padding."""
         return 0 if self.frozen else self.pack.numel * self.compute_itemsize
-
-    @property
-    def largest_gradient_nbytes(self) -> int:
-        """That of one parameter."""
-        if self.frozen:
-            return 0
-        return max(segment.layout.numel for segment in self.pack.segments) * self.compute_itemsize
 
     @property
     def sent_itemsize(self) -> int:

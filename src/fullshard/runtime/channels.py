@@ -56,7 +56,10 @@ class Channels(NamedTuple):
 
     def widen(self, group: ParamGroup, part: NarrowedGroup, block: Block) -> GatherChannel:
         """From what the ranks of `block` keep of `group` to its full parameters."""
-        return self._from(part.memory.flat, group, part.pack, block.group)
+        part.memory.allocate()
+        channel = self._from(part.memory.flat, group, part.pack, block.group)
+        part.memory.release()
+        return channel
 
     def _from(self, flat: Tensor, group: ParamGroup, pack: Pack, shard: ShardGroup) -> PlannedGather | CastGather:
         if shard.world == 1:

@@ -242,7 +242,12 @@ class Executor:
         """The running backward brought so many bytes of gradients to `unit`; called where there is a limit."""
         if self.gradient_nbytes is not None and unit.record.sync:
             self._waiting[unit] = self._waiting.get(unit, 0) + nbytes
-            self._shrink(self.gradient_nbytes)
+            self.expect_gradient(unit)
+
+    def expect_gradient(self, unit: Unit) -> None:
+        """Another gradient of `unit` may come next: make room for the largest of those that are missing."""
+        if self.gradient_nbytes is not None and unit.record.sync and self.shared.in_flight:
+            self._shrink(self.gradient_nbytes - unit.largest_missing_nbytes())
 
     def _shrink(self, nbytes: int) -> None:
         """Wait for the oldest messages until gradients and messages take `nbytes`, or nothing is left to wait for."""

@@ -171,6 +171,7 @@ class Root:
     def pre_backward(self, unit: Unit, use: Use | None = None, *, needed: bool = False) -> None:
         """Report that a gradient reached an output of `use` of `unit`, or that one of its saved weights is `needed`."""
         self._notice_backward()
+        self.executor.expect_gradient(unit)
         flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
         self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, use=use, **flags), **flags)
 
@@ -193,9 +194,9 @@ class Root:
         self._notice_backward()
         self._brought = True
         param.take_fresh()
+        unit.arrived |= bit
         if self.executor.gradient_nbytes is not None and param.fresh is not None:
             self.executor.gradient_came(unit, param.fresh.nbytes)
-        unit.arrived |= bit
         # Re-entrant recomputation runs a backward inside of the backward for each use of the unit.
         backward = current_backward()
         unit.came = backward, bit | (unit.came[1] if unit.came[0] == backward else 0)

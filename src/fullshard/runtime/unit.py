@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import BufferPool, GatherChannel, HostLink, Links, ReduceChannel
-from ..layout import UnitMemory, sends_directly
+from ..layout import sends_directly
 from ..lifecycle import Full, UnitRecord
 from ..param import (
     DtypeChanged,
@@ -30,6 +30,7 @@ from .narrowing import Narrowing
 from .optimizer_steps import optimizer_steps
 from .outside import call, outside_graphs
 from .samples import refuse_unseen_writes, sample_of
+from .sizes import gather_nbytes, memory_of
 
 if TYPE_CHECKING:
     from .hooks import UnitHooks
@@ -119,6 +120,8 @@ class Unit:
         # ---- gradients of the running backward: one bit per trainable parameter
         self.arrived = 0
         self.expected = 0
+        # Of these, by what has arrived: bytes of the largest gradient that has not.
+        self._largest_missing: dict[int, int] = {}
         # Those that one run of the autograd engine brought (its number, bits): each brings a parameter's once.
         self.came = (-1, 0)
         self.on_gradient: Callable[[Unit, ShardedParam, int], None] | None = None
@@ -162,7 +165,7 @@ class Unit:
         """Bytes of the full parameters while they are there; None where a tensor's own methods decide (extensions)."""
         if any(isinstance(group, ExtensionGroup) for group in self.groups):
             return None
-        return sum(_unit_memory(group).full_nbytes for group in self.groups if not group.shares_memory)
+        return sum(memory_of(group).full_nbytes for group in self.groups if not group.shares_memory)
 
     @property
     def sends_directly(self) -> bool:
@@ -217,7 +220,7 @@ class Unit:
         note_full(self)
         self.channels_made += 1
         self.arriving = self.gathers
-        self.record.gather_nbytes = sum(_gather_nbytes(group) for group in self.groups)
+        self.record.gather_nbytes = sum(gather_nbytes(group) for group in self.groups)
         self._reduces = [{} for _ in self.groups]
         self._knows_trainable = False
 
@@ -340,6 +343,7 @@ class Unit:
                 self._gradient_hooks.append(self._hook_gradient(group.params[i], 1 << bit))
                 bit += 1
         self.expected = (1 << bit) - 1
+        self._largest_missing.clear()
         self.record.frees_late = frozen
         self.record.trainable = bit > 0
         self._knows_trainable = True
@@ -351,6 +355,15 @@ class Unit:
 
         handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(outside_graphs(arrived))
         return handle
+
+    def largest_missing_nbytes(self) -> int:
+        """Bytes of the largest gradient that the running backward may still bring."""
+        known = self._largest_missing.get(self.arrived)
+        if known is None:
+            trained = [group.params[i].full for group in self.groups for i in group.trainable]
+            missing = [full.nbytes for bit, full in enumerate(trained) if not self.arrived >> bit & 1]
+            known = self._largest_missing[self.arrived] = max(missing, default=0)
+        return known
 
     def take_assigned(self) -> None:
         """Take the gradients that somebody put on full parameters by hand, of which no hook tells."""
@@ -384,17 +397,3 @@ def _group(found: Sequence[Found], precision: Precision, placing: Placing, polic
     if has_extension(found[0].parameter, found[0].name):
         return ExtensionGroup(found, precision, placing, policy)
     return ParamGroup(found, precision, placing)
-
-
-def _unit_memory(group: ParamGroup) -> UnitMemory:
-    """As far as gathers are concerned."""
-    storage, compute, wire = (group.precision.storage, group.precision.compute, group.precision.wire)
-    return UnitMemory("", group.pack, group.plan, storage.itemsize, compute.itemsize, wire.itemsize)
-
-
-def _gather_nbytes(group: ParamGroup) -> int:
-    if group.shares_memory:
-        return 0
-    memory = _unit_memory(group)
-    # Shards on the host are copied to the device first.
-    return memory.gather_nbytes + (memory.shard_nbytes if group.placing.offload.to_host else 0)
