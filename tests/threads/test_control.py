@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +84,121 @@ def test_a_rank_that_failed_is_named_while_others_wait() -> None:
         "ValueError: no such token"
     )
     assert seconds < 2
+
+
+def test_the_rank_that_failed_is_named_and_not_one_that_followed() -> None:
+    """One that had to follow on another mesh may be the first to say so here."""
+
+    def ranks(rank: int) -> str:
+        domain = _domain()
+        if rank:
+            while len(domain.faults()) < rank - 1:
+                time.sleep(0.001)
+            domain.publish(
+                *(("followed", "PeerFailed: of another mesh"), ("raised", "ValueError: a bad token"))[rank - 1]
+            )
+            return ""
+        while len(domain.faults()) < 2:
+            time.sleep(0.001)
+        with pytest.raises(PeerFailed) as caught:
+            domain.agree("order", "gather layers.4")
+        assert caught.value.rank == 2
+        return str(caught.value)
+
+    assert run_ranks(3, ranks)[0].endswith("found that rank 2 raised: ValueError: a bad token")
+
+
+class _Line:
+    """A line that was to carry one message and carries none."""
+
+    name, issued, ranks, is_cut, under_way = "gather 0.1", 0, (0, 1), False, ()
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+
+def _with_line(domain: Domain) -> Any:
+    domain.lines[_Line.name] = line = _Line()  # type: ignore[assignment]
+    return line
+
+
+def test_a_closed_connection_is_explained_by_the_one_who_closed_it() -> None:
+    """It says so a moment later: what the backend says is no name."""
+
+    def ranks(rank: int) -> str:
+        domain = _domain()
+        line = _with_line(domain)
+        if rank:
+            time.sleep(0.4)
+            domain.publish("raised", "ValueError: a bad token")
+            return ""
+        error = domain.explain(line, 1, RuntimeError("Connection closed by peer"))
+        assert isinstance(error, PeerFailed) and error.rank == 1 and line.is_cut
+        return error.text
+
+    assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
+
+
+class _Sent:
+    """The first message of a line, waited for since long ago."""
+
+    number, since = 1, -math.inf
+
+    def __init__(self, line: Any) -> None:
+        self.line = line
+
+
+@pytest.mark.parametrize("comes", [False, True])
+@pytest.mark.parametrize("what", ["question", "crossing", "silence"])
+def test_who_comes_while_another_one_looks_is_not_accused(
+    what: str, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The monitor reads, one after the other, what a peer asks and how far it is. Where the message arrived meanwhile
+    that does not hold together: neither this rank nor, worse, all of them are to hear of it."""
+
+    def ranks(rank: int) -> tuple[str, str]:
+        domain = _domain()
+        line = _with_line(domain)
+        if rank:
+            if what == "question":
+                asking = {"asked": 0, "what": "batches", "value": "7", "issued": {line.name: 0}}
+                domain.store.set(f"{domain.prefix}/0/asking/1", json.dumps(asking))
+            elif what == "crossing":
+                waits = {"line": line.name, "number": 1, "issued": {line.name: 0}, "doing": "clip"}
+                domain.store.set(f"{domain.prefix}/0/waiting/1", json.dumps(waits))
+            dist.barrier()
+            dist.barrier()
+            return "", ""
+        dist.barrier()
+        domain.waiting = _Sent(line)  # type: ignore[assignment]
+
+        def silent_for(rank: int) -> float:
+            # The last that is read, after everything else.
+            return 100.0 if what == "silence" else 0.0
+
+        def about_to(*_: object) -> str:
+            return "other things"
+
+        monkeypatch.setattr(domain.control, "silent_for", silent_for)
+        monkeypatch.setitem(domain.explained_by, "batches", about_to)
+        found = getattr(domain, {"question": "_question", "crossing": "_crossing", "silence": "_silent"}[what])
+
+        def then_comes(*given: Any) -> Any:
+            fault = found(*given)
+            assert fault is not None, "nothing was found to be accused of"
+            if comes:
+                domain.waiting = None
+            return fault
+
+        monkeypatch.setattr(domain, found.__name__, then_comes)
+        domain.look()
+        dist.barrier()
+        (told,) = domain.faults() or (None,)
+        assert line.is_cut == (told is not None) == (domain.failure is not None)
+        return ("", "") if told is None else (told.kind, told.message)
+
+    kind, message = run_ranks(2, ranks)[0]
+    assert kind == ("" if comes else "lost" if what == "silence" else "disagree"), message
 
 
 def test_nobody_to_ask() -> None:

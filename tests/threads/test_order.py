@@ -77,10 +77,10 @@ class Training:
         self.backward(*route)
         self.update()
 
-    def evaluate(self, batches: int) -> None:
+    def evaluate(self, batches: int, *route: int) -> None:
         with torch.no_grad():
             for _ in range(batches):
-                self.forward()
+                self.forward(*route)
 
 
 # ---- programs in which one rank (`odd`) does something else: what, and what the error says ----
@@ -199,6 +199,39 @@ def test_a_rank_that_does_something_else_is_named(world: int, what: str, monkeyp
     assert f"({others})" in texts[0] and "found rank 1 about to" in texts[0] or world == 2
     if world == 3:
         assert texts[0].startswith(begins)
+
+
+class TwoOfASize(nn.Module):
+    """A unit of two parameters of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first * self.second
+
+
+def test_gradients_of_equal_sizes_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on each rank trains another one of two parameters: the messages have equal sizes."""
+    ask_always(monkeypatch)
+
+    def rank_main(rank: int) -> str:
+        model: Any = fully_shard(TwoOfASize())
+        for step in range(2):
+            if step:
+                (model.second if rank else model.first).requires_grad_(False)
+                with pytest.raises(RanksDisagree) as caught:
+                    model(torch.ones(2, 6)).sum().backward()
+                return str(caught.value)
+            model(torch.ones(2, 6)).sum().backward()
+        raise AssertionError
+
+    texts = run_ranks(2, rank_main)
+    assert texts[0] == texts[1] and "float32*3@0" in texts[0] and "float32*3@1" in texts[0]
+    assert texts[0].endswith(
+        "give the parameters of this module the same dtype, requires_grad and settings on all ranks"
+    )
 
 
 def ask_always(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +390,39 @@ def test_alone_or_replicated_by_itself_a_rank_may_evaluate_as_it_likes() -> None
             training.evaluate(2 if rank == 0 else 0)
 
     run_ranks(2, rank_main)
+
+
+def test_what_is_full_already_a_rank_may_evaluate_by_itself() -> None:
+    """Between forward and backward, where nothing is freed after forward: its peers hear nothing of it."""
+
+    def rank_main(rank: int) -> None:
+        training = Training(rank, reshard_after_forward=False)
+        for step in range(4):
+            loss = training.forward().square().sum()
+            training.evaluate(rank * step)
+            loss.backward()
+            training.update()
+            training.evaluate(1)
+
+    run_ranks(WORLD, rank_main)
+
+
+def test_an_evaluation_that_sends_nothing_may_fail_on_one_rank() -> None:
+    """Replicas that are nowhere cut: the others train on, and nobody waits for the one that caught it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def rank_main(rank: int) -> int:
+        training = Training(rank, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        for step in range(3):
+            if rank and step:
+                with pytest.raises(IndexError):
+                    training.evaluate(1, 9)
+            training.step()
+        domain = domain_of(range(2))
+        assert domain is not None
+        return domain.epoch
+
+    assert run_ranks(2, rank_main) == [0, 0]
 
 
 def test_a_step_that_only_makes_the_state_of_an_optimizer_is_none() -> None:

@@ -136,7 +136,7 @@ def test_an_optimizer_over_full_parameters_is_refused(moment: str) -> None:
 
 
 def test_full_parameters_that_somebody_trains_on_purpose_are_left_alone() -> None:
-    """Gradients of their own, inside `full_params`, and written back."""
+    """Gradients of their own, inside `full_params`, and written back; also when the copies are trained on behind it."""
 
     def job(rank: int) -> None:
         model = shard(_base())
@@ -148,6 +148,9 @@ def test_full_parameters_that_somebody_trains_on_purpose_are_left_alone() -> Non
             optimizer.step()
         for i, (p, old) in enumerate(zip(model.parameters(), before, strict=True)):
             torch.testing.assert_close(p.full_tensor(), old - 0.5 if i else old)  # type: ignore[attr-defined]
+        optimizer.step()
+        for p, old in zip(optimizer.param_groups[0]["params"][1:], before[1:], strict=True):
+            torch.testing.assert_close(p, old - 1.0)
 
     run_ranks(WORLD, job)
 

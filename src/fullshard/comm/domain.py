@@ -208,16 +208,21 @@ class Domain:
         # Of several things that it said, the last one knows most.
         return [fault for fault in known if fault.rank == first.rank and fault.kind == first.kind][-1]
 
-    def _lost(self, seconds: float) -> Fault | None:
-        """The first peer without a sign of life for so long; said to the others, too."""
+    def _silent(self, seconds: float) -> Fault | None:
+        """The first peer without a sign of life for so long."""
         for rank in self.ranks:
             if rank != self.rank and (silent := self.control.silent_for(rank)) > seconds:
                 ended = silent == math.inf
                 text = "since its process has ended" if ended else f"for {seconds:g} s: killed, stopped or hanging"
-                fault = Fault(rank, "lost", text)
-                self._tell(fault)
-                return fault
+                return Fault(rank, "lost", text)
         return None
+
+    def _lost(self, seconds: float) -> Fault | None:
+        """`_silent`, said to the others, too."""
+        fault = self._silent(seconds)
+        if fault is not None:
+            self._tell(fault)
+        return fault
 
     def _question(self, sent: Sent) -> Fault | None:
         """Peers that wait for an answer and have not sent what this rank waits for: they do something else."""
@@ -232,9 +237,7 @@ class Domain:
                 found.setdefault((asking["what"], asking["value"]), []).append(rank)
         for (what, value), ranks in found.items():
             text = self.explained_by.get(what, partial(about_to, what, str(self.doing)))(value, ranks, self.rank)
-            fault = Fault(self.rank, "disagree", text, self.step(), str(self.doing), self.issued, self.asked)
-            self._tell(fault)
-            return fault
+            return Fault(self.rank, "disagree", text, self.step(), str(self.doing), self.issued, self.asked)
         return None
 
     def _crossing(self, sent: Sent) -> Fault | None:
@@ -254,23 +257,28 @@ class Domain:
                     f"{self.doing or sent.line.name} and rank {rank} in {other['doing'] or other['line']}; make all "
                     f"ranks take the same calls in the same order"
                 )
-                fault = Fault(self.rank, "disagree", text, self.step(), str(self.doing), issued, self.asked)
-                self._tell(fault)
-                return fault
+                return Fault(self.rank, "disagree", text, self.step(), str(self.doing), issued, self.asked)
         return None
 
     def look(self) -> None:
         """Look after the main thread, from another one: when it waits for what will not come, end that wait."""
-        sent, now = self._oldest(), time.monotonic()
-        if sent is None or self.failure is not None or now - sent.since < PATIENCE_SECONDS:
-            return
-        fault = self._cause(lambda fault: fault.withholds(sent.line.name, sent.number))
-        fault = fault or self._question(sent) or self._crossing(sent)
-        if fault is None and self.silence_seconds:
-            fault = self._lost(self.silence_seconds)
         with self._cutting:
-            if fault is not None and sent is self._oldest():
-                self.fail(fault)
+            sent = self._oldest()
+        if sent is None or self.failure is not None or time.monotonic() - sent.since < PATIENCE_SECONDS:
+            return
+        known = self._cause(lambda fault: fault.withholds(sent.line.name, sent.number))
+        found = None if known is not None else self._question(sent) or self._crossing(sent)
+        if known is found is None and self.silence_seconds:
+            found = self._silent(self.silence_seconds)
+        fault = known or found
+        with self._cutting:
+            # What was read one after the other holds together only if the wait did not end meanwhile: peers that have
+            # come, and ask the next thing, would be accused on all ranks.
+            if fault is None or sent is not self._oldest():
+                return
+            if fault is found:
+                self._tell(fault)
+            self.fail(fault)
 
     def _oldest(self) -> Sent | None:
         if self.waiting is not None:

@@ -267,6 +267,12 @@ class MessageOrder:
             lane.shared.current(lane.domain.epoch)
             lane.shared.begun = grad
 
+    def forward_ends(self) -> None:
+        """It is over. When it sent nothing it is no matter of the others: what is full already may be evaluated by one
+        rank alone."""
+        for lane in self._lanes:
+            lane.shared.begun = None
+
     def stepped(self) -> None:
         """Parameters of the root took an optimizer step, the last one of this thread."""
         step = optimizer_steps(threading.get_ident())

@@ -155,6 +155,8 @@ class Root:
         opaque = outputs and not saved_tensor_hooks_allowed()
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
         flags["opaque"] = opaque
+        if self.order is not None and not nested and self.run.forward_root is unit.record:
+            self.order.forward_ends()
         self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
         record = unit.record
         return record.open[-1] if record.open and not record.begins else None
@@ -163,7 +165,11 @@ class Root:
         """Report that a forward of `unit` raised."""
         flags = {"in_backward": current_backward() != -1, "nested": nested}
         if not flags["in_backward"] and not nested and self.run.forward_root is unit.record:
-            self.peers.publish(sys.exception(), f"the forward of {unit.record.name}")
+            if self.order is not None:
+                self.order.forward_ends()
+            # An evaluation of what is nowhere cut sends nothing, and no peer waits for it.
+            if torch.is_grad_enabled() or any(links.shard.world > 1 for other in self.units for links in other.links):
+                self.peers.publish(sys.exception(), f"the forward of {unit.record.name}")
         self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record, **flags), **flags)
 
     # ---- backward ------------------------------------------------------------------------------------------
