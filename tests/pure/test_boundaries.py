@@ -41,7 +41,7 @@ ROOMS: dict[str, frozenset[str]] = {
 # they do.
 PURE = ("fullshard.layout", "fullshard.lifecycle", "fullshard.planner") + tuple(
     f"fullshard.checkpoint.{name}"
-    for name in ("directory", "errors", "files", "keep", "manifest", "merge", "plan", "safetensors", "values")
+    for name in "checksums directory errors files keep manifest merge plan safetensors values".split()
 )
 # The one file of the planner that may look at a real model.
 IMPURE_FILES = frozenset({"planner/facts.py"})

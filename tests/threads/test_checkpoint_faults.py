@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard import checkpoint
-from fullshard.checkpoint import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointIOError
+from fullshard.checkpoint import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointIOError, loading
 from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks
 
@@ -172,6 +172,21 @@ def test_every_call_that_the_system_refuses_while_loading(saved: Path) -> None:
                 assert all(isinstance(error, CheckpointIOError) for error in errors), errors
     assert points > 15
     assert attempt(False, saved) == [None, None]
+
+
+@pytest.mark.threads_only(reason="what is refused is seen in this process")
+def test_no_memory_for_what_is_read_is_an_error_on_all_ranks(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loading.staging
+
+    def refuse(wanted: Any) -> Any:
+        if threading.current_thread().name == "rank 1":
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return original(wanted)
+
+    monkeypatch.setattr(loading, "staging", refuse)
+    errors = attempt(False, saved)
+    assert all(isinstance(error, CheckpointIOError) and error.errno == errno.ENOMEM for error in errors), errors
+    assert all("memory for what is read" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("when", ["before", "while writing"])

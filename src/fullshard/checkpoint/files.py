@@ -12,12 +12,12 @@ import errno
 import fcntl
 import os
 import stat
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 
+from . import checksums
 from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError, io_error
-from .manifest import blocks_of, is_file_name
+from .manifest import is_file_name
 
 # Of one call to the operating system.
 _PIECE_NBYTES = 8 << 20
@@ -219,6 +219,15 @@ class WriteFile:
             done += count
         self.nbytes += done
 
+    def write_summed(self, buffer: Buffer, block_nbytes: int) -> tuple[int, ...]:
+        """`write`; returns the checksum of each block, computed just before it is written: it is in the cache then."""
+        found = []
+        for first in range(0, len(buffer), block_nbytes):
+            block = buffer[first : first + block_nbytes]
+            found.append(checksums.crc32(block))
+            self.write(block)
+        return tuple(found)
+
     def sync(self) -> None:
         """Let it outlast a loss of power."""
         os.fsync(self.fd)
@@ -233,21 +242,3 @@ class WriteFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def checksums(buffer: Buffer, block_nbytes: int) -> tuple[int, ...]:
-    """The CRC-32 of each block of `buffer`, the last one shorter."""
-    return tuple(zlib.crc32(buffer[i : i + block_nbytes]) for i in range(0, len(buffer), block_nbytes))
-
-
-def compare(buffer: Buffer, expected: Sequence[int], block_nbytes: int, where: str, start: int) -> None:
-    """Raise `CheckpointDamaged` unless `buffer`, from byte `start` of the file `where`, has the checksums expected."""
-    assert len(expected) == blocks_of(len(buffer), block_nbytes)
-    for index, crc in enumerate(checksums(buffer, block_nbytes)):
-        if crc != expected[index]:
-            first = start + index * block_nbytes
-            last = min(first + block_nbytes, start + len(buffer))
-            raise CheckpointDamaged(
-                f"{where}: bytes {first} to {last} are not those that were saved (checksum {expected[index]:08x} "
-                f"expected, {crc:08x} found); load an older checkpoint, or restore this file"
-            )

@@ -21,7 +21,7 @@ from .manifest import MANIFEST_NAME, Path, TensorEntry, key_of
 from .merge import matches
 from .reader import Reader, in_file_order
 from .saving import spare_cores
-from .tensors import Part, dtype_name, dtype_of, part_of
+from .tensors import Part, dtype_name, dtype_of, part_of, staging
 from .together import Message, agree
 from .tree import Leaf, OpenState, Tree, flatten
 from .values import kind_of
@@ -184,7 +184,11 @@ class LoadJob:
         place = {key: position for position, key in enumerate(order)}
         indices = [i for i in range(len(wanted)) if wanted[i][1].box is not None]
         indices.sort(key=lambda i: place[wanted[i][0].key])
+        with doing(f"{self.what}: memory for what is read"):
+            memory = staging([(wanted[i][0].dtype, wanted[i][1].box.lengths) for i in indices])  # type: ignore[union-attr]
         self._staged = [torch.empty(0)] * len(wanted)
+        for index, tensor in zip(indices, memory, strict=True):
+            self._staged[index] = tensor
         threads = min(spare_cores(self.messenger.world), len(indices)) or 1
         if threads == 1:
             self._read_some(pointer, indices)
@@ -202,7 +206,7 @@ class LoadJob:
                 for index in indices:
                     entry, part = self._wanted.tensors[index]
                     assert part.box is not None
-                    self._staged[index] = data.read(entry, part.box)
+                    data.read(entry, part.box, self._staged[index])
 
 
 def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import uuid
-import zlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -15,9 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..layout import itemsize
+from . import checksums
 from .directory import Saving
 from .errors import CheckpointMismatch
-from .files import Folder, WriteFile, checksums, doing
+from .files import Folder, WriteFile, doing
 from .manifest import (
     BLOCK_NBYTES,
     Chunk,
@@ -141,9 +141,9 @@ class CheckpointWriter:
             self._begin_file()
         assert self._file is not None
         start = self._file.nbytes
-        self._file.write(data)
+        crcs = self._file.write_summed(data, BLOCK_NBYTES)
         self._left -= 1
-        chunk = Chunk(box, len(self._files), start, len(data), checksums(data, BLOCK_NBYTES))
+        chunk = Chunk(box, len(self._files), start, len(data), crcs)
         if not self._left:
             self._end_file()
         return chunk
@@ -160,7 +160,7 @@ class CheckpointWriter:
     def _end_file(self) -> None:
         assert self._file is not None
         self._file.sync()
-        self._files.append(FileEntry(self._name, self._file.nbytes, len(self._head), zlib.crc32(self._head)))
+        self._files.append(FileEntry(self._name, self._file.nbytes, len(self._head), checksums.crc32(self._head)))
         self._file.close()
         self._file = None
 

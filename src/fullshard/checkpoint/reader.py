@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..layout import itemsize
+from . import checksums
 from .errors import CheckpointDamaged
-from .files import Folder, ReadFile, compare, doing
+from .files import Folder, ReadFile, doing
 from .manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry
 from .plan import Box, Take, takes
 from .safetensors import save_id_of
@@ -42,9 +42,12 @@ class Reader:
 
     # ---- tensors -------------------------------------------------------------------------------------------
 
-    def read(self, entry: TensorEntry, box: Box) -> Tensor:
-        """`box` of a tensor: contiguous, on the host, in the stored dtype, owned by the caller."""
-        made = torch.empty(box.lengths, dtype=dtype_of(entry.dtype))
+    def read(self, entry: TensorEntry, box: Box, into: Tensor | None = None) -> Tensor:
+        """`box` of a tensor: contiguous, on the host, in the stored dtype, owned by the caller.
+
+        `into`: a tensor that is all of this already, to be filled; without it a new one.
+        """
+        made = torch.empty(box.lengths, dtype=dtype_of(entry.dtype)) if into is None else into
         if made.numel():
             for take in takes(box, [chunk.box for chunk in entry.chunks]):
                 self._fill(made, entry, take)
@@ -55,19 +58,35 @@ class Reader:
         region = made
         for dim, (start, length) in enumerate(zip(take.target, take.lengths, strict=True)):
             region = region.narrow(dim, start, length)
+        if take.contiguous and region.is_contiguous():
+            self._read_bytes(bytes_of(region), chunk, take.first * size, entry.key)
+            return
         # What has to be read: whole blocks, since they are what has a checksum.
         first = take.first * size // block
         last = -(-take.stop * size // block)
         start, stop = first * block, min(last * block, chunk.nbytes)
-        exact = take.contiguous and (start, stop) == (take.first * size, take.stop * size)
-        if exact and region.is_contiguous():
-            self._read_blocks(bytes_of(region), chunk, first, last, entry.key)
-            return
         buffer = torch.empty(stop - start, dtype=torch.uint8)
         self._read_blocks(bytes_of(buffer), chunk, first, last, entry.key)
         # Elements begin at a multiple of their size: blocks are multiples of every itemsize.
         elements = buffer.view(made.dtype)
         region.copy_(elements.as_strided(take.lengths, take.strides, take.first - start // size))
+
+    def _read_bytes(self, buffer: memoryview, chunk: Chunk, start: int, key: str) -> None:
+        """Fill `buffer` from byte `start` of a chunk. Blocks of which it takes all are read into it, the first and the
+        last one beside it where it takes a part of them."""
+        block = self.manifest.block_nbytes
+        stop = start + len(buffer)
+        # Blocks `inner` to `outer` lie in the buffer; the last one of a chunk is shorter.
+        inner = -(-start // block)
+        outer = max(inner, -(-stop // block) if stop == chunk.nbytes else stop // block)
+        if inner < outer:
+            self._read_blocks(buffer[inner * block - start : outer * block - start], chunk, inner, outer, key)
+        for index in sorted({start // block, (stop - 1) // block} - set(range(inner, outer))):
+            first, last = index * block, min((index + 1) * block, chunk.nbytes)
+            whole = memoryview(bytearray(last - first))
+            self._read_blocks(whole, chunk, index, index + 1, key)
+            begin, end = max(start, first), min(stop, last)
+            buffer[begin - start : end - start] = whole[begin - first : end - first]
 
     def _read_blocks(self, buffer: memoryview, chunk: Chunk, first: int, last: int, key: str) -> None:
         """Blocks `first` to `last` of a chunk into `buffer`, compared."""
@@ -79,7 +98,7 @@ class Reader:
                 offset = (index - first) * block
                 piece = buffer[offset : offset + block]
                 file.read_into(piece, start + offset)
-                compare(piece, chunk.crcs[index : index + 1], block, f"{file.path}: {key}", start + offset)
+                checksums.compare(piece, chunk.crcs[index : index + 1], block, f"{file.path}: {key}", start + offset)
 
     # ---- files ---------------------------------------------------------------------------------------------
 
@@ -110,7 +129,7 @@ class Reader:
         head = bytearray(entry.header_nbytes)
         with doing(f"reading {file.path}"):
             file.read_into(memoryview(head), 0)
-        if zlib.crc32(head) != entry.header_crc:
+        if checksums.crc32(head) != entry.header_crc:
             other = save_id_of(bytes(head))
             known = other is not None and other != self.manifest.save_id
             raise CheckpointDamaged(

@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import uuid
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ from torch import Tensor
 from .._version import __version__
 from ..comm import Messenger
 from ..layout import itemsize
+from . import checksums
 from .directory import Saving
 from .errors import CheckpointMismatch
-from .files import Folder, checksums, doing
+from .files import Folder, doing
 from .manifest import (
     BLOCK_NBYTES,
     MANIFEST_NAME,
@@ -135,7 +135,7 @@ class SaveJob:
                 with folder.sub(plan["folder"]) as saving:
                     stored, chunks = write_file(saving, name, parts, plan["save_id"], spare_cores(self.messenger.world))
             written = [[index, *chunk] for index, chunk in zip(write, chunks, strict=True)]
-        digests = [[index, _digest(checksums(_bytes_of_part(mine.parts[index][1]), BLOCK_NBYTES))] for index in compare]
+        digests = [[index, _digest_of_part(mine.parts[index][1])] for index in compare]
         return {
             "file": stored,
             "written": written,
@@ -190,24 +190,29 @@ def write_file(
 ) -> tuple[FileEntry, list[tuple[int, int, tuple[int, ...]]]]:
     """A data file of `parts`, synced. Returns its entry and, for each part, (start, nbytes, checksums).
 
-    Checksums are computed beside the writing, by `threads`: all of it leaves the interpreter to others, and the disk is
-    what is waited for. A part on a device is copied to the host for just as long as that takes.
+    Checksums that are fast are computed block by block on the way to the file. Those of the standard library are
+    computed beside the writing, by `threads`: all of it leaves the interpreter to others, and the disk is what is
+    waited for. A part on a device is copied to the host for just as long as that takes.
     """
     stored = [_stored(path, part) for path, part in parts]
     order = file_order(stored)
     head = header([stored[i] for i in order], save_id, name)
     found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-    with Beside(threads) as beside, folder.writing(name) as file:
+    with Beside(0 if checksums.FAST else threads) as beside, folder.writing(name) as file:
         file.write(memoryview(head))
         for i in order:
             start, data = file.nbytes, _bytes_of_part(parts[i][1])
-            beside.submit(data)
-            file.write(data)
-            found[i] = (start, len(data), ())
+            if checksums.FAST:
+                found[i] = (start, len(data), file.write_summed(data, BLOCK_NBYTES))
+            else:
+                found[i] = (start, len(data), ())
+                beside.submit(data)
+                file.write(data)
         file.sync()
-        entry = FileEntry(name, file.nbytes, len(head), zlib.crc32(head))
-    for i, crcs in zip(order, beside.results, strict=True):
-        found[i] = (found[i][0], found[i][1], crcs)
+        entry = FileEntry(name, file.nbytes, len(head), checksums.crc32(head))
+    if not checksums.FAST:
+        for i, crcs in zip(order, beside.results, strict=True):
+            found[i] = (*found[i][:2], crcs)
     return entry, [found[i] for i in range(len(parts))]
 
 
@@ -237,7 +242,7 @@ class Beside:
         while (given := self._given.get()) is not None:
             index, data = given
             try:
-                self.results[index] = checksums(data, BLOCK_NBYTES)
+                self.results[index] = checksums.of_blocks(data, BLOCK_NBYTES)
             except Exception as error:
                 self._errors.append(error)
 
@@ -276,8 +281,12 @@ def _text_digest(value: Json) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
+def _digest_of_part(part: Part) -> int:
+    return _digest(checksums.of_blocks(_bytes_of_part(part), BLOCK_NBYTES))
+
+
 def _digest(crcs: Sequence[int]) -> int:
-    return zlib.crc32(b"".join(crc.to_bytes(4, "little") for crc in crcs))
+    return checksums.crc32(b"".join(crc.to_bytes(4, "little") for crc in crcs))
 
 
 def different_replicas(digests: dict[tuple[str, Box], dict[int, int]]) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import cut_dim, local_of, settled
-from ..layout import known_dtypes
+from ..layout import itemsize, known_dtypes
 from .plan import Box, Cut, local_box, whole
+
+# Below it, memory comes from where all tensors have theirs.
+_OWN_MAP_NBYTES = 4 << 20
+# A multiple of every itemsize, and of a line of the cache.
+_ALIGNMENT = 64
 
 
 class Part(NamedTuple):
@@ -99,3 +107,30 @@ def bytes_of(tensor: Tensor) -> memoryview:
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
+
+
+def staging(wanted: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
+    """Uninitialised tensors on the host, contiguous, one for each (name of dtype, shape), in one piece of memory that
+    goes when the last of them does.
+
+    New memory costs a fault for each page when it is touched first, in pages of 4 KiB a quarter of a load's CPU time;
+    so it is asked for in huge ones where the system has them. Raises `OSError` when there is none left.
+    """
+    starts, nbytes = list[int](), 0
+    for dtype, shape in wanted:
+        starts.append(nbytes)
+        nbytes += -(-whole(tuple(shape)).numel * itemsize(dtype) // _ALIGNMENT) * _ALIGNMENT
+    memory = _mapped(nbytes) if nbytes >= _OWN_MAP_NBYTES else torch.empty(nbytes, dtype=torch.uint8)
+    made = []
+    for start, (dtype, shape) in zip(starts, wanted, strict=True):
+        size = whole(tuple(shape)).numel * itemsize(dtype)
+        made.append(memory[start : start + size].view(dtype_of(dtype)).view(tuple(shape)))
+    return made
+
+
+def _mapped(nbytes: int) -> Tensor:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if (huge := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(huge)
+    return torch.frombuffer(pages, dtype=torch.uint8)

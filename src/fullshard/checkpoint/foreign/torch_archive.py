@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import math
 import zipfile
-import zlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import checksums
 from ..errors import CheckpointDamaged
 from ..plan import Box, whole
 from .pickle_tree import Made, Name, PickleRefused, Stored, read_pickle, show
@@ -115,7 +115,7 @@ class TorchArchive:
             return False
         for info in self._infos.values():
             record = self._record(info)
-            if zlib.crc32(record) != info.CRC:
+            if checksums.crc32(record) != info.CRC:
                 raise ArchiveDamaged(
                     f"{self.where}: the bytes of {info.filename} do not have the checksum that was written with them "
                     f"({info.CRC:08x}): the file was damaged"
