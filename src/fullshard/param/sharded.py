@@ -37,6 +37,7 @@ class ShardedParam:
     """See the module's table. Made and re-made by `ParamGroup`; `name` is relative to the unit."""
 
     __slots__ = (
+        "__weakref__",
         "fresh",
         "fresh_partial",
         "full",

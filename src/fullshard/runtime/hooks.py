@@ -4,7 +4,7 @@
     module hook        (last)   -> post_forward; hooks put on the nodes of outputs that require a gradient
     output's node, before it runs in backward -> pre_backward
     input tensor, when its gradient is complete -> inputs_reached
-    full parameter, when its gradient is accumulated -> Unit._hook_gradient -> grads_ready
+    full parameter, when its gradient is accumulated (gradient_hooks.py) -> grads_ready
 
 The hook of an output is put on its autograd *node*, which an in-place edit of the output leaves in the graph. The hook
 of an input is a hook of the *tensor*: those run before the hooks of its node, so the end of this unit's backward is
@@ -180,7 +180,8 @@ class UnitHooks:
             if waiting is None:
                 waiting = notes[_WAITING] = []
                 node.register_prehook(partial(self._on_outputs, waiting))
-            waiting.append((self._unit, use, returned))
+            # Not the hooks: they name the node, and Python's collector does not see that the node holds this list.
+            waiting.append((self._unit, use, [hook.reached for hook in returned]))
 
 
 class _InputHook(NamedTuple):
@@ -195,7 +196,7 @@ class _InputHook(NamedTuple):
 _WAITING = "fullshard: uses"
 
 
-def _outputs_needed(waiting: Sequence[tuple[Unit, Use | None, Sequence[_InputHook]]], gradients: object) -> None:
+def _outputs_needed(waiting: Sequence[tuple[Unit, Use | None, Sequence[_InputsReached]]], gradients: object) -> None:
     """The node of an output of these uses is about to run in backward.
 
     There is more than one where a unit returned what it was given, as a layer does that is skipped. On other ranks it
@@ -204,8 +205,8 @@ def _outputs_needed(waiting: Sequence[tuple[Unit, Use | None, Sequence[_InputHoo
     for unit, use, returned in reversed(waiting):
         assert unit.root is not None
         unit.root.pre_backward(unit, use)
-        for hook in returned:
-            hook.reached.one(gradients)
+        for reached in returned:
+            reached.one(gradients)
 
 
 class _InputsReached:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import BufferPool, GatherChannel, HostLink, Links, ReduceChannel
@@ -26,6 +26,7 @@ from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.precision import MixedPrecisionLike
 from .channels import Channels
 from .full_in_optimizers import note_full
+from .gradient_hooks import hook_gradient
 from .narrowing import Narrowing
 from .optimizer_steps import optimizer_steps
 from .outside import call, outside_graphs
@@ -340,21 +341,13 @@ class Unit:
             group.trainable = tuple(i for i, p in enumerate(group.params) if p.full.requires_grad)
             frozen = frozen or len(group.trainable) < len(group.params)
             for i in group.trainable:
-                self._gradient_hooks.append(self._hook_gradient(group.params[i], 1 << bit))
+                self._gradient_hooks.append(hook_gradient(self, group.params[i], 1 << bit))
                 bit += 1
         self.expected = (1 << bit) - 1
         self._largest_missing.clear()
         self.record.frees_late = frozen
         self.record.trainable = bit > 0
         self._knows_trainable = True
-
-    def _hook_gradient(self, param: ShardedParam, bit: int) -> RemovableHandle:
-        def arrived(_full: Tensor) -> None:
-            assert self.on_gradient is not None
-            self.on_gradient(self, param, bit)
-
-        handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(outside_graphs(arrived))
-        return handle
 
     def largest_missing_nbytes(self) -> int:
         """Bytes of the largest gradient that the running backward may still bring."""

@@ -13,6 +13,7 @@ watched. Recomputation runs the unit's forward again, which gathers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,19 +46,24 @@ class _Activation(NamedTuple):
 
 
 class Watch:
-    """The saved-tensor hooks of one root. `needed(unit)` is called when a token of `unit` is unpacked."""
+    """The saved-tensor hooks of one root. `needed(unit)`, a method, is called when a token of `unit` is unpacked.
+
+    Keeps neither the root nor its units: a message that is issued while hooks are active keeps them, as gloo has it,
+    and what keeps the message would never be collected.
+    """
 
     def __init__(self, needed: Callable[[Unit], None], *, always: bool) -> None:
-        self._needed = needed
+        self._needed = weakref.WeakMethod(needed)
         self._always = always
         # One pair of objects, so that it can be recognised on torch's stack of hooks.
         self._hooks = (outside_graphs(self._pack), outside_graphs(self._unpack))
-        self._owner: dict[int, Unit] = {}
+        self._owner: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._active = 0
 
     def learn(self, unit: Unit) -> None:
         """`unit`'s full parameters may be new objects."""
-        self._owner = {key: owner for key, owner in self._owner.items() if owner is not unit}
+        for key in [key for key, owner in self._owner.items() if owner is unit]:
+            del self._owner[key]
         for group in unit.groups:
             for key in group.full_ids:
                 self._owner[key] = unit
@@ -102,7 +108,9 @@ class Watch:
 
     def _unpack(self, saved: object) -> Tensor:
         if isinstance(saved, _Weight):
-            self._needed(saved.unit)
+            needed = self._needed()
+            assert needed is not None  # the unit of the token keeps its root
+            needed(saved.unit)
             return saved.tensor
         assert isinstance(saved, _Activation)
         if version_of(saved.tensor) != saved.version:
