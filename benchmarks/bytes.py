@@ -12,14 +12,20 @@ all-to-all; each rank sends (W - 1) / W of it. What goes from rank to rank is to
                  buffers are kept from step to step
     NCCL plan    ours, as it is on a GPU for blocks of an 8B model: matrices travel by themselves, norms are packed, no
                  buffers are kept
+    two hops     the same with gradients reduced within nodes, then between them: nodes of 8 ranks, or half of up to 8
+    rounded      the same, with what goes between nodes rounded to the dtype of the gradients
+
+"across" is what of "sent" goes to other nodes (benchmarks/counting.py says how).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,7 +38,12 @@ from benchmarks.host import Chain
 # Rows divide by 64 ranks, so that padding is not what is measured.
 SHAPE = ModelShape(vocabulary=64, width=256, hidden=704, heads=4, depth=4)
 TINY = ModelShape(vocabulary=64, width=64, hidden=128, heads=2, depth=2)
-WAYS = ("fsdp2", "gloo plan", "NCCL plan")
+WAYS = ("fsdp2", "gloo plan", "NCCL plan", "two hops", "rounded")
+# Of ours: settings, beside the plan.
+SETTINGS = {
+    "two hops": {"FULLSHARD_COMMUNICATION": "hierarchical"},
+    "rounded": {"FULLSHARD_COMMUNICATION": "hierarchical", "FULLSHARD_PARTIAL_SUMS": "wire"},
+}
 BF16, FP32 = torch.bfloat16, torch.float32
 # (storage, compute, reduce)
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype | None]] = {
@@ -60,18 +71,28 @@ def build(way: str, shape: ModelShape, precision: str) -> nn.Module:
     return library.fully_shard(model, mp_policy=policy)
 
 
-def count(way: str, shape: ModelShape, precision: str) -> ByteCounter:
+def local_ranks(world: int) -> int:
+    """How many of the ranks are on a node."""
+    return 8 if world > 8 else max(1, world // 2)
+
+
+def count(way: str, shape: ModelShape, precision: str, world: int) -> ByteCounter:
     """What one step writes and sends, once buffers exist and the order is known."""
+    local = local_ranks(world)
+    settings = SETTINGS.get(way, {"FULLSHARD_COMMUNICATION": "auto"})
+    if way in SETTINGS:
+        settings = settings | {"FULLSHARD_LOCAL_WORLD_SIZE": str(local)}
     storage, compute, _ = PRECISIONS[precision]
     norm_nbytes = shape.width * (compute or storage).itemsize
-    plans = {"NCCL plan": nccl_plan, "gloo plan": gloo_plan}
-    with plans[way](norm_nbytes + 1) if way in plans else nullcontext():
+    plans = {"gloo plan": gloo_plan} | dict.fromkeys(("NCCL plan", "two hops", "rounded"), nccl_plan)
+    plan = plans[way](norm_nbytes + 1) if way in plans else nullcontext()
+    with plan, mock.patch.dict(os.environ, settings):
         model = build(way, shape, precision)
         x = torch.randn(1, 4, shape.width, dtype=compute or storage)
         for _ in range(3):
             model(x).sum().backward()
             model.zero_grad()
-        with ByteCounter() as counter:
+        with ByteCounter(local) as counter:
             model(x).sum().backward()
     return counter
 
@@ -80,20 +101,22 @@ def figures(shape: ModelShape, precision: str, world: int) -> dict[str, dict[str
     """By way: bytes written and sent per element of the parameters, and what wrote them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    bare = count("bare", shape, precision)
+    bare = count("bare", shape, precision, 1)
     numel = sum(p.numel() for p in Chain(shape).parameters())
     found: dict[str, dict[str, Any]] = {}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         for way in WAYS:
-            counter = count(way, shape, precision)
+            counter = count(way, shape, precision, world)
             if world > 1:
                 counter.messages["send"] = counter.messages["send"] * world // (world - 1)
             beyond = {name: nbytes - bare.written[name] for name, nbytes in counter.written.items()}
             found[way] = {
                 "written": round((counter.written_nbytes - bare.written_nbytes) / numel, 4),
                 "sent": round(counter.messages_nbytes / numel, 4),
+                "across": round(sum(counter.across.values()) / numel, 4),
                 "written_by": {name: round(n / numel, 3) for name, n in beyond.items() if abs(n) >= numel / 500},
+                "across_by": {kind: round(n / numel, 3) for kind, n in counter.across.items() if n},
                 "sent_by": {kind: round(n / numel, 3) for kind, n in counter.messages.items() if n},
             }
     finally:
@@ -108,7 +131,7 @@ def figures(shape: ModelShape, precision: str, world: int) -> dict[str, dict[str
 def report(precision: str, worlds: list[int], shape: ModelShape) -> list[dict[str, Any]]:
     """Print one table; return its figures."""
     print(f"\n{precision}: bytes per element of the parameters and step")
-    print(f"  {'W':>3} {'':10} {'written':>8} {'/ fsdp2':>8} {'sent':>7} {'/ fsdp2':>8}   written by")
+    print(f"  {'W':>3} {'':10} {'written':>8} {'/ fsdp2':>8} {'sent':>7} {'/ fsdp2':>8} {'across':>7}   written by")
     results = []
     for world in worlds:
         ways = figures(shape, precision, world)
@@ -117,7 +140,7 @@ def report(precision: str, worlds: list[int], shape: ModelShape) -> list[dict[st
             by = ", ".join(f"{name} {nbytes:.2f}" for name, nbytes in row["written_by"].items())
             print(
                 f"  {world:>3} {way:10} {row['written']:8.2f} {row['written_ratio']:8.3f} {row['sent']:7.2f} "
-                f"{sent_ratio:>8}   {by}",
+                f"{sent_ratio:>8} {row['across']:7.2f}   {by}",
                 flush=True,
             )
         results.append({"precision": precision, "world": world, "ways": ways})

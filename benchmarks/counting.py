@@ -3,6 +3,8 @@
     written    what operations write: new results and tensors changed in place, `.data` writes, list (foreach) copies,
                clones that autograd makes, and the bytes that a storage keeps when it grows (which no operation shows)
     messages   what is given to collectives, by kind; their outputs are written by them and are not in `written`
+    across     how much of it one rank sends to other nodes, by kind. What a backend adds or gathers goes around a ring
+               of ranks, as NCCL's does, where the last one of a node alone sends to another: the mean over ranks
 
     held       storages: when each one comes, changes its size, and goes
 
@@ -17,10 +19,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,10 +60,15 @@ _MESSAGES = {
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts while it is entered. `written` is by name of the operation, `messages` by kind of collective; bytes."""
+    """Counts while it is entered. `written` is by name of the operation, `messages` by kind of collective; bytes.
 
-    def __init__(self) -> None:
+    `local_world`: how many consecutive ranks are on a node, for `across`; None: all.
+    """
+
+    def __init__(self, local_world: int | None = None) -> None:
         super().__init__()
+        self._local_world = local_world
+        self.across: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
         self._growing: Any = None
@@ -114,7 +123,24 @@ class ByteCounter(TorchDispatchMode):
         if name in ("barrier", "recv_"):
             return
         kind, position = _MESSAGES[name]
-        self.messages[kind] += sum(map(_nbytes, _tensors([args[position]])))
+        nbytes = sum(map(_nbytes, _tensors([args[position]])))
+        self.messages[kind] += nbytes
+        if self._local_world is not None:
+            self.across[kind] += int(nbytes * self._share_across(kind, func, args))
+
+    def _share_across(self, kind: str, func: Any, args: Any) -> Fraction:
+        """Of the bytes of a message, what this rank sends to other nodes."""
+        names = [argument.name for argument in func._schema.arguments]
+        group = dist.ProcessGroup.unbox(args[names.index("process_group")])
+        nodes = [rank // self._local_world for rank in dist.get_process_group_ranks(group)]
+        world, here = len(nodes), nodes[group.rank()]
+        if kind == "send":
+            return Fraction(nodes[args[names.index("dst")]] != here)
+        if kind == "all-to-all":
+            return Fraction(sum(node != here for node in nodes), world)
+        crossing = sum(node != after for node, after in zip(nodes, nodes[1:] + nodes[:1], strict=True))
+        rounds = 2 if kind == "all-reduce" else 1
+        return rounds * Fraction(world - 1, world) * Fraction(crossing, world)
 
     def _count_fsdp2(self, func: Any, args: Any, kwargs: Any) -> None:
         # torch's own copies between parameters and messages, which do not say in their schema what they write.

@@ -43,6 +43,16 @@ def test_one_rank_writes_nothing_when_dtypes_agree(precision: str, way: str) -> 
     assert _figure(precision, 1, way)["written"] == 0
 
 
+def test_what_gradients_send_to_other_nodes() -> None:
+    """Eight ranks on two nodes, bytes per element: half of bfloat16; an eighth of float32, or of bfloat16."""
+    rows = figures(TINY, "mixed precision", 8)
+    found = {way: rows[way]["across_by"]["all-to-all"] for way in ("NCCL plan", "two hops", "rounded")}
+    # Norms and presence are padded a little.
+    assert found == pytest.approx({"NCCL plan": 1.0, "two hops": 0.5, "rounded": 0.25}, rel=0.02)
+    # Around a ring of which two of eight ranks send to the other node.
+    assert rows["fsdp2"]["across_by"] == {"all-gather": 4 * 7 / 8 * 2 / 8, "reduce-scatter": 4 * 7 / 8 * 2 / 8}
+
+
 def _stage_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     gather_each = ShardGroup.gather_each
 

@@ -189,6 +189,8 @@ def test_settings_have_the_defaults_that_are_documented() -> None:
         "FULLSHARD_GRADIENT_BYTES": "not set" if options.gradient_nbytes is None else str(options.gradient_nbytes),
         "FULLSHARD_REDUCTIONS": str(options.reductions_in_flight),
         "FULLSHARD_COMMUNICATION": options.communication,
+        "FULLSHARD_LOCAL_WORLD_SIZE": "not set" if options.local_world is None else str(options.local_world),
+        "FULLSHARD_PARTIAL_SUMS": options.partial_sums,
         "FULLSHARD_WATCH": options.watch,
         "FULLSHARD_EVAL_ROOT": options.eval_root,
         "FULLSHARD_SILENCE": str(options.silence_seconds),

@@ -127,11 +127,15 @@ def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) 
 
 
 def set_communication(self: object, strategy: str, *, recurse: bool = True) -> None:
-    """How parameters and gradients travel; not in torch. `"auto"`: the fastest measured for the backend.
+    """How parameters and gradients travel; not in torch. `"auto"`: the fastest measured for the backend, and gradients
+    in two hops where ranks are on several nodes (`LOCAL_WORLD_SIZE`).
 
     `"torch"`: one all-gather and one reduce-scatter for a unit (for each dtype of its parameters), and one all-reduce
-    on a mesh that replicates, in the reduce dtype: for programs that count collectives. The default is that of the
-    environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy.
+    on a mesh that replicates, in the reduce dtype: for programs that count collectives. `"all-to-all"`: `"auto"`, with
+    gradients in one hop. `"hierarchical"`: with gradients in two, within nodes and between them; collective: every rank
+    makes the same call, with equally many ranks of each node (`FULLSHARD_LOCAL_WORLD_SIZE`). The default is that of the
+    environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for `"hierarchical"` where
+    the nodes are not known or do not divide the ranks: here, or in the first forward where none has run.
     """
     if strategy not in COMMUNICATION:
         raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}")

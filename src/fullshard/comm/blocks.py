@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .asking import ask
 from .control import domain_of
-from .group import Block, ShardGroup
+from .group import Block, ShardGroup, other_backend
 
 # By the process group of the axis that shards, with which they go; then by ranks and degree.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
@@ -43,12 +43,9 @@ def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> Dev
     if domain is not None:
         ask(domain, f"fully_shard(..., reshard_after_forward={degree})", "")
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    assert dist.group.WORLD is not None
-    config = str(dist.get_backend_config(like))
-    backend = None if config == str(dist.get_backend_config(dist.group.WORLD)) else config
     # Only the members take part, so a mesh over some ranks (a pipeline stage) needs nothing of the others.
     groups = [
-        dist.new_group(members.tolist(), backend=backend, use_local_synchronization=True)
+        dist.new_group(members.tolist(), backend=other_backend(like), use_local_synchronization=True)
         for members in (ranks[:, column], ranks[row])
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("block", "rank_in_block"))

@@ -100,9 +100,7 @@ class DirectReduce(MessageReduce):
             out.div_(before)
 
 
-class _Direct:
-    reuses = False
-
+class _Direct(FirstStage):
     def __init__(self, channel: DirectReduce, work: Work, send: Slot, receive: Slot, arriving: list[_Arriving]) -> None:
         self._channel = channel
         self._work = work
@@ -133,9 +131,6 @@ class _Direct:
         channel.sum_into(total[channel.layout.message_start :], self._receive.tensor)
         self._give_back()
         return total
-
-    def release(self) -> None:
-        pass
 
     def abandon(self) -> None:
         for arriving in self._arriving:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from ..layout import groups_messages, sends_in_pairs
+from ..layout import NodeGrid, groups_messages, sends_in_pairs
 from . import pairs
 from .control import domain_of
 from .domain import Domain
@@ -157,8 +157,15 @@ class ShardGroup:
 
     def apart(self) -> ShardGroup:
         """The same ranks with a communicator of their own. Every rank of the group makes this call."""
+        return self.some(self.ranks, "fullshard_reduce")
+
+    def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
+        """`ranks`, this one and others of the default group, with a communicator of their own. Each of them makes this
+        call."""
         # Local: the ranks of other groups of a mesh do not take part.
-        made = dist.new_group(list(self.ranks), use_local_synchronization=True, group_desc="fullshard_reduce")
+        made = dist.new_group(
+            list(ranks), backend=other_backend(self.origin), use_local_synchronization=True, group_desc=purpose
+        )
         assert isinstance(made, dist.ProcessGroup)
         return ShardGroup(made, self.device)
 
@@ -188,6 +195,18 @@ class Block(NamedTuple):
     group: ShardGroup
 
 
+class NodeLinks(NamedTuple):
+    """The ranks of a group as nodes, for reductions in two hops (comm/nodes.py)."""
+
+    grid: NodeGrid
+    # In the order of their places: those of this rank's node.
+    within: ShardGroup
+    # In the order of nodes: those of this rank's place, one of each.
+    across: ShardGroup
+    # Sums of a node travel in the dtype of its gradients, where that is bfloat16.
+    narrow_partials: bool
+
+
 class Links(NamedTuple):
     """The ranks with which the parameters of one group are exchanged."""
 
@@ -201,6 +220,8 @@ class Links(NamedTuple):
     reduce: ShardGroup | None = None
     # All ranks of the mesh, by their rank in the default group.
     everyone: tuple[int, ...] = ()
+    # Those of `shard` as nodes, where gradients are reduced in two hops.
+    nodes: NodeLinks | None = None
 
     @property
     def reducing(self) -> ShardGroup:
@@ -216,6 +237,9 @@ class Links(NamedTuple):
             self.block.group.open_line(domain, "block")
         if self.reduce is not None:
             self.reduce.open_line(domain, "reduce")
+        if self.nodes is not None:
+            self.nodes.within.open_line(domain, "within")
+            self.nodes.across.open_line(domain, "across")
 
     @property
     def ranks(self) -> int:
@@ -275,6 +299,13 @@ def message_device(backend_config: str, device: torch.device) -> str | None:
     """
     types = [part.split(":", 1)[0] for part in backend_config.split(",") if ":" in part]
     return None if not types or device.type in types else types[0]
+
+
+def other_backend(process_group: dist.ProcessGroup) -> str | None:
+    """The backends of `process_group`, for another group of such; None where they are those of the default group."""
+    assert dist.group.WORLD is not None
+    config = str(dist.get_backend_config(process_group))
+    return None if config == str(dist.get_backend_config(dist.group.WORLD)) else config
 
 
 def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:

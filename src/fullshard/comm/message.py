@@ -137,3 +137,16 @@ class MessageReduce:
             present = mean[start : start + self._all_present].tolist()
             parts = [part if there else None for part, there in zip(parts, present, strict=True)]
         return parts
+
+
+def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The sum of two or more `chunks` (n,), added in their order in `dtype`; into `out`, where there is one."""
+    if chunks[0].dtype is dtype:
+        total = torch.add(chunks[0], chunks[1], out=out)
+        later = chunks[2:]
+    else:
+        total = chunks[0].to(dtype) if out is None else out.copy_(chunks[0])
+        later = chunks[1:]
+    for chunk in later:
+        total.add_(chunk)
+    return total

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..layout import contiguous_stride
 from .gather import CastGather, FullMemory, PlannedGather
-from .reduction import ReduceChannel, Reduction
+from .reduction import Hop, ReduceChannel, Reduction
 
 Copy = Callable[[Tensor, Tensor], object]
 
@@ -150,12 +150,12 @@ class _Landing:
         return self._inner.keeps
 
     @property
-    def two_stages(self) -> bool:
-        return self._inner.two_stages
+    def hop(self) -> Hop:
+        return self._inner.hop
 
     @property
-    def replicating(self) -> bool:
-        return self._inner.replicating
+    def has_next(self) -> bool:
+        return self._inner.has_next
 
     @property
     def keeps_send_buffer(self) -> bool:

@@ -66,9 +66,7 @@ class PairReduce(MessageReduce):
         return [chunk[start : start + numel] for chunk in chunks for start, numel in self.ranges]
 
 
-class _Pairs:
-    reuses = False
-
+class _Pairs(FirstStage):
     def __init__(
         self,
         channel: PairReduce,
@@ -89,9 +87,6 @@ class _Pairs:
         # Among mine are the gradients, and views of the send buffer.
         gradients = sum(part.nbytes for parts in self._mine for part in parts[:-1])
         return gradients + sum(slot.tensor.nbytes for slot in self._slots)
-
-    def shrink(self, nbytes: int) -> bool:
-        return False
 
     def total(self) -> Tensor:
         self._wait()
@@ -115,9 +110,6 @@ class _Pairs:
             total.div_(channel.scale.before)
         self._give_back()
         return total
-
-    def release(self) -> None:
-        pass
 
     def abandon(self) -> None:
         for work in self._works:

@@ -10,6 +10,9 @@
     (direct.py)        from where they are           message, in the sum dtype: likewise      that group messages
     PairReduce         large gradients from where   here, in rank order: bitwise what        the same, on gloo, from
     (pair_reduce.py)   they are, rank to rank       `ExchangeReduce` makes                   a size on
+    HierarchicalReduce all-to-all within a node     here, in rank order within nodes, then    several nodes, or
+    (hierarchical.py)  (wire dtype), then of its    in the order of nodes                     `"hierarchical"`
+                       sums between nodes
     NativeReduce       one reduce-scatter in the    by the backend                           `communication="torch"`
                        reduce dtype
 
@@ -33,8 +36,9 @@ from ..policy import Controls, resolve_scale
 from .custom import CustomBuffers, CustomGroup
 from .direct import DirectReduce
 from .group import MEAN, SUM, Links, Work
+from .hierarchical import HierarchicalReduce
 from .lines import drain
-from .message import MessageReduce
+from .message import MessageReduce, sum_in_order
 from .pair_reduce import PairReduce
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, LocalReduce, ReduceChannel
@@ -54,7 +58,7 @@ class FlatReduce(MessageReduce):
         return _Flat(self.pool, send)
 
 
-class _Flat:
+class _Flat(FirstStage):
     reuses = True
 
     def __init__(self, pool: BufferPool, send: Slot) -> None:
@@ -64,9 +68,6 @@ class _Flat:
     @property
     def held_nbytes(self) -> int:
         return self._send.tensor.nbytes
-
-    def shrink(self, nbytes: int) -> bool:
-        return False
 
     def total(self) -> Tensor:
         return self._send.tensor
@@ -89,9 +90,7 @@ class ExchangeReduce(MessageReduce):
         return list(receive.view(self.group.world, self.layout.chunk_numel).unbind())
 
 
-class _Exchange:
-    reuses = False
-
+class _Exchange(FirstStage):
     def __init__(self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot) -> None:
         self._channel = channel
         self._work = work
@@ -102,28 +101,13 @@ class _Exchange:
     def held_nbytes(self) -> int:
         return self._send.tensor.nbytes + self._receive.tensor.nbytes
 
-    def shrink(self, nbytes: int) -> bool:
-        return False
-
     def total(self) -> Tensor:
         self._work.wait()
-        dtype = self._channel.dtypes.sum
-        chunks = self._receive.views
-        if chunks[0].dtype is dtype:
-            total = torch.add(chunks[0], chunks[1])
-            later = chunks[2:]
-        else:
-            total = chunks[0].to(dtype)
-            later = chunks[1:]
-        for chunk in later:
-            total.add_(chunk)
+        total = sum_in_order(self._receive.views, self._channel.dtypes.sum)
         if self._channel.scale.before != 1:
             total.div_(self._channel.scale.before)
         self._give_back()
         return total
-
-    def release(self) -> None:
-        pass
 
     def abandon(self) -> None:
         drain(self._work)
@@ -149,9 +133,7 @@ class NativeReduce(MessageReduce):
         return _Native(self, work, send, out)
 
 
-class _Native:
-    reuses = False
-
+class _Native(FirstStage):
     def __init__(self, channel: NativeReduce, work: Work, send: Slot, out: Tensor) -> None:
         self._channel = channel
         self._work = work
@@ -162,9 +144,6 @@ class _Native:
     def held_nbytes(self) -> int:
         return self._send.tensor.nbytes + self._out.nbytes
 
-    def shrink(self, nbytes: int) -> bool:
-        return False
-
     def total(self) -> Tensor:
         self._work.wait()
         self._channel.pool.give(self._send)
@@ -172,9 +151,6 @@ class _Native:
         if not scale.averages and not scale.overflows and scale.before != 1:
             self._out.div_(scale.before)
         return self._out
-
-    def release(self) -> None:
-        pass
 
     def abandon(self) -> None:
         drain(self._work)
@@ -213,6 +189,9 @@ def reduce_channel(
         return FlatReduce(group, layout, dtypes, pool, scale, after)
     if native:
         return NativeReduce(group, layout, dtypes, pool, scale, after)
+    if links.nodes is not None:
+        in_hops = ReduceLayout(pack, grid=links.nodes.grid)
+        return HierarchicalReduce(group, links.nodes, in_hops, dtypes, pool, scale, after)
     if sends_directly(group.backend):
         return DirectReduce(group, ReduceLayout(pack, direct), dtypes, pool, scale, after)
     if direct and group.sends_in_pairs:

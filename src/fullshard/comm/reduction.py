@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,34 +22,46 @@ class Dtypes(NamedTuple):
     storage: torch.dtype
 
 
-class FirstStage(Protocol):
-    """The sum over the ranks that share the parameters, under way."""
+class Hop(IntEnum):
+    """Which message of a reduction is under way. A reduction may leave some out; ranks send them in equal order."""
+
+    EXCHANGE = 0  # among the ranks that share the parameters, or those of them on this rank's node
+    NODES = 1  # between nodes, of what each node has
+    REPLICAS = 2  # among the ranks that hold the same shards
+
+
+class FirstStage:
+    """The sum over the ranks that share the parameters, under way. Here: what one message brings."""
 
     # Whether the sum is in a buffer that will be used again, so that what the caller gets has to be a copy.
-    @property
-    def reuses(self) -> bool: ...
+    reuses = False
+    # Which message is under way, and whether another one follows before the sum is there.
+    hop = Hop.EXCHANGE
+    has_next = False
 
     @property
     def held_nbytes(self) -> int:
         """Bytes of both ends of the messages that are under way."""
-        ...
+        raise NotImplementedError
 
     def shrink(self, nbytes: int) -> bool:
         """Wait for messages, the oldest first, until `nbytes` of theirs were given up or none is left. Whether any was:
         the last one, or the only one, is what `total` waits for."""
-        ...
+        return False
+
+    def advance(self) -> None:
+        """Wait for the message under way and send the next one, where there is one."""
 
     def total(self) -> Tensor:
         """Wait; this rank's chunk (chunk_numel,): the sum, scaled by `Scale.before`. May be written. Call it once."""
-        ...
+        raise NotImplementedError
 
     def release(self) -> None:
         """The chunk is no longer needed."""
-        ...
 
     def abandon(self) -> None:
         """In the place of `total`: wait and throw away."""
-        ...
+        raise NotImplementedError
 
 
 class Reduction(Protocol):
@@ -60,18 +73,18 @@ class Reduction(Protocol):
         ...
 
     @property
-    def two_stages(self) -> bool:
-        """Whether a second message follows the first: where the shards are replicated."""
+    def hop(self) -> Hop:
+        """Which message is under way."""
         ...
 
     @property
-    def replicating(self) -> bool:
-        """Whether the second message is under way."""
+    def has_next(self) -> bool:
+        """Whether another message follows it: between nodes, or where the shards are replicated."""
         ...
 
     @property
     def keeps_send_buffer(self) -> bool:
-        """Whether the send buffer is in use to the end, because the second message sums in it."""
+        """Whether the send buffer is in use to the end, because the last message sums in it."""
         ...
 
     @property
@@ -85,11 +98,12 @@ class Reduction(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what the second message sums, when that is no send buffer; 0 while there is none under way."""
+        """Bytes of a later message that is under way: both ends between nodes, and of one among replicas what is summed
+        when that is no send buffer. 0 while it is the first one."""
         ...
 
     def advance(self) -> None:
-        """Wait for the first message and send the second, where there is one. Again: nothing."""
+        """Wait for the message under way and send the next one, where there is one. Behind the last: nothing."""
         ...
 
     def collect(self) -> list[Tensor | None]:
@@ -147,7 +161,8 @@ class LocalReduce:
 
 
 class _Local:
-    keeps = two_stages = replicating = keeps_send_buffer = False
+    keeps = has_next = keeps_send_buffer = False
+    hop = Hop.EXCHANGE
     nbytes = held_nbytes = 0
 
     def __init__(self, gradients: list[Tensor | None]) -> None:

@@ -5,8 +5,8 @@
     3  the hook, in the reduce dtype                            `set_all_reduce_hook`
     4  the last division, and the storage dtype
 
-Both messages are asynchronous: a reduction goes from the first to the second when its turn comes (`advance`), and the
-second travels while the gradients of the next unit are computed and sent. Presence is summed with the gradients, so a
+All messages are asynchronous: a reduction goes from one to the next when its turn comes (`advance`), and that
+travels while the gradients of the next unit are computed and sent. Presence is summed with the gradients, so a
 gradient that one replica alone has still counts.
 
 The all-reduce of a shard sums in the sum dtype: it is small, and rounding the partial sum to a narrow dtype would cost
@@ -26,7 +26,7 @@ from ..layout import ReduceLayout
 from ..policy import Scale
 from .group import MEAN, SUM, ShardGroup, Work
 from .lines import drain
-from .reduction import Dtypes, FirstStage
+from .reduction import Dtypes, FirstStage, Hop
 
 
 class Chunks(Protocol):
@@ -55,7 +55,7 @@ class AfterSum(NamedTuple):
 
 
 class StagedReduction:
-    """One reduction, through both messages. See `comm.reduction.Reduction`."""
+    """One reduction, through all of its messages. See `comm.reduction.Reduction`."""
 
     def __init__(
         self,
@@ -81,12 +81,14 @@ class StagedReduction:
             self.advance()
 
     @property
-    def two_stages(self) -> bool:
-        return self._after.replicate is not None and not self.keeps
+    def hop(self) -> Hop:
+        return Hop.REPLICAS if self._work is not None else self._first.hop
 
     @property
-    def replicating(self) -> bool:
-        return self._work is not None
+    def has_next(self) -> bool:
+        if self._total is not None:
+            return False
+        return self._first.has_next or (self._after.replicate is not None and not self.keeps)
 
     @property
     def keeps_send_buffer(self) -> bool:
@@ -94,17 +96,22 @@ class StagedReduction:
 
     @property
     def held_nbytes(self) -> int:
-        return self._first.held_nbytes if self._total is None else 0
+        return self._first.held_nbytes if self._total is None and self._first.hop is Hop.EXCHANGE else 0
 
     def shrink(self, nbytes: int) -> bool:
         return self._total is None and self._first.shrink(nbytes)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._work is None or self._total is None or self._first.reuses else self._total.nbytes
+        if self._total is None:
+            return self._first.held_nbytes if self._first.hop is Hop.NODES else 0
+        return 0 if self._work is None or self._first.reuses else self._total.nbytes
 
     def advance(self) -> None:
-        self._advanced()
+        if self._total is None and self._first.has_next:
+            self._first.advance()
+        else:
+            self._advanced()
 
     def _advanced(self) -> Tensor:
         if self._total is not None:

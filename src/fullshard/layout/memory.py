@@ -80,8 +80,9 @@ def backward_terms(
 
     The unit before it is being gathered, or as many as fit into `prefetch_nbytes`. `reductions_in_flight` counts the
     earlier reductions (units current + 1, ...) whose buffers still exist. Their gradients are gone, copied into the
-    send buffer, unless they are sent from where they are, and live as long as one would. On a mesh that replicates as
-    many more, behind these, are summed over the replicas. `gradient_nbytes` limits gradients and messages together.
+    send buffer, unless they are sent from where they are, and live as long as one would. Of ranks on several nodes as
+    many more, behind these, are in their second hop, and on a mesh that replicates as many more are summed over the
+    replicas. `gradient_nbytes` limits gradients and messages together.
     """
     room = None
     if gradient_nbytes is not None:
@@ -162,6 +163,20 @@ def buffer_terms(
             lambda u: (u.pack, u.wire_itemsize),
             lambda u: u.receive_nbytes,
         ),
+        *_shared(
+            "sums between nodes",
+            [unit for unit in backwards if unit.nodes > 1],
+            reductions,
+            lambda u: (u.pack, u.partial_itemsize),
+            lambda u: u.crossing_nbytes,
+        ),
+        *_shared(
+            "sums of a node",
+            [unit for unit in backwards if unit.nodes > 1],
+            1,
+            lambda u: (u.pack, u.sum_itemsize),
+            lambda u: u.widest_partial_nbytes,
+        ),
     ]
 
 
@@ -237,8 +252,13 @@ def _behind(
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
     behind = units[current + 1 :]
     sending = [u for u in behind[:reductions_in_flight] if u.send_nbytes]
+    crossing = [u for u in behind[reductions_in_flight : 2 * reductions_in_flight] if u.crossing_nbytes]
     # As many again are summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
-    replicating = [u for u in behind[reductions_in_flight : 2 * reductions_in_flight] if u.replicating_nbytes]
+    replicating = [
+        unit
+        for place, unit in enumerate(behind)
+        if unit.replicating_nbytes and 0 <= place - (1 + (unit.nodes > 1)) * reductions_in_flight < reductions_in_flight
+    ]
     under_way: dict[str, int] = {}
     left = room
     for unit in sending:
@@ -250,9 +270,10 @@ def _behind(
         under_way[unit.name] = nbytes
     # What was received in part has its sum already.
     sending = [u for u in sending if under_way[u.name] == u.send_nbytes + u.leaving_nbytes + u.receive_nbytes]
-    arrived = [u for u in behind if u not in sending and u not in replicating]
+    arrived = [u for u in behind if u not in sending and u not in crossing and u not in replicating]
     return [
         *(Term(f"reduction of {name}", nbytes) for name, nbytes in under_way.items() if nbytes),
+        *(Term(f"sums between nodes of {u.name}", u.crossing_nbytes) for u in crossing),
         *(Term(f"all-reduce of {u.name}", u.replicating_nbytes) for u in replicating),
         *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived if not u.frozen),
     ]

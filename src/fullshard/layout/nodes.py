@@ -20,7 +20,7 @@ from typing import NamedTuple
 from .shard import require_int
 
 # What `auto` makes of ranks on several nodes with several ranks each. By counted bytes: no network between nodes has
-# been measured.
+# been measured (ADR 0034).
 ACROSS_NODES = "hierarchical"
 
 
@@ -82,19 +82,19 @@ def flat_grids(first: int, ranks: int) -> Iterator[SlotGrid]:
 def node_grid(ranks: Sequence[int], local_world: int) -> NodeGrid:
     """How a group of `ranks` (of the default group, in group order) lies on nodes of `local_world` consecutive ranks.
 
-    Raises `ValueError` where its nodes do not have equally many of them, or not behind each other.
+    Raises `ValueError` where its nodes do not have equally many of them, or they are not in ascending order.
 
     >>> node_grid((0, 1, 2, 3), 2), node_grid((1, 3, 5, 7), 4), node_grid((4, 5), 8)
     (NodeGrid(nodes=2, local=2), NodeGrid(nodes=2, local=2), NodeGrid(nodes=1, local=2))
     """
     require_int("local_world", local_world, 1, "give the number of ranks on each node, as LOCAL_WORLD_SIZE")
     runs = [(node, len(list(members))) for node, members in groupby(rank // local_world for rank in ranks)]
-    if len({node for node, _ in runs}) < len(runs) or len({size for _, size in runs}) > 1:
+    if list(ranks) != sorted(ranks) or len({size for _, size in runs}) > 1:
         found = ", ".join(f"{size} of node {node}" for node, size in runs[:8]) + (", ..." if len(runs) > 8 else "")
         raise ValueError(
-            f"hierarchical: expected as many ranks of each node, one node behind the other, found {found} among ranks "
+            f"hierarchical: expected as many ranks of each node, in ascending order, found {found} among ranks "
             f"{', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''} with {local_world} ranks on a "
-            f"node; give the ranks of a node, use a mesh that follows the nodes, or "
+            f"node; set FULLSHARD_LOCAL_WORLD_SIZE to the ranks of a node, use a mesh that follows the nodes, or "
             f"FULLSHARD_COMMUNICATION=torch"
         )
     return NodeGrid(len(runs), runs[0][1])

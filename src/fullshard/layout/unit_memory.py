@@ -52,6 +52,10 @@ class UnitMemory:
     direct_gradients: tuple[int, ...] = ()
     # Their parts arrive from all ranks, this one too, each in a message of its own (comm/direct.py).
     grouped: bool = False
+    # On how many nodes the ranks are, where gradients are reduced in two hops (layout/nodes.py), and bytes per element
+    # of what a node sends to others; 1: in one hop.
+    nodes: int = 1
+    partial_itemsize: int = 4
     # None of its parameters is trained: there are no gradients and nothing is sent. With `reshard` off it stays full
     # from step to step (`set_resident_bytes`).
     frozen: bool = False
@@ -62,7 +66,7 @@ class UnitMemory:
                 f"kept of {self.name!r}: expected None where full parameters stay after forward (reshard=False), found "
                 f"a pack; a part is kept of what is freed"
             )
-        for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
+        for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize", "nodes"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
 
     @property
@@ -148,6 +152,22 @@ class UnitMemory:
         if self.direct_gradients:
             return (self.pack.world - 1) * ReduceLayout(self.pack).chunk_numel * self.wire_itemsize
         return self.send_nbytes if self.exchanges else self.send_nbytes // self.pack.world
+
+    @property
+    def crossing_nbytes(self) -> int:
+        """Both ends of the second hop: a chunk for each node, and one from each."""
+        return 2 * self._run_numel * self.partial_itemsize
+
+    @property
+    def widest_partial_nbytes(self) -> int:
+        """The sums of a node before they are rounded for the second hop; 0 where they are not."""
+        return self._run_numel * self.sum_itemsize if self.partial_itemsize < self.sum_itemsize else 0
+
+    @property
+    def _run_numel(self) -> int:
+        if self.frozen or self.pack.world == 1 or self.nodes == 1:
+            return 0
+        return self.nodes * ReduceLayout(self.pack).chunk_numel
 
     @property
     def replicating_nbytes(self) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch_compat import local_of
+from ..comm import partial_dtype
 from ..layout import Pack, Term, UnitMemory, direct_gradients, narrow_pack, peak, sends_directly
 from ..param import ShardedParam
 from ..policy import Options
@@ -77,8 +78,13 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     exchanges = unit.controls.strategy(communication) != "torch"
     sums_here = exchanges and group.placing.world > 1
     direct: tuple[int, ...] = ()
-    grouped = exchanges and sends_directly(group.placing.backend)
-    if grouped:
+    # Of a root that has not formed it is not known yet whether there are nodes.
+    nodes = unit.links[position].nodes
+    grouped = exchanges and nodes is None and sends_directly(group.placing.backend)
+    partial = precision.sum
+    if nodes is not None:
+        partial = partial_dtype(precision.wire, precision.sum, narrow=nodes.narrow_partials)
+    elif grouped:
         direct = group.plan.direct if group.placing.world > 1 else ()
     elif exchanges:
         layouts = [segment.layout for segment in group.pack.segments]
@@ -98,6 +104,8 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         kept=_kept_pack(unit, position),
         direct_gradients=direct,
         grouped=grouped,
+        nodes=1 if nodes is None else nodes.grid.nodes,
+        partial_itemsize=partial.itemsize,
         frozen=not any(standing(param).requires_grad for param in group.params),
     )
 

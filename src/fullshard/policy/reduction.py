@@ -25,7 +25,7 @@ class CustomComm(Protocol):
 class Controls:
     """The settings of one unit; each default is what holds when the user says nothing."""
 
-    # "auto", "torch", or None: what the root's options say.
+    # One of `options.COMMUNICATION`, or None: what the root's options say.
     communication: str | None = None
     # What sums of gradients are divided by; None: the number of ranks that contribute.
     divide_factor: float | None = None

@@ -30,6 +30,7 @@ _SETTINGS = {
     "gradient_nbytes": "FULLSHARD_GRADIENT_BYTES",
     "reductions_in_flight": "FULLSHARD_REDUCTIONS",
     "communication": "FULLSHARD_COMMUNICATION",
+    "partial_sums": "FULLSHARD_PARTIAL_SUMS",
     "eval_root": "FULLSHARD_EVAL_ROOT",
     "agree": "FULLSHARD_AGREE",
 }

@@ -6,12 +6,13 @@ commands, the same on every rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from torch.profiler import record_function
 
 from .._torch_compat import profiling, with_tensor_hooks
-from ..comm import Domain, GatherChannel
+from ..comm import Domain, GatherChannel, Hop
 from ..lifecycle import Command, CommandChecker
 from ..param import ShardedParam
 from .open_windows import note_window
@@ -110,10 +111,9 @@ class Executor:
                 self._actions[command.kind](self.units[command.unit.index])
         self._discard(self.units[commands[-1].unit.index])
 
-    @property
-    def replicating_nbytes(self) -> int:
-        """Bytes of the sums that are under way between the ranks that replicate."""
-        return sum(flight.reduction.nbytes for flight in self.shared.replicating if flight.owner is self)
+    def hop_nbytes(self, hop: Hop) -> int:
+        """Bytes of messages that follow a first one and are under way: between nodes, or the ranks that replicate."""
+        return sum(flight.reduction.nbytes for flight in self.shared.hops[hop] if flight.owner is self)
 
     def must_send(self, unit: Unit) -> bool:
         """Whether this rank has to send for `unit` though the running backward brought nothing that is not sent.
@@ -130,7 +130,7 @@ class Executor:
     @property
     def has_in_flight(self) -> bool:
         """Whether reductions of these units are under way."""
-        return self._has_own(self.shared.in_flight) or self._has_own(self.shared.replicating)
+        return any(map(self._has_own, self.shared.hops.values()))
 
     def _has_own(self, flights: Iterable[InFlight]) -> bool:
         return any(flight.owner is self for flight in flights)
@@ -224,19 +224,21 @@ class Executor:
                 keep=keep,
             )
             self._put(InFlight(self, unit, group, group.trainable, reduction))
-        while limit is None and len(self.shared.in_flight) > self._limit:
-            self._advance_oldest()
+        if limit is None:
+            self._advance_beyond(self.shared.in_flight)
         if self.gradient_nbytes is not None:
             self._shrink(self.gradient_nbytes)
 
     def _put(self, flight: InFlight) -> None:
         """To those whose message it is that is under way."""
-        if not flight.reduction.replicating:
-            self.shared.in_flight.append(flight)
-            return
-        self.shared.replicating.append(flight)
-        while len(self.shared.replicating) > self._limit:
-            self._collect(self.shared.replicating.popleft())
+        flights = self.shared.hops[flight.reduction.hop]
+        flights.append(flight)
+        if flights is not self.shared.in_flight:
+            self._advance_beyond(flights)
+
+    def _advance_beyond(self, flights: deque[InFlight]) -> None:
+        while len(flights) > self._limit:
+            self._advance_oldest(flights)
 
     def gradient_came(self, unit: Unit, nbytes: int) -> None:
         """The running backward brought so many bytes of gradients to `unit`; called where there is a limit."""
@@ -262,28 +264,28 @@ class Executor:
                 pass
             if more <= 0:
                 return
-            # A second message may not go before other ranks send theirs.
-            if flight is in_flight[0] and not flight.reduction.two_stages:
-                self._advance_oldest()
+            # A later message may not go before other ranks send theirs.
+            if flight is in_flight[0] and not flight.reduction.has_next:
+                self._advance_oldest(in_flight)
 
     def _make_room(self, send_buffers: int) -> None:
         """Wait until one buffer less than `send_buffers` is in use."""
-        in_flight, replicating = self.shared.in_flight, self.shared.replicating
+        in_flight, replicating = self.shared.in_flight, self.shared.hops[Hop.REPLICAS]
         while len(in_flight) >= send_buffers:
-            self._advance_oldest()
+            self._advance_oldest(in_flight)
         while sum(f.reduction.keeps_send_buffer for f in replicating) + len(in_flight) >= send_buffers:
-            self._collect(replicating.popleft())
+            self._advance_oldest(replicating)
 
     def _hold(self, unit: Unit) -> None:
         self._touched[unit] = None
         self._waiting.pop(unit, None)
         unit.arrived = 0
 
-    def _advance_oldest(self) -> None:
-        """Wait for the oldest message between ranks that share; its sum is collected, or goes on to the replicas."""
-        flight = self.shared.in_flight.popleft()
-        flight.reduction.advance()
-        if flight.reduction.two_stages:
+    def _advance_oldest(self, flights: deque[InFlight]) -> None:
+        """Wait for the oldest message of `flights`; it is followed by the next one, or what it brings is collected."""
+        flight = flights.popleft()
+        if flight.reduction.has_next:
+            flight.reduction.advance()
             self._put(flight)
         else:
             self._collect(flight)
@@ -295,10 +297,10 @@ class Executor:
         flight.owner.stepping.collected(flight)
 
     def _finish(self, root: Unit) -> None:
-        while self._has_own(self.shared.in_flight):
-            self._advance_oldest()
-        while self._has_own(self.shared.replicating):
-            self._collect(self.shared.replicating.popleft())
+        # What follows a message is behind it.
+        for flights in self.shared.hops.values():
+            while self._has_own(flights):
+                self._advance_oldest(flights)
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
@@ -332,7 +334,7 @@ class Executor:
         self.stepping.finish(arrived)
 
     def _discard(self, root: Unit) -> None:
-        for flights in (self.shared.in_flight, self.shared.replicating):
+        for flights in self.shared.hops.values():
             for _ in range(len(flights)):
                 flight = flights.popleft()
                 if flight.owner is self:

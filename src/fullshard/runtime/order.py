@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Domain, RanksDisagree, domain_of, is_current
+from ..comm import Domain, Links, RanksDisagree, domain_of, is_current
 from ..lifecycle import Action, Order, deviation, disagreement, parse_question
 from ..param import PendingGrad
 from .optimizer_steps import optimizer_steps
@@ -194,7 +194,7 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
             if trainable and (links.shard.world > 1 or to_replicas):
                 numel = sum(group.pack.segments[i].padded_numel for i in trainable)
                 which = "" if len(trainable) == len(group.params) else "@" + ".".join(map(str, trainable))
-                texts.append(f"{_name(group.precision.wire)}*{numel}{which}")
+                texts.append(f"{_name(group.precision.wire)}*{numel}{which}{_way(unit, links)}")
             continue
         block = links.block if kind == "widen" else None
         if kind == "widen" and not unit.record.narrows:
@@ -203,6 +203,15 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
             among = f"/{block.group.world}" if block is not None else ""
             texts.append(f"{_name(group.precision.compute)}*{group.pack.padded_local_numel}{among}")
     return "+".join(texts)
+
+
+def _way(unit: Unit, links: Links) -> str:
+    """How gradients are reduced, where that is not in one exchange."""
+    assert unit.root is not None
+    if unit.controls.strategy(unit.root.options.communication) == "torch":
+        return "/torch"
+    nodes = links.nodes
+    return "" if nodes is None else f"/{nodes.grid.nodes}x{nodes.grid.local}"
 
 
 def _trains(param: ShardedParam) -> bool:

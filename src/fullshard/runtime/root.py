@@ -27,9 +27,10 @@ from .._torch_compat import (
     saved_tensor_hooks_allowed,
     without_transforms,
 )
+from ..comm import OnNodes
 from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..param import ShardedParam
-from ..policy import Options
+from ..policy import Controls, Options
 from .agreement import Agreement
 from .executor import Executor
 from .optimizer_steps import count_optimizer_steps, tell_optimizer_steps
@@ -88,8 +89,9 @@ class Root:
         # What is to be compared with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self)
         self.agreement.refuse_other_structure()
+        self._on_nodes = OnNodes(options.local_world, narrow_partials=options.partial_sums == "wire")
         for unit in self.units:
-            self.peers.open(unit)
+            self.settle_links(unit, unit.controls)
         self.executor.domains = self.peers.domains
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
@@ -349,6 +351,12 @@ class Root:
         self.shared = self.executor.shared = shared
         for unit in self.units:
             unit.attach(self, shared.pool, self.options.communication)
+
+    def settle_links(self, unit: Unit, controls: Controls) -> None:
+        """Between which ranks the messages of `unit` go under `controls`; every rank of the root makes this call."""
+        strategy = controls.strategy(self.options.communication)
+        unit.links = [self._on_nodes.links(links, strategy) for links in unit.links]
+        self.peers.open(unit)
 
     def _wait_for_optimizer(self) -> None:
         """What `set_post_optim_event` announced: gathers, issued in the order of this stream, come after it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..comm import BufferPool, Reduction
+from ..comm import BufferPool, Hop, Reduction
 from ..param import ParamGroup
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ class Shared:
 
     def __init__(self, *, keep: bool) -> None:
         self.pool = BufferPool(keep=keep)
-        # Reductions under way over the ranks that share parameters, and those that went on to the ranks that replicate
-        # them: both in the order of their commands, which is that of their messages on every rank.
-        self.in_flight: deque[InFlight] = deque()
-        self.replicating: deque[InFlight] = deque()
+        # Reductions under way, by the message that is (`Hop`): each in the order of their commands, which is that of
+        # their messages on every rank.
+        self.hops: dict[Hop, deque[InFlight]] = {hop: deque() for hop in Hop}
+
+    @property
+    def in_flight(self) -> deque[InFlight]:
+        """Those whose first message is under way."""
+        return self.hops[Hop.EXCHANGE]

@@ -171,7 +171,7 @@ class Unit:
     @property
     def sends_directly(self) -> bool:
         """Whether its gradients leave from where they are, in messages that can be received one by one."""
-        return any(sends_directly(links.reducing.backend) for links in self.links)
+        return any(sends_directly(links.reducing.backend) and links.nodes is None for links in self.links)
 
     @property
     def sent_nbytes(self) -> int:
@@ -227,15 +227,15 @@ class Unit:
 
     def control(self, controls: Controls) -> None:
         """Reduce, and gather, as `controls` say from now on."""
+        if self.root is not None:
+            self.root.settle_links(self, controls)
         self.controls = controls
         self._remake_channels()
 
     def link(self, links: Sequence[Links]) -> None:
         """Exchange the groups over `links`, one for each group, from now on: the same ranks."""
         self.links = list(links)
-        if self.root is not None:
-            self.root.peers.open(self)
-        self._remake_channels()
+        self.control(self.controls)
 
     def _remake_channels(self) -> None:
         if self._pool is None:
