@@ -25,6 +25,14 @@ from tests.harness.killed import DONE, RAISED, Kill, operations, run_killed
 
 SHAPE = (5, 3)  # uneven on 2 ranks, one rank without rows on 4
 
+# Points that each test has at least, which `tests/pure/test_checkpoint_counts.py` adds up. How many there are is decided
+# by the operations of a save.
+BYTES = (0, 1, 8, 100, 300, 600, 1000)
+BYTES_IN_FULL = (0, 1, 7, 8, 64, 200, 400, 700)
+POINTS = {"overwriting": 20, "first": 16, "of two, sync": 14, "of two, async": 14, "bytes": len(BYTES)}
+# By world, of each of four cases: a first save or not, sync or async.
+POINTS_IN_FULL = {1: 26, 2: 50, 4: 28}
+
 
 def state(version: int) -> dict[str, Any]:
     """What a rank saves; a mixture of two versions is seen in any of it."""
@@ -112,13 +120,14 @@ def counted(tmp_path: Path, world: int, how: str, before: Path | None) -> list[i
 )
 def test_one_process_killed_before_every_operation(tmp_path: Path, whole: Path) -> None:
     (count,) = counted(tmp_path, 1, "sync", whole)
-    assert count >= 15
+    assert count >= POINTS["overwriting"]
     found = [check(tmp_path, 1, "sync", Kill(0, before=n), whole) for n in range(count)]
     assert found == sorted(found) and set(found) == {1, 2}, "old until the pointer moves, new from then on"
 
 
 def test_a_first_save_is_whole_or_absent(tmp_path: Path) -> None:
     (count,) = counted(tmp_path, 1, "sync", None)
+    assert count >= POINTS["first"]
     found = [check(tmp_path, 1, "sync", Kill(0, before=n), None) for n in range(count)]
     assert found[0] is None and found[-1] == 2 and 1 not in found
 
@@ -133,7 +142,9 @@ def test_a_first_save_is_whole_or_absent(tmp_path: Path) -> None:
 def test_a_rank_of_two_killed_before_some_operations(how: str, tmp_path: Path, whole: Path) -> None:
     counts = counted(tmp_path, 2, how, whole)
     assert counts[1] >= 3, "the rank that does not commit opens and writes its own file"
-    for number in range(1, counts[0], 4):
+    committing = range(1, counts[0], 4)
+    assert len(committing) + counts[1] >= POINTS[f"of two, {how}"]
+    for number in committing:
         check(tmp_path, 2, how, Kill(0, before=number), whole)
     for number in range(counts[1]):
         assert check(tmp_path, 2, how, Kill(1, before=number), whole) == 1
@@ -141,7 +152,7 @@ def test_a_rank_of_two_killed_before_some_operations(how: str, tmp_path: Path, w
 
 def test_killed_at_bytes_of_a_file(tmp_path: Path, whole: Path) -> None:
     """0: at once. Up to some hundred: in a data file; then in the manifest, which is the largest of these files."""
-    found = [check(tmp_path, 1, "sync", Kill(0, beyond=n), whole) for n in (0, 1, 8, 100, 300, 600, 1000)]
+    found = [check(tmp_path, 1, "sync", Kill(0, beyond=n), whole) for n in BYTES]
     assert found[:6] == [1] * 6
 
 
@@ -156,7 +167,9 @@ def test_every_rank_killed_before_every_operation(
     before = None if first else whole
     counts = counted(tmp_path, world, how, before)
     points = [Kill(rank, before=n) for rank, count in enumerate(counts) for n in range(count)]
-    points += [Kill(rank, beyond=n) for rank in range(world) for n in (0, 1, 7, 8, 64, 200, 400, 700)]
+    points += [Kill(rank, beyond=n) for rank in range(world) for n in BYTES_IN_FULL]
     # Ranks that do not commit are alike: of four, a part of the points.
-    for kill in points if world < 4 else points[::3]:
+    points = points if world < 4 else points[::3]
+    assert len(points) >= POINTS_IN_FULL[world]
+    for kill in points:
         check(tmp_path, world, how, kill, before)

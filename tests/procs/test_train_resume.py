@@ -73,6 +73,8 @@ def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int
     stopped = 0
     try:
         with noting_stops(60.0):
+            if stop_at == 1 and rank == stop_rank:
+                process._stop.signum = signal.SIGTERM
             trainer.run(records, checkpoints, after=after)
     except Stopped as stop:
         stopped = stop.step
@@ -130,7 +132,7 @@ def assert_bitwise(first: Ran, second: Ran, world: int) -> None:
 
 # A stop in the first step, behind an evaluation, beside a checkpoint at its interval, and in the last step but one.
 STOPS = [(1, 2, 1), (2, 8, 1), (2, 12, 0), (4, 19, 3)]
-MANY = [(world, stop, stop % world) for world in (1, 2) for stop in range(2, STEPS)] + [
+MANY = [(world, stop, stop % world) for world in (1, 2) for stop in range(1, STEPS + 1)] + [
     (4, stop, 1) for stop in (2, 3, 7, 13)
 ]
 

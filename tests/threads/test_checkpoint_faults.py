@@ -365,6 +365,8 @@ def edit(folder: Path, draw: random.Random) -> str:
     return f"manifest: {what}"
 
 
+# One damaged checkpoint for each seed.
+SEEDS, SEEDS_IN_FULL = range(220), range(1000, 3200)
 DAMAGES: list[Damage] = [flip, flip, flip, truncate, lengthen, zero, swap, delete, duplicate, foreign, edit]
 
 
@@ -397,14 +399,14 @@ def assert_refused(what: str, folder: Path) -> None:
     reason="of single flipped bits DCP loads 55 % as wrong values",
 )
 def test_damage_is_found(saved: Path, tmp_path: Path) -> None:
-    for what, folder in damaged_cases(saved, tmp_path, range(220)):
+    for what, folder in damaged_cases(saved, tmp_path, SEEDS):
         assert_refused(what, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.hang_after(600)
 def test_much_damage_is_found(saved: Path, tmp_path: Path) -> None:
-    for what, folder in damaged_cases(saved, tmp_path, range(1000, 3200)):
+    for what, folder in damaged_cases(saved, tmp_path, SEEDS_IN_FULL):
         assert_refused(what, folder)
 
 
