@@ -105,6 +105,7 @@ def _fork(
     try:
         _join(rank, world, rendezvous)
         prepare()
+        _wait_for_all(rank, world, rendezvous)
         status = _rank_main(rank, fn, kill)
     except BaseException:
         traceback.print_exc()
@@ -125,6 +126,16 @@ def _join(rank: int, world: int, rendezvous: str) -> None:
             world_size=world,
             timeout=timedelta(seconds=30),
         )
+
+
+def _wait_for_all(rank: int, world: int, rendezvous: str) -> None:
+    """Until every rank has prepared itself, by files: one that is killed leaves nobody in the middle of that."""
+    Path(f"{rendezvous}-{rank}").touch()
+    deadline = time.monotonic() + 60
+    while not all(os.path.exists(f"{rendezvous}-{other}") for other in range(world)):
+        if time.monotonic() > deadline:
+            raise TimeoutError("expected all ranks to prepare themselves within 60 s")
+        time.sleep(0.002)
 
 
 def _rank_main(rank: int, fn: Callable[[int], None], kill: Kill | None) -> int:

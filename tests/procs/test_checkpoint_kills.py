@@ -25,8 +25,8 @@ from tests.harness.killed import DONE, RAISED, Kill, operations, run_killed
 
 SHAPE = (5, 3)  # uneven on 2 ranks, one rank without rows on 4
 
-# Points that each test has at least, which `tests/pure/test_checkpoint_counts.py` adds up. How many there are is decided
-# by the operations of a save.
+# Points that each test has at least, which `tests/pure/test_checkpoint_counts.py` adds up; how many there are is
+# decided by the operations of a save.
 BYTES = (0, 1, 8, 100, 300, 600, 1000)
 BYTES_IN_FULL = (0, 1, 7, 8, 64, 200, 400, 700)
 POINTS = {"overwriting": 20, "first": 16, "of two, sync": 14, "of two, async": 14, "bytes": len(BYTES)}

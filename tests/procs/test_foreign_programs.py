@@ -29,6 +29,7 @@ from fullshard.checkpoint.foreign import (
 )
 from fullshard.train.model import Llama, LlamaShape
 from tests.harness import packages
+from tests.harness.behaviours import behaviour
 from tests.harness.pool import pool
 
 # The shape of `packages.llama`.
@@ -80,6 +81,12 @@ def _transformers(rank: int, folder: str, tied: bool) -> tuple[float, float]:
     return forwards, backwards
 
 
+@behaviour(
+    "a Llama of transformers, loaded into ours from its files, computes the same, and the other way ({tied})",
+    area="checkpoints",
+    torch="none",
+    reason="not a part of FSDP2",
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_llama_of_transformers_computes_the_same_in_ours_and_the_other_way(tied: bool, tmp_path: Path) -> None:
     for forwards, backwards in pool(2).run(_transformers, str(tmp_path), tied, timeout=110.0):
@@ -138,6 +145,12 @@ def _loaded(rank: int, folder: str) -> dict[str, Tensor]:
     return full
 
 
+@behaviour(
+    "what FSDP1 saved is read, or refused by name",
+    area="checkpoints",
+    torch="none",
+    reason="FSDP2 reads the state dicts that have DTensors or full tensors",
+)
 def test_what_fsdp1_saved_is_read_or_refused_by_name(tmp_path: Path) -> None:
     pool(2).run(_fsdp1, str(tmp_path), timeout=110.0)
     expected = {name: tensor.detach() for name, tensor in _net().state_dict().items()}
@@ -201,6 +214,12 @@ def _torchtitan_like(rank: int, folder: str) -> None:
         torch_dcp.save(state, checkpoint_id=Path(folder) / "step-4")
 
 
+@behaviour(
+    "a checkpoint in torchtitan's form loads",
+    area="checkpoints",
+    torch="none",
+    reason="torchtitan loads its own",
+)
 def test_a_checkpoint_of_torchtitan_s_form(tmp_path: Path) -> None:
     pool(2).run(_torchtitan_like, str(tmp_path), timeout=110.0)
     with open_source(tmp_path) as source:

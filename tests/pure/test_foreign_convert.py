@@ -19,6 +19,7 @@ from fullshard.checkpoint.errors import CheckpointMismatch
 from fullshard.checkpoint.foreign import Chosen, Source, convert, llama, open_source
 from fullshard.cli import main
 from fullshard.train.model import Llama, LlamaShape
+from tests.harness.behaviours import behaviour
 
 
 def _state() -> dict[str, Any]:
@@ -63,6 +64,12 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert found[key] == value and type(found[key]) is type(value), key
 
 
+@behaviour(
+    "a checkpoint goes from DCP to ours to Hugging Face and back, bitwise",
+    area="checkpoints",
+    torch="none",
+    reason="torch has no conversion to Hugging Face beside its own loaders",
+)
 def test_dcp_to_ours_to_hf_to_ours_to_dcp_is_bitwise(tmp_path: Path) -> None:
     """With names and rows turned on the way: torchtitan's in DCP, Hugging Face's in its files, the trainer's in "
     "ours."""
@@ -94,6 +101,12 @@ def test_dcp_to_ours_to_hf_to_ours_to_dcp_is_bitwise(tmp_path: Path) -> None:
     _assert_same(loaded, first)
 
 
+@behaviour(
+    "a training state of ours is exported as DCP's, and DCP loads all of it",
+    area="checkpoints",
+    torch="none",
+    reason="DCP reads and writes its own format alone",
+)
 def test_a_whole_training_state_goes_through_dcp_and_back(tmp_path: Path) -> None:
     """Nested as it was: torch's load finds every tensor, list entry and value where its state dict has them."""
     ours.save(_state(), checkpoint_id=tmp_path / "ours", no_dist=True)
@@ -116,6 +129,12 @@ def test_a_whole_training_state_goes_through_dcp_and_back(tmp_path: Path) -> Non
     _assert_same(again["model"], expected["model"])
 
 
+@behaviour(
+    "a full state dict of torch.save becomes a checkpoint of ours, and one of ours such a file",
+    area="checkpoints",
+    torch="none",
+    reason="DCP converts such files through a full copy in memory",
+)
 def test_torch_save_to_ours_and_back(tmp_path: Path) -> None:
     state = _state()
     torch.save(state, tmp_path / "x.pt")
@@ -154,6 +173,12 @@ class _Counting(Source):
         raise AssertionError
 
 
+@behaviour(
+    "a conversion to {target} has one tensor in memory at a time",
+    area="checkpoints",
+    torch="none",
+    reason="DCP converts through a full copy in memory",
+)
 @pytest.mark.parametrize("target", ["fullshard", "dcp", "hf", "torch"])
 def test_one_tensor_is_in_memory_at_a_time(target: Any, tmp_path: Path) -> None:
     source = _Counting(20)
@@ -171,6 +196,12 @@ class _Fails(_Counting):
         return super().read(key, box)
 
 
+@behaviour(
+    "a conversion to {target} that fails leaves nothing that looks like a checkpoint",
+    area="checkpoints",
+    torch="none",
+    reason="torch writes in place",
+)
 @pytest.mark.parametrize("target", ["fullshard", "dcp", "hf", "torch"])
 def test_a_conversion_that_fails_leaves_nothing_that_looks_like_a_checkpoint(target: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output error"):

@@ -20,6 +20,7 @@ from fullshard.checkpoint.foreign.dcp_index import NotDcp, index_of
 from fullshard.checkpoint.foreign.detect import RefusedCheckpoint, UnknownCheckpoint, detect
 from fullshard.checkpoint.foreign.pickle_tree import PickleRefused
 from fullshard.checkpoint.plan import Box
+from tests.harness.behaviours import behaviour
 
 
 def _state() -> dict[str, Any]:
@@ -168,6 +169,12 @@ def _damaged(folder: Path, count: int) -> int:
     return refused
 
 
+@behaviour(
+    "a damaged DCP checkpoint is an error for our reader, or gives the values that were saved",
+    area="checkpoints",
+    torch="none",
+    reason="DCP loads flipped bits as wrong values",
+)
 def test_damage_of_the_data_is_never_a_wrong_value(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "x")
     assert _damaged(folder, 60) > 25
@@ -269,6 +276,12 @@ PLACES = (
 )
 
 
+@behaviour(
+    "a hostile pickle in a DCP checkpoint runs nothing when we read it",
+    area="checkpoints",
+    torch="none",
+    reason="DCP unpickles its metadata",
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hostile_pickle_in_any_place_runs_nothing(place: str, saved: Path, tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", shutil.copytree(saved, tmp_path / "x")
@@ -387,6 +400,12 @@ def test_a_table_that_repeats_itself_is_not_read_to_its_end(saved: Path) -> None
 # ---- formats that are refused ----------------------------------------------------------------------------------
 
 
+@behaviour(
+    "what other programs saved and is not read (ShardedTensors, flat parameters) is refused with the way out",
+    area="checkpoints",
+    torch="none",
+    reason="torch fails in its unpickler or takes it for data",
+)
 def test_sharded_tensors_of_an_old_torch_are_refused_with_the_way_out(saved: Path) -> None:
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
@@ -396,6 +415,12 @@ def test_sharded_tensors_of_an_old_torch_are_refused_with_the_way_out(saved: Pat
         index_of(pickle.dumps(metadata))
 
 
+@behaviour(
+    "what other programs saved and is not read (ShardedTensors, flat parameters) is refused with the way out",
+    area="checkpoints",
+    torch="none",
+    reason="torch fails in its unpickler or takes it for data",
+)
 def test_flat_parameters_are_refused_with_the_way_out(tmp_path: Path) -> None:
     folder = _save({"model": {"block._flat_param": torch.zeros(8)}}, tmp_path / "x")
     with pytest.raises(FlatParameterCheckpoint, match="LOCAL_STATE_DICT.*save it anew"):

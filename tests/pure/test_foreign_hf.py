@@ -22,6 +22,7 @@ from fullshard.checkpoint.foreign.names import UNWRAPPED, Chosen, head_dim_of, l
 from fullshard.checkpoint.foreign.safetensors_file import Entry
 from fullshard.checkpoint.foreign.torch_file import TorchSaveRefused, TorchSource, names_in
 from fullshard.checkpoint.plan import Box
+from tests.harness.behaviours import behaviour
 
 
 def _weights(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -43,6 +44,12 @@ def _equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 WEIGHTS = _weights(a__w=(5, 3), a__b=(5,), c=(), d=(0, 4), e=(2, 3, 4)) | {"f": torch.arange(7).bfloat16()}
 
 
+@behaviour(
+    "Hugging Face's safetensors with an index are read and written, and the package reads what we wrote",
+    area="checkpoints",
+    torch="none",
+    reason="not a part of FSDP2",
+)
 @pytest.mark.parametrize(("limit", "files"), [(10**9, 1), (60, 4), (1, 6)])
 def test_files_of_a_folder_are_read_by_the_package_and_by_us(limit: int, files: int, tmp_path: Path) -> None:
     written = _write(tmp_path, WEIGHTS, max_nbytes=limit)
@@ -147,6 +154,12 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 NESTED = {"model": dict(WEIGHTS), "epoch": 3, "groups": [{"lr": 0.1}], "list": [torch.zeros(2), 1]}
 
 
+@behaviour(
+    "files of torch.save are read where that was asked for, and only there",
+    area="checkpoints",
+    torch="none",
+    reason="torch.load reads what it is given",
+)
 @pytest.mark.parametrize("zipped", [True, False])
 def test_torch_save_is_read_only_where_it_is_asked_for(zipped: bool, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
@@ -281,6 +294,12 @@ def test_llama_names_there_and_back_are_bitwise(tmp_path: Path) -> None:
                 assert asked == [heads * 4 * 5]
 
 
+@behaviour(
+    "rows of query and key weights are turned between torchtitan's order and Hugging Face's",
+    area="checkpoints",
+    torch="none",
+    reason="not a part of FSDP2",
+)
 def test_the_rows_of_heads_are_turned_so_that_attention_is_the_same(tmp_path: Path) -> None:
     """Scores of rotated queries and keys, once by pairs as torchtitan does, once by halves as Hugging Face does."""
     heads, kv, head, dim, length = 4, 2, 6, 24, 5
@@ -337,6 +356,12 @@ def test_what_does_not_fit_is_one_error_that_lists_it_all(tmp_path: Path) -> Non
     assert head_dim_of({"hidden_size": 64, "num_attention_heads": 8}) == 8 == head_dim_of({"head_dim": 8})
 
 
+@behaviour(
+    "a rule that renames a parameter renames the state of its optimizer too",
+    area="checkpoints",
+    torch="none",
+    reason="torch has no renaming",
+)
 def test_the_optimizer_s_state_follows_its_parameter(tmp_path: Path) -> None:
     name = "layers.0.attention.wq.weight"
     state = {

@@ -29,6 +29,7 @@ from fullshard.checkpoint.foreign import (
 )
 from fullshard.checkpoint.plan import Box
 from fullshard.train.model import Llama, LlamaShape
+from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks
 
 # 259 and 10 rows divide by neither 3 nor 4; the norms have fewer rows than some worlds have ranks times two.
@@ -120,6 +121,12 @@ def opened(folder: Path, kind: str) -> Source:
     return open_source(folder / "ours")
 
 
+@behaviour(
+    "a sharded model loads from {kind}: each rank reads its rows and not one more",
+    area="checkpoints",
+    torch="none",
+    reason="for other formats than its own torch reads all of it on a rank and sends it",
+)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["hf", "dcp", "torch", "fullshard"])
 def test_each_rank_reads_its_rows_of_any_format(kind: str, world: int, folder: Path) -> None:
@@ -136,6 +143,12 @@ def test_each_rank_reads_its_rows_of_any_format(kind: str, world: int, folder: P
     run_ranks(world, rank_main)
 
 
+@behaviour(
+    "a DCP checkpoint of two ranks loads into model and optimizer on three, also one that has not stepped",
+    area="checkpoints",
+    torch="none",
+    reason="torch steps the optimizer first",
+)
 @pytest.mark.parametrize("by_conversion", [False, True])
 def test_a_dcp_checkpoint_of_model_and_optimizer_goes_into_a_sharded_one(by_conversion: bool, tmp_path: Path) -> None:
     """Written by torch on two ranks, loaded on three: also the state of an optimizer that has not stepped."""
@@ -203,6 +216,12 @@ class _Fails(Watched):
         return super().read(key, box)
 
 
+@behaviour(
+    "full files (Hugging Face, torch.save) out of a sharded model, one full tensor in memory at a time",
+    area="checkpoints",
+    torch="none",
+    reason="torch's full_state_dict brings the whole model to rank 0",
+)
 @pytest.mark.parametrize("world", [1, 3])
 def test_full_files_out_of_a_sharded_model(world: int, tmp_path: Path) -> None:
     expected = {name: tensor.detach() for name, tensor in plain().state_dict().items()}
@@ -247,6 +266,12 @@ def test_an_export_that_fails_raises_on_all_ranks_and_leaves_nothing(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "good.pt"]
 
 
+@behaviour(
+    "full files (Hugging Face, torch.save) out of a sharded model, one full tensor in memory at a time",
+    area="checkpoints",
+    torch="none",
+    reason="torch's full_state_dict brings the whole model to rank 0",
+)
 def test_one_full_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the rank that writes and on the one that does not: a gathered tensor is gone before the next but one is "
     "made."""
@@ -272,6 +297,12 @@ def test_one_full_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pyt
     assert 1 <= most[0] <= 2 and 1 <= most[1] <= 2
 
 
+@behaviour(
+    "model and optimizer in one file of torch.save, loaded on any number of ranks",
+    area="checkpoints",
+    torch="none",
+    reason="torch's full_state_dict brings the whole model to rank 0",
+)
 @pytest.mark.parametrize("world", [1, 3])
 def test_one_file_for_model_and_optimizer_and_back_on_other_ranks(world: int, tmp_path: Path) -> None:
     """Written by two ranks, loaded on others into an optimizer that has not stepped, and by a plain program."""
