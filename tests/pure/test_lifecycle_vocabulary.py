@@ -46,6 +46,16 @@ def test_a_command_and_its_text_are_each_others_reverse(kind: str, unit: str, in
     assert parse_command(indent + str(Command(kind, UnitRecord(unit, 0)))) == (kind, unit)
 
 
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_command_is_told_in_words_that_name_the_module(kind: str) -> None:
+    """None of them is a word of ours that users do not know."""
+    told = {unit: Command(kind, UnitRecord(unit, 0)).told() for unit in ("root", "layers.0", "3")}
+    assert told["root"].endswith(" the root module")
+    assert told["layers.0"].endswith(" layers.0")
+    assert told["3"].endswith(" module 3")
+    assert not {"shelve", "expose", "widen", "narrow", "discard"} & set(told["layers.0"].split())
+
+
 @pytest.mark.parametrize(
     "text",
     ["", ">", "> pre_forward", "pre_forward a", "> gather a", "> pre_forward a twice", "  gather a", ">pre_forward a"],

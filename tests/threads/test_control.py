@@ -68,19 +68,20 @@ def test_a_rank_that_failed_is_named_while_others_wait() -> None:
     def ranks(rank: int) -> tuple[str, float]:
         domain = _domain()
         if rank == 1:
-            domain.doing, domain.step = "gather layers.3", lambda: 7
+            domain.doing, domain.step = "the gather of layers.3", lambda: 7
             domain.publish("raised", "ValueError: no such token")
             return "", 0.0
         begun = time.monotonic()
         with pytest.raises(PeerFailed) as caught:
             domain.agree("order", "gather layers.4")
         error = caught.value
-        assert (error.rank, error.step, error.unit) == (1, 7, "gather layers.3") and "no such token" in error.text
+        assert (error.rank, error.step, error.unit) == (1, 7, "the gather of layers.3")
+        assert "no such token" in error.text
         return str(error), time.monotonic() - begun
 
     text, seconds = run_ranks(2, ranks)[0]
     assert text == (
-        "expected every rank to take part in order, found that rank 1 raised at step 7 in gather layers.3: "
+        "expected every rank to take part in order, found that rank 1 raised at step 7 in the gather of layers.3: "
         "ValueError: no such token"
     )
     assert seconds < 2

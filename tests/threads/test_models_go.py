@@ -378,6 +378,23 @@ def test_so_is_one_of_a_world_of_one() -> None:
         assert left == []
 
 
+def _classes(rank: int) -> list[weakref.ref[type]]:
+    """Those of a model and an optimizer that were defined in a function, and what was made of them."""
+    kind, family = type("Local", (Model,), {}), type("LocalSGD", (torch.optim.SGD,), {})
+    model = shard(seeded(kind))
+    optimizer = fullshard.step_on_shards(family(model.parameters(), lr=0.1), elementwise=True)
+    _train(model, rank, optimizer=optimizer)
+    assert type(shard(seeded(kind))) is type(model)
+    return [weakref.ref(kind) for kind in (kind, family, type(model), type(optimizer))]
+
+
+def test_so_are_classes_that_were_made_for_it() -> None:
+    for found in run_ranks(WORLD, _classes):
+        for _ in range(2):  # what was made goes first, and then what it was made of
+            gc.collect()
+        assert [kind() for kind in found] == [None] * 4
+
+
 def _backward_alone(rank: int, world: int) -> list[Tensor]:
     """The model goes between forward and backward, and somebody holds the parameters."""
     model = shard(seeded(Model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn, cast
 
@@ -23,7 +24,8 @@ from .save_pretrained import checked_save
 from .torch_state import StateView, torch_state_of
 
 # The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
-_SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+# As long as a module of it exists: classes are defined in functions, too.
+_SHARDED_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 class UnshardHandle(TorchUnshardHandle):

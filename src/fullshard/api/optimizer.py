@@ -13,6 +13,7 @@ each element by itself, and for these alone.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -47,7 +48,7 @@ _ATTRIBUTE = "_fullshard_mirrors"
 AROUND = "_fullshard_around_step"
 # Groups of an optimizer, with those of their parameters that are to be stepped.
 Parts = Sequence[tuple[dict[str, Any], list[Tensor]]]
-_CLASSES: dict[type[Optimizer], type[Optimizer]] = {}
+_CLASSES: weakref.WeakValueDictionary[type[Optimizer], type[Optimizer]] = weakref.WeakValueDictionary()
 
 
 def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:

@@ -44,8 +44,8 @@ class Domain:
         self.asked = 0
         # Of the last question, what the store still holds; the first rank gives it up.
         self._read: list[str] = []
-        # What is being done, for the text of an error; and the optimizer steps taken.
-        self.doing: object = ""
+        # What is being done, for the text of an error, or what tells it; and the optimizer steps taken.
+        self.doing: str | Callable[[], str] = ""
         self.step: Callable[[], int] = lambda: -1
         self.lines: dict[str, Line] = {}
         self._named: Counter[str] = Counter()
@@ -64,6 +64,10 @@ class Domain:
         self.attempts = 0
         # This rank published a fault, or its lines are cut: everybody meets before anything is sent.
         self.must_meet = False
+
+    @property
+    def _told(self) -> str:
+        return self.doing if isinstance(self.doing, str) else self.doing()
 
     @property
     def _base(self) -> str:
@@ -171,7 +175,7 @@ class Domain:
             kind,
             text[:TEXT_CHARACTERS],
             self.step() if own else -1,
-            str(self.doing) if own else "",
+            self._told if own else "",
             self.issued if own else {},
             self.asked if own else 0,
             self.attempts if own else 0,
@@ -236,14 +240,14 @@ class Domain:
             if missing and not self.store.check([f"{self._base}/ask/{asking['asked']}/verdict"]):
                 found.setdefault((asking["what"], asking["value"]), []).append(rank)
         for (what, value), ranks in found.items():
-            text = self.explained_by.get(what, partial(about_to, what, str(self.doing)))(value, ranks, self.rank)
-            return Fault(self.rank, "disagree", text, self.step(), str(self.doing), self.issued, self.asked)
+            text = self.explained_by.get(what, partial(about_to, what, self._told))(value, ranks, self.rank)
+            return Fault(self.rank, "disagree", text, self.step(), self._told, self.issued, self.asked)
         return None
 
     def _crossing(self, sent: Sent) -> Fault | None:
         """A peer that waits for a message of this rank, which waits for one of that peer: neither will come."""
         base, issued = f"{self._base}/waiting", self.issued
-        waits = {"line": sent.line.name, "number": sent.number, "issued": issued, "doing": str(self.doing)}
+        waits = {"line": sent.line.name, "number": sent.number, "issued": issued, "doing": self._told}
         self.store.set(f"{base}/{self.rank}", json.dumps(waits))
         for rank in sent.line.ranks:
             if rank == self.rank or not self.store.check([f"{base}/{rank}"]):
@@ -254,10 +258,10 @@ class Domain:
             if stands and other["issued"].get(sent.line.name, sent.number) < sent.number:
                 text = (
                     f"expected all ranks to do the same, found rank {self.rank} waiting in "
-                    f"{self.doing or sent.line.name} and rank {rank} in {other['doing'] or other['line']}; make all "
+                    f"{self._told or sent.line.name} and rank {rank} in {other['doing'] or other['line']}; make all "
                     f"ranks take the same calls in the same order"
                 )
-                return Fault(self.rank, "disagree", text, self.step(), str(self.doing), issued, self.asked)
+                return Fault(self.rank, "disagree", text, self.step(), self._told, issued, self.asked)
         return None
 
     def look(self) -> None:
@@ -301,7 +305,7 @@ class Domain:
         """Raise why the lines were cut, when that has not happened yet: on a device nobody waits where they are."""
         if self.failure is not None and not self.has_raised:
             self.has_raised = True
-            raise self.failure.error(str(self.doing))
+            raise self.failure.error(self._told)
 
     def explain(self, line: Line, number: int, error: RuntimeError) -> RuntimeError:
         """What to raise in the place of a backend's `error` for message `number` of `line`. Waits some seconds for
@@ -321,14 +325,14 @@ class Domain:
                 fault = fault or self._lost(CLOSED_SECONDS)
             if fault is not None:
                 self.fail(fault)
-                return fault.error(str(self.doing) or f"message {number} of {line.name}")
+                return fault.error(self._told or f"message {number} of {line.name}")
             if waited > CLOSED_SECONDS + 1:
                 break
-        own = Fault(self.rank, "raised", text, self.step(), str(self.doing), self.issued, self.asked)
+        own = Fault(self.rank, "raised", text, self.step(), self._told, self.issued, self.asked)
         self._tell(own)
         self.fail(own)
         return RuntimeError(
-            f"{self.doing or line.name}: expected an answer of the other ranks, found that a message between them "
+            f"{self._told or line.name}: expected an answer of the other ranks, found that a message between them "
             f"failed ({text}) and that none of them said why: a process that was killed, and served the store, or a "
             f"broken network; see the output of the other ranks"
         )

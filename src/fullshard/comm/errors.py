@@ -12,8 +12,9 @@ from ..layout import shown_ranks as shown_ranks
 class PeerFailed(RuntimeError):
     """Another rank raised, was killed, was stopped or ended while this one waits for it.
 
-    `rank`: of the default process group. `step`: optimizer steps that rank had taken. `unit`: the name of the sharded
-    module and what was being done with it, "" where that is not known. `text`: what that rank said.
+    `rank`: of the default process group. `step`: optimizer steps that rank had taken. `unit`: what it was
+    doing, with the name of the sharded module ("the gather of layers.3"), "" where that is not known. `text`: what that
+    rank said.
     """
 
     def __init__(self, message: str, *, rank: int, step: int = -1, unit: str = "", text: str = "") -> None:

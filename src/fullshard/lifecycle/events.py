@@ -86,6 +86,23 @@ FLAGS = (
 )
 
 
+# Commands, for people who read that one failed.
+_TOLD = {
+    "gather": "the gather of {}",
+    "wait": "the gather of {}",
+    "free": "freeing {}",
+    "drop": "giving up the gather of {}",
+    "shelve": "showing the shards of {}",
+    "expose": "showing the parameters of {}",
+    "narrow": "keeping a part of {}",
+    "widen": "the gather of what is kept of {}",
+    "reduce": "the reduction of the gradients of {}",
+    "hold": "keeping the gradients of {}",
+    "finish": "the end of the backward of {}",
+    "discard": "giving up the step of {}",
+}
+
+
 class Event(NamedTuple):
     """One thing that happened. `unit` is a name; "root" is the root."""
 
@@ -105,6 +122,15 @@ class Command(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit.name}"
+
+    def told(self) -> str:
+        """What it does, for the text of an error: "the gather of layers.0"."""
+        name = self.unit.name
+        if name == "root":
+            name = "the root module"
+        elif not any(map(str.isalpha, name)):
+            name = f"module {name}"  # of an nn.Sequential
+        return _TOLD[self.kind].format(name)
 
 
 def parse_event(text: str) -> Event:

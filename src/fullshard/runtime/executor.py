@@ -80,7 +80,7 @@ class Executor:
             for listener in self.listeners:
                 listener(command)
             for domain in self.domains:
-                domain.doing = command
+                domain.doing = command.told
                 if domain.failure is not None:
                     domain.refuse_failure()
             try:
