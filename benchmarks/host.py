@@ -7,12 +7,20 @@ A step is forward, backward, optimizer.step() and zero_grad() of a chain of bloc
 Llama. The figure is (step - step of the bare model) / blocks, in milliseconds of CPU time (which is time, on a machine
 that does nothing else), medians over interleaved rounds.
 
+The fake group writes each rank's part of what is gathered, in the place of a network: world copies for each gather,
+which no backend's host does. That time is measured in the same rounds, by the same messages over a group of one and
+over all, and is not part of the figure; "with copies" is the ratio where it is.
+
+    ops          operations that torch dispatches, per block and step beyond the bare model's, collectives among them
+    calls        Python functions that are called, likewise. Both are the same on any machine, however busy
+
     bare         the same blocks, not sharded, torch's optimizer on plain tensors
     fsdp2        torch's fully_shard on every block and on the model
     fullshard    ours, the same optimizer on DTensors
     + shards     ours, with `fullshard.step_on_shards(optimizer)`
     direct       `+ shards`, with the plan that a block of an 8B model gets on NCCL: seven parameters are gathered
-                 straight into place, each with a message of its own, and two are packed
+                 straight into place in one launch, and two are packed; the gradients of the seven leave from where they
+                 are, each in a message of its own; buffers are not kept; gradients and messages have their limit
 """
 
 from __future__ import annotations
@@ -22,18 +30,21 @@ import cProfile
 import gc
 import pstats
 import statistics
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import Block, ModelShape, paired_ratio, print_json
+from benchmarks.counting import nccl_plan
 
 SHAPE = ModelShape(vocabulary=64, width=16, hidden=24, heads=2, depth=8)
 WORLD = 8
@@ -53,16 +64,6 @@ class Chain(nn.Module):
         return x
 
 
-@contextmanager
-def plan_of_a_large_model(width: int) -> Iterator[None]:
-    """Matrices are gathered directly, norms are packed: what a block of 218 M parameters gets on NCCL."""
-    with (
-        mock.patch("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake"})),
-        mock.patch("fullshard.api.fully_shard.DIRECT_GATHER_NBYTES", width * width * 2),
-    ):
-        yield
-
-
 def build(way: str, shape: ModelShape, mixed: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer."""
     import torch.distributed.fsdp as torch_fsdp
@@ -75,16 +76,14 @@ def build(way: str, shape: ModelShape, mixed: bool) -> tuple[nn.Module, torch.op
         library: Any = torch_fsdp if way == "fsdp2" else fullshard
         policy = library.MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if mixed else (None, None)))
 
-        def shard() -> None:
+        # The matrices are large, the norms are not.
+        with nccl_plan(shape.width**2 * 2) if way == "direct" else nullcontext():
             for block in model.blocks:
                 library.fully_shard(block, mp_policy=policy)
             library.fully_shard(model, mp_policy=policy)
-
-        if way == "direct":
-            with plan_of_a_large_model(shape.width):
-                shard()
-        else:
-            shard()
+            # The first step makes the messages.
+            model(torch.ones(1, 4, shape.width)).sum().backward()
+            model.zero_grad()
     elif mixed:
         model = model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -106,13 +105,93 @@ def stepper(way: str, shape: ModelShape, mixed: bool) -> Callable[[], None]:
     return step
 
 
-def measure(shape: ModelShape, mixed: bool, rounds: int) -> dict[str, list[float]]:
-    """Seconds per step, by way and round; a round takes a few steps of each way in turn."""
+class _Counts(TorchDispatchMode):
+    """Operations that are dispatched while it is entered, and the gathers among them: (outputs, inputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+        self.gathers: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        name = func._schema.name
+        if name == "c10d::_allgather_base_":
+            self.gathers.append(([args[0]], [args[1]]))
+        elif name == "c10d::allgather_into_tensor_coalesced_":
+            self.gathers.append((list(args[0]), list(args[1])))
+        return func(*args, **(kwargs or {}))
+
+
+class Messages:
+    """The gathers of a step once more, with tensors of their own: over all ranks, and over a group of one."""
+
+    def __init__(self, gathers: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]], alone: Any) -> None:
+        self._gathers = [([torch.empty_like(t) for t in o], [torch.empty_like(t) for t in i]) for o, i in gathers]
+        self._alone = alone
+        self._options = AllgatherOptions()
+        self._options.asyncOp = True
+
+    def copies_s(self) -> float:
+        """Seconds that the fake group spends on copies in a step."""
+        world: Any = dist.group.WORLD
+        start = time.process_time()
+        self._send(world, [(outs, pieces) for outs, pieces in self._gathers])
+        between = time.process_time()
+        self._send(self._alone, [(pieces, pieces) for _, pieces in self._gathers])
+        more = (between - start) - (time.process_time() - between)
+        return more * WORLD / (WORLD - 1)
+
+    def _send(self, group: Any, gathers: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        for outs, pieces in gathers:
+            if len(outs) == 1:
+                group._allgather_base(outs[0], pieces[0], self._options)
+            else:
+                group.allgather_into_tensor_coalesced(outs, pieces, self._options)
+
+
+def count_ops(step: Callable[[], None]) -> _Counts:
+    with _Counts() as counts:
+        step()
+    return counts
+
+
+def count_calls(step: Callable[[], None]) -> int:
+    """Python functions that a step calls."""
+    calls = 0
+
+    def note(frame: object, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    # The engine runs the backward of a CPU in the thread that asks for it.
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+class Measured(NamedTuple):
+    """Of one way: seconds per step and round, seconds of the fake group's copies in them; what a step counts."""
+
+    step_s: list[float]
+    copies_s: list[float]
+    ops: int
+    calls: int
+
+
+def measure(shape: ModelShape, mixed: bool, rounds: int) -> dict[str, Measured]:
+    """By way; a round takes a few steps of each way in turn."""
     steps = {way: stepper(way, shape, mixed) for way in WAYS}
     for step in steps.values():
         for _ in range(4):
             step()
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    alone = dist.new_group([0])
+    counts = {way: count_ops(step) for way, step in steps.items()}
+    messages = {way: Messages(counts[way].gathers, alone) for way in WAYS}
+    found = {way: Measured([], [], counts[way].ops, count_calls(step)) for way, step in steps.items()}
     gc.collect()
     gc.disable()
     try:
@@ -121,33 +200,47 @@ def measure(shape: ModelShape, mixed: bool, rounds: int) -> dict[str, list[float
                 start = time.process_time()
                 for _ in range(3):
                     step()
-                times[way].append((time.process_time() - start) / 3)
+                found[way].step_s.append((time.process_time() - start) / 3)
+                found[way].copies_s.append(statistics.median(messages[way].copies_s() for _ in range(3)))
             gc.collect()
     finally:
         gc.enable()
-    return times
+    return found
 
 
-def report(mixed: bool, shape: ModelShape, times: dict[str, list[float]]) -> dict[str, Any]:
+def report(mixed: bool, shape: ModelShape, found: dict[str, Measured]) -> dict[str, Any]:
     """Print one table; return its figures."""
-    added = {
-        way: [(mine - bare) / shape.depth for mine, bare in zip(times[way], times["bare"], strict=True)]
+    bare = found["bare"]
+    with_copies = {
+        way: [(mine - base) / shape.depth for mine, base in zip(found[way].step_s, bare.step_s, strict=True)]
         for way in WAYS
         if way != "bare"
     }
+    added = {
+        way: [mine - copies / shape.depth for mine, copies in zip(with_copies[way], found[way].copies_s, strict=True)]
+        for way in with_copies
+    }
     precision = "mixed precision" if mixed else "fp32"
     print(f"\n{precision}: {shape.depth} blocks of 9 parameters, world {WORLD}, fake group")
-    print(f"  {'':12} {'step ms':>9} {'added ms per block':>20} {'/ fsdp2':>9}")
+    heads = f"{'added ms per block':>20} {'/ fsdp2':>9} {'with copies':>12} {'ops':>6} {'calls':>6}"
+    print(f"  {'':12} {'step ms':>9} {heads}")
     rows: dict[str, Any] = {}
     for way in WAYS:
-        row: dict[str, Any] = {"step_ms": round(statistics.median(times[way]) * 1e3, 4)}
+        row: dict[str, Any] = {"step_ms": round(statistics.median(found[way].step_s) * 1e3, 4)}
         if way in added:
             row["added_ms"] = round(statistics.median(added[way]) * 1e3, 4)
+            row["copies_ms"] = round(statistics.median(found[way].copies_s) / shape.depth * 1e3, 4)
             row["ratio"] = round(paired_ratio(added[way], added["fsdp2"]), 4)
-        shown = f"{row['added_ms']:20.3f} {row['ratio']:9.3f}" if way in added else f"{'-':>20} {'-':>9}"
+            row["ratio_with_copies"] = round(paired_ratio(with_copies[way], with_copies["fsdp2"]), 4)
+            row["ops"] = round((found[way].ops - bare.ops) / shape.depth, 1)
+            row["calls"] = round((found[way].calls - bare.calls) / shape.depth, 1)
+        shown = f"{'-':>20} {'-':>9} {'-':>12} {'-':>6} {'-':>6}"
+        if way in added:
+            shown = f"{row['added_ms']:20.3f} {row['ratio']:9.3f} {row['ratio_with_copies']:12.3f}"
+            shown += f" {row['ops']:6.0f} {row['calls']:6.0f}"
         print(f"  {way:12} {row['step_ms']:9.2f} {shown}", flush=True)
         rows[way] = row
-    return {"mixed": mixed, "world": WORLD, "rounds": len(times["bare"]), "ways": rows}
+    return {"mixed": mixed, "world": WORLD, "rounds": len(bare.step_s), "ways": rows}
 
 
 def profile(shape: ModelShape, way: str) -> None:

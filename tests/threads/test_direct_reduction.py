@@ -110,8 +110,8 @@ def test_the_gradient_itself_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     send = DirectReduce._send_one
 
-    def noting(self: Any, run: Any, gradient: Tensor | None, dtype: torch.dtype) -> Any:
-        arriving = send(self, run, gradient, dtype)
+    def noting(self: Any, run: Any, gradient: Tensor | None, dtype: torch.dtype, key: int) -> Any:
+        arriving = send(self, run, gradient, dtype, key)
         assert gradient is not None and arriving.sent.data_ptr() == gradient.data_ptr()
         sent.append(run.numel)
         return arriving

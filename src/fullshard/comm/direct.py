@@ -33,25 +33,22 @@ class _Run(NamedTuple):
     """One direct parameter. Counts are elements."""
 
     position: int
-    # Of the whole gradient, and of each rank's part of it.
+    # Of the whole gradient; of each rank's part of it, or () where they are equal; of this rank's.
     numel: int
     numels: tuple[int, ...]
-    # Where this rank's part goes in the chunk.
-    offset: int
     own_numel: int
+    # Which piece of the chunk is this rank's part.
+    piece: int
 
 
 class _Arriving(NamedTuple):
-    """A direct gradient under way. Both ends of the message are kept until it was waited for."""
+    """A direct gradient under way. Both ends of the message, `nbytes` together, are kept until it was waited for."""
 
     work: Work
     run: _Run
     sent: Tensor
     receive: Slot
-
-    @property
-    def nbytes(self) -> int:
-        return self.sent.nbytes + self.receive.tensor.nbytes
+    nbytes: int
 
 
 class DirectReduce(MessageReduce):
@@ -61,41 +58,58 @@ class DirectReduce(MessageReduce):
         self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
     ) -> None:
         super().__init__(group, layout, dtypes, pool, scale, after)
-        self._runs = []
+        self._runs: list[_Run] = []
+        # A chunk is cut into these numbers of elements: parts, padding, and the message at the end.
+        self.pieces: list[int] = []
+        reached = 0
         for index in layout.direct:
             segment = layout.pack.segments[index]
             numels = tuple(segment.layout.local_numel(rank) for rank in range(group.world))
-            self._runs.append(_Run(index, segment.layout.numel, numels, segment.offset, numels[group.rank]))
+            own = numels[group.rank]
+            if segment.offset > reached:
+                self.pieces.append(segment.offset - reached)
+            is_even = len(set(numels)) == 1
+            self._runs.append(_Run(index, segment.layout.numel, () if is_even else numels, own, len(self.pieces)))
+            self.pieces.append(own)
+            reached = segment.offset + own
+        if layout.message_start > reached:
+            self.pieces.append(layout.message_start - reached)
+        self.pieces.append(layout.message_numel)
+        self.chunk_numel = layout.chunk_numel
         self.padding = layout.unwritten(group.rank)
+        self._receive_keys: dict[torch.dtype, list[int]] = {}
 
     def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
-        arriving = [self._send_one(run, gradients[run.position], dtype) for run in self._runs]
-        receive = self.pool.take(self.key("receive", dtype), self.layout.numel, dtype, self.device)
+        keys = self._receive_keys.get(dtype)
+        if keys is None:
+            known = [("direct", run.own_numel, self.group.world, dtype) for run in self._runs]
+            keys = self._receive_keys[dtype] = [self.pool.key(*parts) for parts in known]
+        arriving = [
+            self._send_one(run, gradients[run.position], dtype, key) for run, key in zip(self._runs, keys, strict=True)
+        ]
+        receive = self.pool.take(self.key("receive", dtype), self.numel, dtype, self.device)
         work = self.group.exchange(receive.tensor, send.tensor)
         return _Direct(self, work, send, receive, arriving)
 
-    def _send_one(self, run: _Run, gradient: Tensor | None, dtype: torch.dtype) -> _Arriving:
+    def _send_one(self, run: _Run, gradient: Tensor | None, dtype: torch.dtype, key: int) -> _Arriving:
         if gradient is None:
             sent = torch.zeros(run.numel, dtype=dtype, device=self.device)
         else:
             # The gradient itself, unless it lies otherwise in memory or was made in another dtype.
-            sent = gradient.to(dtype).reshape(-1)
-        world = self.group.world
-        receive = self.pool.take(
-            self.pool.key("direct", run.own_numel, world, dtype), world * run.own_numel, dtype, self.device
-        )
-        is_even = len(set(run.numels)) == 1
-        work = self.group.exchange(receive.tensor, sent, () if is_even else run.numels)
-        return _Arriving(work, run, sent, receive)
+            sent = (gradient if gradient.dtype is dtype else gradient.to(dtype)).reshape(-1)
+        arriving_numel = self._world * run.own_numel
+        receive = self.pool.take(key, arriving_numel, dtype, self.device)
+        work = self.group.exchange(receive.tensor, sent, run.numels)
+        return _Arriving(work, run, sent, receive, (run.numel + arriving_numel) * dtype.itemsize)
 
     def sum_into(self, out: Tensor, received: Tensor) -> None:
         """What every rank sent, (world * n,), summed and scaled into `out` (n,), which has the sum dtype."""
-        world, before = self.group.world, self.scale.before
-        rows = received.view(world, out.numel())
+        world, before, dtype = self._world, self.scale.before, self.dtypes.sum
+        rows = received.view(world, -1)
         if before == world:
-            torch.mean(rows, 0, dtype=out.dtype, out=out)
+            torch.mean(rows, 0, dtype=dtype, out=out)
             return
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
+        torch.sum(rows, 0, dtype=dtype, out=out)
         if before != 1:
             out.div_(before)
 
@@ -108,13 +122,14 @@ class _Direct(FirstStage):
         self._receive = receive
         # In the order in which they were sent.
         self._arriving = deque(arriving)
-        # Made when the first one is received.
+        # Made when the first one is received: the chunk, and its pieces.
         self._total: Tensor | None = None
+        self._pieces: Sequence[Tensor] = ()
+        self._held_nbytes = 2 * send.tensor.nbytes + sum([each.nbytes for each in arriving])
 
     @property
     def held_nbytes(self) -> int:
-        direct = sum(arriving.nbytes for arriving in self._arriving)
-        return direct + self._send.tensor.nbytes + self._receive.tensor.nbytes
+        return self._held_nbytes
 
     def shrink(self, nbytes: int) -> bool:
         shrunk = bool(self._arriving)
@@ -128,7 +143,7 @@ class _Direct(FirstStage):
             self._receive_one()
         self._work.wait()
         channel, total = self._channel, self._made()
-        channel.sum_into(total[channel.layout.message_start :], self._receive.tensor)
+        channel.sum_into(self._pieces[-1], self._receive.tensor)
         self._give_back()
         return total
 
@@ -143,20 +158,21 @@ class _Direct(FirstStage):
     def _made(self) -> Tensor:
         if self._total is None:
             channel = self._channel
-            numel, dtype = channel.layout.chunk_numel, channel.dtypes.sum
-            self._total = torch.empty(numel, dtype=dtype, device=channel.device)
+            self._total = torch.empty(channel.chunk_numel, dtype=channel.dtypes.sum, device=channel.device)
+            self._pieces = self._total.split_with_sizes(channel.pieces)
             if channel.padding:
                 torch._foreach_zero_([self._total[start:stop] for start, stop in channel.padding])
         return self._total
 
     def _receive_one(self) -> None:
         """Add what the oldest message brings, and give both of its ends up."""
-        total = self._made()
-        work, run, _, receive = self._arriving.popleft()
+        self._made()
+        work, run, _, receive, nbytes = self._arriving.popleft()
         work.wait()
         if run.own_numel:  # not on a rank past the end
-            self._channel.sum_into(total[run.offset : run.offset + run.own_numel], receive.tensor)
+            self._channel.sum_into(self._pieces[run.piece], receive.tensor)
         self._channel.pool.give(receive)
+        self._held_nbytes -= nbytes
 
     def _give_back(self) -> None:
         self._channel.pool.give(self._send)

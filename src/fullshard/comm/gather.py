@@ -164,6 +164,7 @@ class PlannedGather:
             self._own.append(own)
             self._leaving.append(_place(out, group.rank, segment.padded_numel) if self._casts else own)
         self._own_packed = flat[self._span.start : self._span.stop]
+        self._staging_numel = group.world * self._span.numel
         if not in_use:
             full.release()
         self._works: list[Work] = []
@@ -179,9 +180,8 @@ class PlannedGather:
             # Here already, because the message arrives in it. Nobody reads it before `complete`.
             self._full.allocate()
         if self._packed:
-            numel = self._group.world * self._span.numel
             self._staging = self._pool.take(
-                self._staging_key, numel, self._dtype, self._flat.device, self._staging_views
+                self._staging_key, self._staging_numel, self._dtype, self._flat.device, self._staging_views
             )
 
     def send(self) -> None:
@@ -204,7 +204,7 @@ class PlannedGather:
             if not self._outs:
                 self._full.allocate()
             if self._destinations:  # not when no parameter has an element
-                torch._foreach_copy_(self._destinations, self._staging.views[:-1])
+                torch._foreach_copy_(self._destinations, self._staging.views[: len(self._destinations)])
         self._give_back()
 
     def cancel(self) -> None:
@@ -215,9 +215,9 @@ class PlannedGather:
         self._full.release()
 
     def _staging_views(self, staging: Tensor) -> list[Tensor]:
-        # Behind them this rank's own part.
         views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
-        return [*views, _place(staging, self._group.rank, self._span.numel)]
+        # Behind them this rank's own part, where shards are cast to it.
+        return [*views, _place(staging, self._group.rank, self._span.numel)] if self._casts else views
 
     def _wait(self) -> None:
         # Given up also where one of them raises: they are of no use to whoever tries again.

@@ -108,7 +108,9 @@ class ShardGroup:
         if self.sends_in_pairs:
             return self._send_each(pairs.gather_each, outs, pieces)
         if len(outs) > 1 and self.one_launch:
-            known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
+            known = list(outs), list(pieces)
+            if outs[0].dtype not in _CARRIED:
+                known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
             return [self._send(self.process_group.allgather_into_tensor_coalesced, *known, _GATHER)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 

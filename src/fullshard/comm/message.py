@@ -42,6 +42,8 @@ class MessageReduce:
     ) -> None:
         self.group = group
         self.layout = layout
+        # Elements of the send buffer.
+        self.numel = layout.numel
         self.dtypes = dtypes
         self.pool = pool
         self.scale = scale
@@ -88,8 +90,8 @@ class MessageReduce:
 
     def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
         """A send buffer with presence and the packed gradients in it; whether all gradients are there, direct too."""
-        numel, views_of = self.layout.numel, self._send_views
-        slot = self.pool.take(self.key("send", dtype), numel, dtype, self.device, views_of, zeroed=True)
+        views_of = self._send_views
+        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, views_of, zeroed=True)
         presence = slot.views[-1]
         sources, destinations = [], []
         complete = all(gradient is not None for gradient in gradients)

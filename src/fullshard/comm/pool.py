@@ -60,9 +60,13 @@ class BufferPool:
         free = self._free.get(key)
         if free:
             return free.pop()
-        # The first use may be an evaluation; a buffer made in inference mode could not be written in training.
-        with torch.inference_mode(False):
-            make = torch.zeros if zeroed else torch.empty
+        make = torch.zeros if zeroed else torch.empty
+        if torch.is_inference_mode_enabled():
+            # The first use may be an evaluation; a buffer made in inference mode could not be written in training.
+            with torch.inference_mode(False):
+                slot = Slot(key, make(numel, dtype=dtype, device=device))
+                slot.views = [] if make_views is None else make_views(slot.tensor)
+        else:
             slot = Slot(key, make(numel, dtype=dtype, device=device))
             if make_views is not None:
                 slot.views = make_views(slot.tensor)

@@ -8,6 +8,7 @@ Knows tensors and layouts; no phases, no collectives (a `comm` channel is handed
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,8 @@ from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
 from .sharded import ShardedParam
 from .swap import Found, Swap
 from .uninitialized import poison
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class ParamGroup:
@@ -145,8 +148,9 @@ class ParamGroup:
         # What is compared and swapped several times a step, as flat lists.
         self._shards = [param.sharded for param in self.params]
         self._locals = [param.local for param in self.params]
+        self._fulls = [param.full for param in self.params]
         self._slot_shards = self.swap.spread(self._shards)
-        self._slot_fulls = self.swap.spread([param.full for param in self.params])
+        self._slot_fulls = self.swap.spread(self._fulls)
 
     def _full_parameter(self, param: ShardedParam, view: Tensor) -> nn.Parameter:
         own, requires_grad = param.own_spec, param.sharded.requires_grad
@@ -278,11 +282,11 @@ class ParamGroup:
     def show_full(self) -> bool:
         """Put the full parameters on the modules; whether some parameter's requires_grad changed since last time."""
         changed = False
-        for param in self.params:
-            wanted = param.sharded.requires_grad
-            if param.full.requires_grad != wanted:
-                param.full.requires_grad_(wanted)
-                changed = True
+        # Compared as lists: no Python per item where nothing changed, as nearly always.
+        if list(map(_requires_grad, self._fulls)) != list(map(_requires_grad, self._shards)):
+            changed = True
+            for full, shard in zip(self._fulls, self._shards, strict=True):
+                full.requires_grad_(shard.requires_grad)
         self.swap.put(self._slot_fulls)
         return changed
 
@@ -297,6 +301,11 @@ class ParamGroup:
     def take_back(self) -> None:
         """Put the sharded parameters on the modules, whatever stands there."""
         self.swap.put(self._slot_shards)
+
+    @property
+    def may_be_stepped(self) -> bool:
+        """No optimizer writes what is frozen and has no gradient left from before."""
+        return any(map(_requires_grad, self._shards)) or any(shard.grad is not None for shard in self._shards)
 
     def versions(self) -> tuple[int, ...]:
         """Changes whenever a shard is written, through the DTensor or its local tensor (not through .data)."""

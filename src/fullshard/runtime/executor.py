@@ -43,6 +43,7 @@ class Executor:
         # backward brought and that were not sent, by unit.
         self.gradient_nbytes: int | None = None
         self._waiting: dict[Unit, int] = {}
+        self._waiting_nbytes = 0
         # Units with gradients to commit when the backward ends, in the order of their commands.
         self._touched: dict[Unit, None] = {}
         # Units whose held gradients are under way: their accumulation window closes with this backward.
@@ -205,7 +206,7 @@ class Executor:
         if self.gradient_nbytes is not None:
             # What arrives for it takes as much again.
             self._shrink(self.gradient_nbytes - self._waiting.get(unit, 0))
-            self._waiting.pop(unit, None)
+            self._waiting_nbytes -= self._waiting.pop(unit, 0)
         limit = unit.controls.send_buffers
         for position, group in enumerate(unit.groups):
             if not group.trainable:
@@ -244,6 +245,7 @@ class Executor:
         """The running backward brought so many bytes of gradients to `unit`; called where there is a limit."""
         if self.gradient_nbytes is not None and unit.record.sync:
             self._waiting[unit] = self._waiting.get(unit, 0) + nbytes
+            self._waiting_nbytes += nbytes
             self.expect_gradient(unit)
 
     def expect_gradient(self, unit: Unit) -> None:
@@ -254,19 +256,25 @@ class Executor:
     def _shrink(self, nbytes: int) -> None:
         """Wait for the oldest messages until gradients and messages take `nbytes`, or nothing is left to wait for."""
         in_flight = self.shared.in_flight
-
-        def excess() -> int:
-            messages = sum(flight.reduction.held_nbytes for flight in in_flight)
-            return sum(self._waiting.values()) + messages - nbytes
-
+        excess = self._waiting_nbytes - nbytes
+        for flight in in_flight:
+            excess += flight.reduction.held_nbytes
+        if excess <= 0:
+            return
         for flight in list(in_flight):
-            while (more := excess()) > 0 and flight.reduction.shrink(more):
-                pass
-            if more <= 0:
+            reduction = flight.reduction
+            held = reduction.held_nbytes
+            reduction.shrink(excess)
+            left = reduction.held_nbytes
+            excess -= held - left
+            if excess <= 0:
                 return
             # A later message may not go before other ranks send theirs.
-            if flight is in_flight[0] and not flight.reduction.has_next:
+            if flight is in_flight[0] and not reduction.has_next:
                 self._advance_oldest(in_flight)
+                excess -= left
+                if excess <= 0:
+                    return
 
     def _make_room(self, send_buffers: int) -> None:
         """Wait until one buffer less than `send_buffers` is in use."""
@@ -278,7 +286,7 @@ class Executor:
 
     def _hold(self, unit: Unit) -> None:
         self._touched[unit] = None
-        self._waiting.pop(unit, None)
+        self._waiting_nbytes -= self._waiting.pop(unit, 0)
         unit.arrived = 0
 
     def _advance_oldest(self, flights: deque[InFlight]) -> None:
@@ -317,6 +325,7 @@ class Executor:
                 arrived.setdefault(unit, []).append(param)
         self._touched.clear()
         self._waiting.clear()
+        self._waiting_nbytes = 0
         for unit in self.units:
             unit.arrived = 0
             sync = unit.record.sync
@@ -345,6 +354,7 @@ class Executor:
         self._closing.clear()
         self._carrying.clear()
         self._waiting.clear()
+        self._waiting_nbytes = 0
         self.stepping.discard()
         for unit in self.units:
             unit.arrived = 0

@@ -312,9 +312,7 @@ class Unit:
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
         assert self.root is not None
-        # No optimizer writes what is frozen and has no gradient left from before.
-        written = any(p.sharded.requires_grad or p.sharded.grad is not None for p in self.params)
-        steps = optimizer_steps(self.root.thread) if written else -1
+        steps = optimizer_steps(self.root.thread) if any(group.may_be_stepped for group in self.groups) else -1
         return ((steps,), *(group.versions() for group in self.groups))
 
     # ---- which parameters get gradients --------------------------------------------------------------------
