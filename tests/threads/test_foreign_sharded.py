@@ -25,6 +25,7 @@ from fullshard.checkpoint.foreign import (
     load_full,
     load_into,
     open_source,
+    optimizer_names,
     save_full,
 )
 from fullshard.checkpoint.plan import Box
@@ -332,3 +333,27 @@ def test_one_file_for_model_and_optimizer_and_back_on_other_ranks(world: int, tm
         same(found["model"], expected["model"])
         same(dict(found["optimizer"]["state"]), dict(expected["optimizer"]["state"]))
         assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+
+
+def test_a_plain_program_s_file_with_numbers_goes_into_a_sharded_model(tmp_path: Path) -> None:
+    """Each rank takes its rows of the moments that the number of their parameter stands for."""
+    model = plain()
+    optimizer = stepped(model, 0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    expected = dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True))
+
+    def read(rank: int) -> None:
+        model = sharded(3, seed=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+        before = full(dict(model.state_dict()))
+        with pytest.raises(CheckpointError, match="optimizer_names"):
+            load_full(model, optimizer, tmp_path / "x.pt", allow_torch_save=True)
+        same(full(dict(model.state_dict())), before)
+        names = optimizer_names(model, optimizer)
+        load_full(model, optimizer, tmp_path / "x.pt", allow_torch_save=True, optimizer_names=names)
+        found = full(dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True)))
+        same(found["model"], dict(expected["model"]))
+        same(found["optimizer"]["state"], dict(expected["optimizer"]["state"]))
+        assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+
+    run_ranks(3, read)

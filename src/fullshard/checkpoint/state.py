@@ -37,14 +37,14 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
     names = parameter_names(model)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    for optimizer in _all(optimizers):
+    for optimizer in all_of(optimizers):
         taken = optimizer.state_dict()
-        numbered = _numbered(optimizer, names)
+        numbered = names_in_order(optimizer, names)
         for number, entries in taken["state"].items():
             state[numbered[number]] = dict(entries)
         for group in taken["param_groups"]:
             groups.append({**group, "params": [numbered[number] for number in group["params"]]})
-    owned = [p for optimizer in _all(optimizers) for group in optimizer.param_groups for p in group["params"]]
+    owned = [p for optimizer in all_of(optimizers) for group in optimizer.param_groups for p in group["params"]]
     like: dict[str, Tensor] = {names[parameter]: parameter for parameter in owned}
     return _model_state(model), {"state": OpenState(state, like), "param_groups": groups}
 
@@ -92,11 +92,11 @@ def _clean(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def _all(optimizers: Optimizers) -> list[Optimizer]:
+def all_of(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def _numbered(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list[str]:
+def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list[str]:
     """Names in the order in which the optimizer numbers its parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(parameter not in names for parameter in parameters)
@@ -115,8 +115,8 @@ def _optimizer_loads(
     names = parameter_names(model)
     group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
     loads, problems = [], []
-    for optimizer in _all(optimizers):
-        numbered = _numbered(optimizer, names)
+    for optimizer in all_of(optimizers):
+        numbered = names_in_order(optimizer, names)
         number_of = {name: number for number, name in enumerate(numbered)}
         groups = []
         for index, group in enumerate(optimizer.param_groups):
@@ -131,7 +131,7 @@ def _optimizer_loads(
             groups.append({**chosen, "params": [number_of[name] for name in own]})
         state = {number_of[name]: entries for name, entries in stored["state"].items() if name in number_of}
         loads.append((optimizer, {"state": state, "param_groups": groups}))
-    known = {names[p] for optimizer in _all(optimizers) for group in optimizer.param_groups for p in group["params"]}
+    known = {names[p] for optimizer in all_of(optimizers) for group in optimizer.param_groups for p in group["params"]}
     problems += [f"unexpected: state of {name}" for name in sorted(stored["state"].keys() - known)]
     if problems:
         raise CheckpointMismatch("set_state_dict: expected the state of these optimizers, found", problems)

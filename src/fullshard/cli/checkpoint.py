@@ -113,6 +113,12 @@ def _from_to(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="elements of an attention head, to or from titan (default: what config.json beside the checkpoint says)",
     )
+    parser.add_argument(
+        "--optimizer-names",
+        type=Path,
+        metavar="FILE",
+        help="for torch.save: names of the optimizer's parameters, one a line, in the order of their numbers",
+    )
 
 
 def _size(text: str) -> int:
@@ -242,7 +248,8 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _convert(arguments: argparse.Namespace) -> None:
     found = detect(arguments.path)
     target_format: Format = arguments.to if arguments.action == "export" else "fullshard"
-    with open_found(found, allow_torch_save=arguments.allow_torch_save) as opened:
+    names = None if arguments.optimizer_names is None else arguments.optimizer_names.read_text().split()
+    with open_found(found, allow_torch_save=arguments.allow_torch_save, optimizer_names=names) as opened:
         source = Chosen(
             opened,
             only=arguments.only,

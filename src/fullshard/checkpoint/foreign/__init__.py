@@ -7,7 +7,7 @@
 | `pickle_tree` | a reader of pickles that calls nothing |
 | `dcp_index`, `torch_archive`, `dcp`, `dcp_write` | DCP: its metadata, its data, both as a source; writing it |
 | `safetensors_file`, `hf` | single files; a folder of them with its index |
-| `torch_file`, `torch_write` | full state dicts of `torch.save`, read and written |
+| `torch_file`, `numbered`, `torch_write` | full state dicts of `torch.save`, read and written |
 | `names` | whose parameter is called what; parts of a source under other names |
 | `ours`, `convert` | our own format as a source and target; any of them to any other, tensor by tensor |
 | `sharded` | from any of them into a sharded model, and from that to full files |
@@ -20,6 +20,7 @@ from .dcp import DcpSource, FlatParameterCheckpoint, ShardedTensorCheckpoint
 from .detect import Found, RefusedCheckpoint, UnknownCheckpoint, detect
 from .hf import HfSource
 from .names import STYLES, UNWRAPPED, Chosen, Renaming, head_dim_of, llama, read_config, strip_wrappers
+from .numbered import optimizer_names
 from .pickle_tree import PickleRefused
 from .sharded import export_full, load_full, load_into, save_full
 from .source import Source, TensorInfo, nbytes_of
@@ -58,6 +59,7 @@ __all__ = [
     "nbytes_of",
     "open_found",
     "open_source",
+    "optimizer_names",
     "read_config",
     "save_full",
     "strip_wrappers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,6 +15,7 @@ from .dcp import DcpSource
 from .dcp_write import write_dcp
 from .detect import Found, detect
 from .hf import DEFAULT_MAX_NBYTES, HfSource, entries_of, write_hf
+from .numbered import HINT, is_numbered_state
 from .ours import OursSource, write_ours
 from .source import Source
 from .torch_file import TorchSource
@@ -25,20 +26,29 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 Progress = Callable[[str, int], None]  # (key of a tensor that was written, its bytes)
 
 
-def open_source(path: str | os.PathLike[str], *, allow_torch_save: bool = False) -> Source:
+def open_source(
+    path: str | os.PathLike[str], *, allow_torch_save: bool = False, optimizer_names: Sequence[str] | None = None
+) -> Source:
     """Open the checkpoint at `path`, whatever its format; of a folder of steps the newest.
 
-    `allow_torch_save`: also files of `torch.save`, which are pickles, through `weights_only`. Raises `CheckpointError`
-    for what is unknown, damaged, or recognised and refused.
+    `allow_torch_save`: also files of `torch.save`, which are pickles, through `weights_only`. `optimizer_names`: for
+    such a file, the names of the optimizer's parameters in the order of their numbers, of several optimizers one behind
+    the other. Raises `CheckpointError` for what is unknown, damaged, or recognised and refused, `CheckpointMismatch`
+    for names that do not fit, `ValueError` for names where there are no numbers.
 
         with open_source("outputs/checkpoint/step-100") as source:
             rows = source.read("model.w", Box((0, 0), (16, 512)))
     """
-    return open_found(detect(Path(path)), allow_torch_save=allow_torch_save)
+    return open_found(detect(Path(path)), allow_torch_save=allow_torch_save, optimizer_names=optimizer_names)
 
 
-def open_found(found: Found, *, allow_torch_save: bool = False) -> Source:
+def open_found(found: Found, *, allow_torch_save: bool = False, optimizer_names: Sequence[str] | None = None) -> Source:
     """`open_source` of what `detect` found."""
+    if optimizer_names is not None and found.kind != "torch":
+        raise ValueError(
+            f"optimizer_names (--optimizer-names): expected a file of torch.save, whose optimizers number their "
+            f"parameters, found {found.says}; leave them out"
+        )
     match found.kind:
         case "fullshard":
             return OursSource(found.path)
@@ -46,7 +56,7 @@ def open_found(found: Found, *, allow_torch_save: bool = False) -> Source:
             return DcpSource(found.path)
         case "hf":
             return HfSource(found.path)
-    return TorchSource(found.path, allow=allow_torch_save)
+    return TorchSource(found.path, allow=allow_torch_save, optimizer_names=optimizer_names)
 
 
 def convert(
@@ -90,6 +100,11 @@ def convert(
     raise ValueError(f"format: expected one of {', '.join(FORMATS)}, found {format!r}")
 
 
+def reason(error: Exception, value: object) -> str:
+    """Why `value` has no place, with the way out where there is one."""
+    return HINT if is_numbered_state(value) else str(error)
+
+
 def refuse_what_has_no_place(source: Source, format: Format) -> None:
     """Raise `CheckpointMismatch` with all entries of `source` that a checkpoint of `format` cannot hold."""
     problems = []
@@ -97,12 +112,13 @@ def refuse_what_has_no_place(source: Source, format: Format) -> None:
         if format == "hf":
             problems.append(f"{key}: no tensor, and safetensors files hold nothing else")
             continue
+        value = None
         try:
             value = source.value(key)
             if format == "fullshard":
                 encode(value)
         except (TypeError, ValueError, RuntimeError) as error:  # also CheckpointError, which is a RuntimeError
-            problems.append(f"{key}: {error}")
+            problems.append(f"{key}: {reason(error, value)}")
     if problems:
         raise CheckpointMismatch(
             f"{source.path}: not all of it fits into {format}",

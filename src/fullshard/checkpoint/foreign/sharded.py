@@ -23,15 +23,17 @@ from ...comm import alone, messenger
 from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
 from ..manifest import Manifest, TensorEntry, ValueEntry, key_of
+from ..merge import matches
 from ..plan import Box, whole
 from ..state import Optimizers, get_state_dict, set_state_dict
 from ..tensors import dtype_name
 from ..together import Message, agree
 from ..tree import flatten
 from ..values import encode
-from .convert import open_source
+from .convert import open_source, reason
 from .hf import DEFAULT_MAX_NBYTES, entries_of, write_hf
 from .names import Chosen, Renaming
+from .numbered import HINT
 from .ours import regrouped
 from .source import Source, TensorInfo, place
 from .torch_write import write_torch
@@ -81,17 +83,22 @@ class _ImportJob(LoadJob):
         tensors = {key: TensorEntry(i.path, i.dtype, i.shape, ()) for key, i in source.tensors.items()}
         readable, unreadable = {}, {}
         for key, path in source.values.items():
+            value = None
             try:
                 value = source.value(key)
                 encode(value)
                 readable[path] = value
             except (CheckpointError, TypeError, ValueError) as error:
-                unreadable[key] = str(error)  # nobody may ever ask for it
+                unreadable[key] = reason(error, value)  # nobody may ever ask for it
         values = {key_of(path): ValueEntry(path, value) for path, value in regrouped(source, readable).items()}
         values |= {key: ValueEntry(source.values[key], None) for key in unreadable}
         self._manifest = Manifest("", 1, source.kind, tensors, values, ())
         found = self._match(state_dict)
-        found["problems"] += [unreadable[key] for key in found["keys"] if key in unreadable]
+        # What cannot be read is an error where it is asked for; numbers in the place of names also where they are in
+        # the way, because nobody can ask for them.
+        for key, why in unreadable.items():
+            if key in found["keys"] or (why == HINT and not matches(key, self.options.allow_unexpected)):
+                found["problems"].append(f"{key}: {why}")
         return found
 
     def _read_parts(self) -> Message:
@@ -216,6 +223,7 @@ def load_full(
     path: str | os.PathLike[str],
     *,
     allow_torch_save: bool = False,
+    optimizer_names: Sequence[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load what `save_full` wrote, on any number of ranks; also from a state dict of that form that a program without
@@ -223,10 +231,12 @@ def load_full(
 
     The file is mapped and each rank reads its rows: nothing is sent, and beside the model there is one rank's part of
     the state. All or nothing, as `load_into`. `allow_torch_save`: the file is a pickle, read through `weights_only`;
-    say True for files that you trust. The optimizer need not have stepped.
+    say True for files that you trust. `optimizer_names`: what the numbers stand for in a file that has
+    `optimizer.state_dict()` as torch gives it; `foreign.optimizer_names(model, optimizers)` where that program built
+    its optimizer in the same order. The optimizer need not have stepped.
     """
     state = _training_state(model, optimizers)
-    with open_source(path, allow_torch_save=allow_torch_save) as source:
+    with open_source(path, allow_torch_save=allow_torch_save, optimizer_names=optimizer_names) as source:
         load_into(state, source, process_group=process_group)
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer"))
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import CheckpointDamaged, CheckpointError
 from ..plan import Box, whole
 from .dcp import ShardedTensorCheckpoint, refuse_flat_parameters
+from .numbered import with_names
 from .pickle_tree import read_pickle
 from .source import KeyPath, Source, TensorInfo, place
 
@@ -34,13 +35,14 @@ class TorchSource(Source):
     """The file `path`, mapped into memory, so that what is not asked for is not read.
 
     `allow`: False refuses every such file. They are pickles; torch's `weights_only` reader builds tensors and plain
-    values alone, but it has had flaws that let a file run code. Raises `TorchSaveRefused`, and
-    `ShardedTensorCheckpoint` for one rank's part of a sharded state.
+    values alone, but it has had flaws that let a file run code. `optimizer_names`: what the numbers of the optimizers
+    in it stand for (`numbered.with_names`). Raises `TorchSaveRefused`, `ShardedTensorCheckpoint` for one rank's part of
+    a sharded state, and `CheckpointMismatch` for names that do not fit.
     """
 
     kind = "torch"
 
-    def __init__(self, path: Path, *, allow: bool) -> None:
+    def __init__(self, path: Path, *, allow: bool, optimizer_names: Sequence[str] | None = None) -> None:
         self.path = path
         names = names_in(path)
         if any(name.startswith(_SHARDED_TENSOR) for name in names):
@@ -69,7 +71,7 @@ class TorchSource(Source):
         self._tensors: dict[str, Tensor] = {}
         self._values: dict[str, Any] = {}
         self.tensors, self.values = {}, {}
-        for leaf, value in leaves(root):
+        for leaf, value in leaves(with_names(root, optimizer_names, path)):
             key = ".".join(map(str, leaf))
             if key in self._tensors or key in self._values:
                 raise CheckpointDamaged(f"{path}: two entries would be {key}")
