@@ -1,14 +1,18 @@
-"""One process of a run raises: all processes end, and one line says which it was and why."""
+"""One process of a run raises, or is stopped: all processes end, and one line says which it was and why."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from fullshard.train.wake import waking_stopped
 from tests.procs.test_train_cli import command, environment, linux_only
 
 pytestmark = linux_only
@@ -26,6 +30,50 @@ if os.environ.get("RANK") == "1":
         return forward(self, *args, **kwargs)
     model.Llama.forward = raises
 """
+
+
+def _state(process: subprocess.Popen[bytes]) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_process_that_is_told_to_end_is_woken() -> None:
+    """And one that nobody told to end stays as it is."""
+    told, other = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
+    try:
+        for process in (told, other):
+            process.send_signal(signal.SIGSTOP)
+        with waking_stopped():
+            told.send_signal(signal.SIGTERM)
+            assert told.wait(timeout=20) == -signal.SIGTERM
+        assert _state(other) == "T" and other.poll() is None
+    finally:
+        for process in (told, other):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_the_run(tmp_path: Path) -> None:
+    """Its peer names it after `FULLSHARD_SILENCE`; then all end within seconds, not when torchrun's patience does."""
+    run_dir = tmp_path / "run"
+    command_line = [sys.executable, "-m", "fullshard", *command(run_dir, "--set", "training.steps=100000")]
+    environ = {**environment(), "FULLSHARD_SILENCE": "4"}
+    run = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True, env=environ)
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + 100
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        children = [int(pid) for f in Path(f"/proc/{run.pid}/task").glob("*/children") for pid in f.read_text().split()]
+        stopped = next(pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(stopped, signal.SIGSTOP)
+        begun = time.monotonic()
+        _, said = run.communicate(timeout=100)
+        assert time.monotonic() - begun < 25  # 4, and then 30 with nobody who wakes it
+        assert run.returncode == 1 and "rank 1 gave no sign of life for 4 s" in said
+    finally:
+        run.kill()
+        run.wait()
 
 
 def test_a_process_that_raises_ends_the_run(tmp_path: Path) -> None:

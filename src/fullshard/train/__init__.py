@@ -8,6 +8,7 @@ this room. Every file has one subject:
 | `cli` | commands, help, exit codes |
 | `config`, `config_load` | the keys and their rules; reading TOML and `--set`, printing |
 | `launch`, `process` | starting N processes; what one process does to join, to stop and to fail |
+| `wake` | stopped processes that were told to end |
 | `model`, `recompute` | the Llama-like model, which knows nothing of sharding; recomputed activations |
 | `tokenizer`, `data` | bytes or BPE; corpus, split, which samples belong to which step |
 | `shard`, `loop` | model -> sharded model; the steps |

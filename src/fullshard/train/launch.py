@@ -23,6 +23,7 @@ import torch
 from fullshard.train.config import Config, ConfigError, invalid
 from fullshard.train.folder import close_manifest, discard_run_dir, remove_parts
 from fullshard.train.metrics import read_metrics
+from fullshard.train.wake import waking_stopped
 
 STORE_PATH = "FULLSHARD_STORE_PATH"  # set by the launcher: the file through which its processes meet
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
@@ -109,7 +110,8 @@ def launch(config: Config, run_dir: Path, world: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            elastic_launch(agent, sys.executable)("-c", _PROGRAM, "train", str(run_dir / "config.toml"))
+            with waking_stopped():
+                elastic_launch(agent, sys.executable)("-c", _PROGRAM, "train", str(run_dir / "config.toml"))
             return 0
         except SignalException as stop:
             return _tell_stopped(run_dir) or _interrupted(run_dir, int(stop.sigval))

@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard import MicroBatches, ReplayError, check_gradients, checkpoint, clip_grad_norm_, replay
+from fullshard import MicroBatches, ReplayError, check_gradients, checkpoint, clip_grad_norm_, find_drift, replay
 from fullshard.train.config import AUTO, Config
 from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, windows
@@ -76,6 +76,10 @@ class Outputs:
         self.console.step(record)
         if record.nonfinite is not None:
             self.console.say(f"step {record.step}: {record.nonfinite}")
+        if record.drift is not None:
+            self.console.say(
+                f"step {record.step}: ranks differ; the checkpoint has what one of them has: {record.drift}"
+            )
 
     def close(self) -> None:
         self.console.end()
@@ -147,14 +151,21 @@ class Trainer:
         record = None
         for step in range(after + 1, steps + 1):
             record = self.replayed(step) if self._replay_due(step) else self.step(step)
+            saves = checkpoints is not None and bool(self.stopped_by or checkpoints.due(step, steps))
+            if saves:
+                record = replace(record, drift=self._drift())
             outputs.step(record)
-            if checkpoints is not None and (self.stopped_by or checkpoints.due(step, steps)):
+            if checkpoints is not None and saves:
                 checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
             if self.stopped_by and checkpoints is not None:
                 raise Stopped(self.stopped_by, step)
         if not self.held.total:
             self.held = measured_local(self.model, self.optimizer)
         return Outcome(record, time.monotonic() - begun, self.held)
+
+    def _drift(self) -> str | None:
+        """What ranks should have the same of and have not, before that of one goes into a checkpoint. Collective."""
+        return "; ".join(f"{drift.kind} {drift}" for drift in find_drift(self.model)) or None
 
     def _replay_due(self, step: int) -> bool:
         every = self.config.training.replay_every

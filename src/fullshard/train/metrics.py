@@ -31,12 +31,13 @@ class StepRecord:
     samples: str = ""  # a digest of which windows of the corpus the step saw
     val_loss: float | None = None  # nats per token, after the update; None where this step does not validate
     val_bits_per_byte: float | None = None
+    drift: str | None = None  # what ranks should have the same of and have not; None: nothing, or nobody looked
     nonfinite: str | None = None  # what had a NaN or inf, and on which rank; None where all was finite
 
     def to_json(self) -> str:
-        """One line. Validation fields are there only where the step validated, `nonfinite` only where something is
-        to be told; figures that are not finite are null."""
-        optional_fields = ("val_loss", "val_bits_per_byte", "nonfinite")
+        """One line. Validation fields are there only where the step validated, `drift` and `nonfinite` only where
+        something is to be told; figures that are not finite are null."""
+        optional_fields = ("val_loss", "val_bits_per_byte", "drift", "nonfinite")
         fields = {k: v for k, v in asdict(self).items() if v is not None or k not in optional_fields}
         return json.dumps(without_nan(fields), allow_nan=False)
 
