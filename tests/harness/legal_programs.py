@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
-from tests.harness import experts
+from tests.harness import experts, legal_more
 from tests.harness.failing_places import PLACES, Fault
 from tests.harness.random_models import (
     POLICIES,
@@ -84,14 +84,19 @@ def generate(seed: int) -> Program:
         spec = replace(spec, policy="none")
     if strategy == "narrowed":
         spec = replace(spec, dims=(0,))
-    steps = tuple(
+    drawn = [
         (
-            *rng.sample(list(BEFORE), rng.choice([0, 0, 1, 2])),
+            rng.sample(list(BEFORE), rng.choice([0, 0, 1, 2])),
             rng.choice(list(WINDOWS)),
-            *rng.sample(list(AFTER), rng.choice([0, 0, 1])),
+            rng.sample(list(AFTER), rng.choice([0, 0, 1])),
         )
         for _ in range(rng.choice([2, 3, 4]))
-    )
+    ]
+    # Each action comes in some program of any thirty.
+    before, window, after = (list(actions)[seed % len(actions)] for actions in (BEFORE, WINDOWS, AFTER))
+    drawn[-1] = ([before], drawn[-1][1], drawn[-1][2])
+    drawn[0] = (drawn[0][0], window, [after])
+    steps = tuple((*befores, own, *afters) for befores, own, afters in drawn)
     return Program(seed, setting, world, spec, strategy, rng.choice(OPTIMIZERS), steps)
 
 
@@ -221,6 +226,10 @@ class Run:
             self.make_optimizers()
 
     def make_optimizers(self) -> None:
+        # What is not freed, after a forward that a backward may follow or after the backward, is full on the modules.
+        for module in self.model.modules():
+            if isinstance(module, fullshard.FSDPModule):
+                module.reshard()
         self.optimizers, self.scheduler = _optimizers(self.program.optimizer, self.model)
 
     def inputs(self, micro: int) -> Tensor:
@@ -267,7 +276,8 @@ class Run:
                 AFTER[name](self)
             self.take_step()
             self.zero_grad()
-        assert all(p.to_local().isfinite().all() for p in self.model.parameters()), "the program itself diverged"
+        values = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        assert all(value.isfinite().all() for value in values), "the program itself diverged"
 
 
 # ---- before a window -----------------------------------------------------------------------------------------
@@ -345,10 +355,6 @@ def _clear_twice(run: Run) -> None:
 
 
 def _new_optimizer(run: Run) -> None:
-    # What is not freed after forward is full behind one that a backward may follow.
-    for module in run.model.modules():
-        if isinstance(module, fullshard.FSDPModule):
-            module.reshard()
     run.make_optimizers()
 
 
@@ -366,6 +372,7 @@ BEFORE: dict[str, Action] = {
     "gradients cleared twice": _clear_twice,
     "new optimizer": _new_optimizer,
     "reset_iter_state": lambda run: run.model.reset_iter_state(),
+    **legal_more.BEFORE,
 }
 
 
@@ -507,6 +514,7 @@ WINDOWS: dict[str, Action] = {
     "exception caught": _caught,
     "catcher": _catcher,
     "window given up": _given_up,
+    **legal_more.WINDOWS,
 }
 
 
@@ -537,6 +545,7 @@ AFTER: dict[str, Action] = {
     "norm": _norm_only,
     "evaluation before the step": _evaluate_on_gradients,
     "two steps with one gradient": _step_twice,
+    **legal_more.AFTER,
 }
 
 

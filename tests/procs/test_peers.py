@@ -191,9 +191,14 @@ def test_a_stopped_rank_is_named() -> None:
 
 def _slow(rank: int) -> None:
     training = Training(rank)
-    for step in range(3):
+    training.step(0)
+    domain = domain_of([0, 1])
+    assert domain is not None
+    # Less than the other one takes, which gives signs of life all the while.
+    domain.silence_seconds = 3
+    for step in range(1, 3):
         if rank == 1:
-            training.model[1].fail = lambda: time.sleep(3)  # type: ignore[index,assignment]
+            training.model[1].fail = lambda: time.sleep(5)  # type: ignore[index,assignment]
         training.step(step)
 
 

@@ -285,9 +285,11 @@ def test_r13_each_step_has_an_order_of_its_own() -> None:
     says(world, "pre_backward root", "pre_backward b", "backward_end root")
     assert [unit.name for unit in world.run.order] == ["a", "b", "root"]
     assert (world["a"].uses, world["b"].uses) == ([0], [])
+    # A use whose backward never came: in the next step units would wait for it.
+    assert len(world["a"].open) == 1
     world.feed(setting("is_last_backward", True))
     says(world, "pre_backward root", "backward_end root")
-    assert world.run.order == [] and world["a"].uses == []
+    assert world.run.order == [] and world["a"].uses == [] and world["a"].open == []
 
 
 # ---- failure ------------------------------------------------------------------------------------------------

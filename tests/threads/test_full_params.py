@@ -465,3 +465,25 @@ def test_nothing_is_left_when_the_gather_of_a_unit_fails() -> None:
         case.loss(model, case.batch(0, rank)).backward()
 
     run_ranks(1, rank_main)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_one_rank_may_evaluate_before_any_forward(part: bool) -> None:
+    """A forward of plain modules sends nothing and forms nothing: the others are not asked, and the model may still be
+    run by a module around the one that ran."""
+
+    def rank_main(rank: int) -> None:
+        model: Any = nn.Sequential(*(fully_shard(seeded(lambda: nn.Linear(4, 4), seed)) for seed in range(2)))
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        opened = model[0] if part else model
+        with full_params(opened), torch.no_grad():
+            if rank == 0:
+                opened(torch.ones(2, 4))
+        for step in range(2):
+            model(torch.full((2, 4), float(rank + step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_sharded(model)
+
+    run_ranks(several(), rank_main)

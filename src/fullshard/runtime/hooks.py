@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch_compat import current_backward
 from ..lifecycle import Use
-from .forming import root_of
+from .forming import module_units, root_of
 from .outside import outside_graphs
 from .root import Root
 from .tree import cast_floating, tensors_requiring_grad, to_device
@@ -104,10 +104,13 @@ class UnitHooks:
         root = unit.root
         if unit.opened is not None:
             unit.opened.check_forward()
+            if all(below.opened is not None for below in module_units(unit.module)):
+                # Plain modules, until full_params ends: of one rank alone, perhaps, so no root forms.
+                return args, kwargs
         if root is None or root.provisional:
             root = root_of(unit)
         if unit.opened is not None:
-            return args, kwargs  # a plain module, until full_params ends
+            return args, kwargs  # that alone is a plain module; what is below sends as ever
         if unit.record.index == 0 and unit.device.type != "cpu":
             args, kwargs = to_device(args, unit.device), to_device(kwargs, unit.device)
         policy = unit.policy
