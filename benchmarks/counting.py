@@ -288,6 +288,7 @@ def nccl_plan(direct_nbytes: int) -> Iterator[None]:
 
     with (
         mock.patch("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake", "gloo", "threaded"})),
+        mock.patch("fullshard.layout.gather.JOINING_BACKENDS", frozenset({"fake"})),  # the others cannot
         mock.patch("fullshard.layout.gather.PAIRWISE_BACKENDS", frozenset()),
         mock.patch("fullshard.api.fully_shard.DIRECT_GATHER_NBYTES", direct_nbytes),
         mock.patch("fullshard.runtime.root.Shared", lambda *, keep: Shared(keep=False)),

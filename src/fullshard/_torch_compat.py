@@ -15,6 +15,8 @@
     interpreter_stack
     ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
     ._reduce_scatter_base                       microseconds a call and rename these in 2.13
+    ProcessGroup._start_coalescing,             several all-to-alls in one launch; the manager of torch,    2.13
+    ._end_coalescing                            _coalescing_manager, wraps these two
     ProcessGroup._get_backend, Backend.         memory that a backend wants its messages in is had from 2.13
     supports_tensor_alloc, .allocate_tensor     it alone
     distributed_c10d._get_default_store         the one thing that all ranks share and that is no       2.13
@@ -105,6 +107,7 @@ __all__ = [
     "in_transform",
     "keeping_versions",
     "keeps_graph",
+    "launch_together",
     "local_of",
     "mark_managed",
     "no_torch_function",
@@ -414,6 +417,19 @@ def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, de
     if backend.supports_tensor_alloc(device):
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def launch_together(process_group: ProcessGroup, device: torch.device, calls: Sequence[Callable[[], object]]) -> Any:
+    """The work of all `calls`, which issue messages of `process_group`: one launch. NCCL, and the fake group."""
+    process_group._start_coalescing(device)
+    try:
+        for call in calls:
+            call()
+    except BaseException:
+        # Left open it would swallow whatever is sent next.
+        process_group._end_coalescing(device)
+        raise
+    return process_group._end_coalescing(device)
 
 
 def default_store() -> Any:

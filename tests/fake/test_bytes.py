@@ -63,12 +63,12 @@ def _stage_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stage_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = ShardGroup.exchange
+    exchange = ShardGroup._exchange
 
-    def staged(self: ShardGroup, out: Tensor, pieces: Tensor, numels: Any = ()) -> Any:
+    def staged(self: ShardGroup, out: Tensor, pieces: Tensor, numels: Any) -> Any:
         return exchange(self, out, torch.empty_like(pieces).copy_(pieces), numels)
 
-    monkeypatch.setattr(ShardGroup, "exchange", staged)
+    monkeypatch.setattr(ShardGroup, "_exchange", staged)
 
 
 def _copy_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,12 @@ def test_two_hops_bring_each_element_to_its_owner(sizes: list[tuple[int, ...]], 
                     buffer[place] = (index, element)
         buffers[layout] = buffer
     assert sum(x is not None for x in buffers[hops]) == pack.numel
+    for layout, buffer in buffers.items():
+        # Gradients, presence and gaps: each element is one of them.
+        places = [place for place, held in enumerate(buffer) if held is not None]
+        places += [layout.presence(i, rank) for i in range(len(layouts)) for rank in range(grid.world)]
+        places += [place for gap in layout.gaps() for place in _at(gap.start, gap.sizes, gap.strides)]
+        assert sorted(places) == list(range(layout.numel))
     chunk, run = hops.chunk_numel, grid.nodes * hops.chunk_numel
     for rank in range(grid.world):
         node, place = divmod(rank, grid.local)

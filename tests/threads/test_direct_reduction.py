@@ -108,15 +108,15 @@ def test_what_travels_how() -> None:
 def test_the_gradient_itself_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a copy: of float32, and of bfloat16 that will be summed in float32."""
     sent: list[int] = []
-    send = DirectReduce._send_one
+    ends_of = DirectReduce._ends
 
     def noting(self: Any, run: Any, gradient: Tensor | None, dtype: torch.dtype, key: int) -> Any:
-        arriving = send(self, run, gradient, dtype, key)
-        assert gradient is not None and arriving.sent.data_ptr() == gradient.data_ptr()
+        ends = ends_of(self, run, gradient, dtype, key)
+        assert gradient is not None and ends.sent.data_ptr() == gradient.data_ptr()
         sent.append(run.numel)
-        return arriving
+        return ends
 
-    monkeypatch.setattr(DirectReduce, "_send_one", noting)
+    monkeypatch.setattr(DirectReduce, "_ends", noting)
 
     def rank_main(rank: int) -> None:
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from benchmarks.counting import nccl_plan
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm.hierarchical import HierarchicalReduce
 from fullshard.runtime import unit_of
@@ -60,11 +62,15 @@ MODEL = ModelSpec(
 )
 
 
-def test_two_runs_have_the_same_bits() -> None:
-    """Uneven rows, a parameter that some ranks do not use, gradients of an accumulation window, narrow partial sums."""
-    with environment(_dials(2, FULLSHARD_PARTIAL_SUMS="wire")):
+@pytest.mark.parametrize("nccl", [False, True])
+def test_two_runs_have_the_same_bits(nccl: bool) -> None:
+    """Uneven rows, a parameter that some ranks do not use, gradients of an accumulation window, narrow partial sums.
+    With the plan of NCCL sums are one operation; in float32 they are compared with plain training, too."""
+    with environment(_dials(2, FULLSHARD_PARTIAL_SUMS="wire")), nccl_plan(0) if nccl else nullcontext():
         first, again = (run_ranks(4, train_alone, MODEL, 3, timeout=TIMEOUT)[0] for _ in range(2))
     assert_same_bits(first, again)
+    with environment(_dials(2)), nccl_plan(0) if nccl else nullcontext():
+        run_ranks(4, train_beside_oracle, MODEL, 4, 3, timeout=TIMEOUT)
 
 
 # ---- the formula ---------------------------------------------------------------------------------------------

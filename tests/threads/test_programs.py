@@ -113,12 +113,13 @@ def test_equals_the_plain_model_where_torch_fails(
     run_program(name, world, impl=impl, **options)
 
 
-@pytest.mark.parametrize("communication", ["auto", "torch"])
+@pytest.mark.parametrize(("communication", "world"), [("auto", 3), ("torch", 3), ("hierarchical", 4)])
 @pytest.mark.parametrize("watch", ["always", "never"])
 def test_strategies_and_watching_change_no_result(
-    communication: str, watch: str, monkeypatch: pytest.MonkeyPatch
+    communication: str, world: int, watch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FULLSHARD_COMMUNICATION", communication)
+    monkeypatch.setenv("FULLSHARD_LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("FULLSHARD_WATCH", watch)
     for name in ("plain", "two_forwards_one_backward", "recompute_outside", "frozen"):
-        run_program(name, 3, accumulate=True)
+        run_program(name, world, accumulate=True)

@@ -3,6 +3,8 @@
     direct parameters   one all-to-all each: the parts of the ranks are runs of the gradient, of unequal length where
                         the rows do not divide
     all others          one all-to-all of the message, with presence, as everywhere
+    launches            on NCCL several of these are one launch, but not all: the first ones are to be received while
+                        the others travel (`layout.launches`)
     sum                 for each message one operation that reads what every rank sent, adds it in the sum dtype, and
                         divides: 1/W of the gradients are written, where adding rank by rank writes all of them
 
@@ -19,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import ReduceLayout
+from ..layout import ReduceLayout, launches
 from ..policy import Scale
-from .group import ShardGroup, Work
+from .group import Message, ShardGroup, Work
 from .lines import drain
-from .message import MessageReduce
+from .message import MessageReduce, sum_of_rows
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage
 from .replicate import AfterSum
@@ -44,7 +46,6 @@ class _Run(NamedTuple):
 class _Arriving(NamedTuple):
     """A direct gradient under way. Both ends of the message, `nbytes` together, are kept until it was waited for."""
 
-    work: Work
     run: _Run
     sent: Tensor
     receive: Slot
@@ -76,6 +77,7 @@ class DirectReduce(MessageReduce):
             self.pieces.append(layout.message_start - reached)
         self.pieces.append(layout.message_numel)
         self.chunk_numel = layout.chunk_numel
+        self._launches = launches([*(run.numel for run in self._runs), layout.numel])
         self.padding = layout.unwritten(group.rank)
         self._receive_keys: dict[torch.dtype, list[int]] = {}
 
@@ -85,13 +87,16 @@ class DirectReduce(MessageReduce):
             known = [("direct", run.own_numel, self.group.world, dtype) for run in self._runs]
             keys = self._receive_keys[dtype] = [self.pool.key(*parts) for parts in known]
         arriving = [
-            self._send_one(run, gradients[run.position], dtype, key) for run, key in zip(self._runs, keys, strict=True)
+            self._ends(run, gradients[run.position], dtype, key) for run, key in zip(self._runs, keys, strict=True)
         ]
         receive = self.pool.take(self.key("receive", dtype), self.numel, dtype, self.device)
-        work = self.group.exchange(receive.tensor, send.tensor)
-        return _Direct(self, work, send, receive, arriving)
+        messages: list[Message] = [(each.receive.tensor, each.sent, each.run.numels) for each in arriving]
+        messages.append((receive.tensor, send.tensor, ()))
+        works = [work for start, stop in self._launches for work in self.group.exchange_all(messages[start:stop])]
+        return _Direct(self, works, send, receive, arriving)
 
-    def _send_one(self, run: _Run, gradient: Tensor | None, dtype: torch.dtype, key: int) -> _Arriving:
+    def _ends(self, run: _Run, gradient: Tensor | None, dtype: torch.dtype, key: int) -> _Arriving:
+        """What is sent of one gradient, and where it arrives."""
         if gradient is None:
             sent = torch.zeros(run.numel, dtype=dtype, device=self.device)
         else:
@@ -99,25 +104,20 @@ class DirectReduce(MessageReduce):
             sent = (gradient if gradient.dtype is dtype else gradient.to(dtype)).reshape(-1)
         arriving_numel = self._world * run.own_numel
         receive = self.pool.take(key, arriving_numel, dtype, self.device)
-        work = self.group.exchange(receive.tensor, sent, run.numels)
-        return _Arriving(work, run, sent, receive, (run.numel + arriving_numel) * dtype.itemsize)
+        return _Arriving(run, sent, receive, (run.numel + arriving_numel) * dtype.itemsize)
 
     def sum_into(self, out: Tensor, received: Tensor) -> None:
         """What every rank sent, (world * n,), summed and scaled into `out` (n,), which has the sum dtype."""
-        world, before, dtype = self._world, self.scale.before, self.dtypes.sum
-        rows = received.view(world, -1)
-        if before == world:
-            torch.mean(rows, 0, dtype=dtype, out=out)
-            return
-        torch.sum(rows, 0, dtype=dtype, out=out)
-        if before != 1:
-            out.div_(before)
+        sum_of_rows(received.view(self._world, -1), self.dtypes.sum, self.scale.before, out)
 
 
 class _Direct(FirstStage):
-    def __init__(self, channel: DirectReduce, work: Work, send: Slot, receive: Slot, arriving: list[_Arriving]) -> None:
+    def __init__(
+        self, channel: DirectReduce, works: list[Work], send: Slot, receive: Slot, arriving: list[_Arriving]
+    ) -> None:
+        """`works`: of `arriving`, and of the message behind them. Some may be the same one."""
         self._channel = channel
-        self._work = work
+        self._works = deque(works)
         self._send = send
         self._receive = receive
         # In the order in which they were sent.
@@ -141,18 +141,18 @@ class _Direct(FirstStage):
     def total(self) -> Tensor:
         while self._arriving:
             self._receive_one()
-        self._work.wait()
+        self._works.popleft().wait()
         channel, total = self._channel, self._made()
         channel.sum_into(self._pieces[-1], self._receive.tensor)
         self._give_back()
         return total
 
     def abandon(self) -> None:
+        while self._works:
+            drain(self._works.popleft())
         for arriving in self._arriving:
-            drain(arriving.work)
             self._channel.pool.give(arriving.receive)
         self._arriving.clear()
-        drain(self._work)
         self._give_back()
 
     def _made(self) -> Tensor:
@@ -167,8 +167,8 @@ class _Direct(FirstStage):
     def _receive_one(self) -> None:
         """Add what the oldest message brings, and give both of its ends up."""
         self._made()
-        work, run, _, receive, nbytes = self._arriving.popleft()
-        work.wait()
+        run, _, receive, nbytes = self._arriving.popleft()
+        self._works.popleft().wait()
         if run.own_numel:  # not on a rank past the end
             self._channel.sum_into(self._pieces[run.piece], receive.tensor)
         self._channel.pool.give(receive)

@@ -2,6 +2,7 @@
 
     gather_into       every rank's piece, one behind the other in rank order, on every rank
     gather_each       several of these, as one group of messages where the backend can
+    exchange_all      several of the next, in one launch where the backend can
     exchange          piece r of my buffer to rank r; the pieces for me, in rank order
     reduce_scatter    the sum (or mean) over ranks of piece r of their buffers, on rank r
     all_reduce        the sum (or mean) over ranks of their buffers, on every rank
@@ -15,6 +16,7 @@ is issued before the compute that is to hide it (ADR 0003).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,8 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from ..layout import NodeGrid, groups_messages, sends_in_pairs
+from .._torch_compat import launch_together
+from ..layout import NodeGrid, groups_messages, joins_exchanges, sends_in_pairs
 from . import pairs
 from .control import domain_of
 from .domain import Domain
@@ -60,6 +63,10 @@ _EXCHANGE.asyncOp = True
 # Sums and means over ranks, as backends are asked for them.
 SUM = dist.ReduceOp.SUM
 MEAN = dist.ReduceOp.AVG
+
+
+# Of an exchange: where it arrives, what is sent, and the elements for each rank, () where they are equal.
+Message = tuple[Tensor, Tensor, Sequence[int]]
 
 
 class ShardGroup:
@@ -130,14 +137,23 @@ class ShardGroup:
 
         With `numels`, chunk r of `pieces` has numels[r] elements, and every chunk of `out` as many as this rank's.
         """
+        return self._send(self._exchange, out, pieces, numels)
+
+    def exchange_all(self, messages: Sequence[Message]) -> list[Work]:
+        """`exchange` for each (out, pieces, numels), in one launch where the backend can: then all are one work."""
+        if len(messages) > 1 and joins_exchanges(self.backend):
+            calls = [partial(self._exchange, *message) for message in messages]
+            return [self._send(launch_together, self.process_group, self.device, calls)] * len(messages)
+        return [self.exchange(*message) for message in messages]
+
+    def _exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int]) -> Work:
+        leaving: list[int] = []
         arriving: list[int] = []
         if numels:
             ratio = out.element_size() // _carried(out).element_size()
-            numels = [ratio * numel for numel in numels]
-            arriving = [numels[self.rank]] * self.world
-        return self._send(
-            self.process_group.alltoall_base, _carried(out), _carried(pieces), arriving, numels, _EXCHANGE
-        )
+            leaving = [ratio * numel for numel in numels]
+            arriving = [leaving[self.rank]] * self.world
+        return self.process_group.alltoall_base(_carried(out), _carried(pieces), arriving, leaving, _EXCHANGE)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""

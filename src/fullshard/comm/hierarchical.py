@@ -9,7 +9,8 @@ With N nodes of L ranks, C1 and C2 the casts to these dtypes and every sum from 
 
     chunk of rank r = ( sum over nodes n = 0 .. N-1 of C2( sum over places l = 0 .. L-1 of C1(g[n * L + l]) ) ) / before
 
-So the bits depend on N and L and on nothing that happens on the way. Between nodes a rank sends (N - 1) chunks; the
+So the bits depend on N and L and on nothing that happens on the way. (Where gradients leave directly, direct.py, a sum
+is one operation, whose order depends on N or L alone.) Between nodes a rank sends (N - 1) chunks; the
 other strategies of our own send W - L. Each hop has a communicator of its own, and ranks send in equal order on both,
 because both sends stand at places of the command sequence: the second where the executor advances the reduction.
 """
@@ -21,11 +22,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import ReduceLayout
+from ..layout import ReduceLayout, sends_directly
 from ..policy import Scale
 from .group import NodeLinks, ShardGroup, Work
 from .lines import drain
-from .message import MessageReduce, sum_in_order
+from .message import MessageReduce, sum_in_order, sum_of_rows
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, Hop
 from .replicate import AfterSum
@@ -43,6 +44,8 @@ class HierarchicalReduce(MessageReduce):
     overflow). Each is rounded once more: an error of at most 2**-8 of the sum over nodes of their absolute values.
     """
 
+    packs_all = True
+
     def __init__(
         self,
         group: ShardGroup,
@@ -55,6 +58,8 @@ class HierarchicalReduce(MessageReduce):
     ) -> None:
         super().__init__(group, layout, dtypes, pool, scale, after)
         self.nodes = nodes
+        # As direct.py has it, and why: rank by rank would be a kernel, and a pass over the memory, for each rank.
+        self._in_one = sends_directly(group.backend)
         # Elements that one rank of a node has of the sums of that node.
         self.run_numel = nodes.grid.nodes * layout.chunk_numel
 
@@ -66,7 +71,7 @@ class HierarchicalReduce(MessageReduce):
         """Add what the ranks of this node sent, and send it to those who own it; the message and both of its ends."""
         dtype, numel = self.dtypes.sum, self.run_numel
         partial = self.pool.take(self.key("partial", dtype), numel, dtype, self.device)
-        sum_in_order(receive.views, dtype, partial.tensor)
+        self.add(receive, 1.0, partial.tensor)
         travels = partial_dtype(receive.tensor.dtype, dtype, narrow=self.nodes.narrow_partials)
         if travels is not dtype:
             wide, partial = partial, self.pool.take(self.key("partial", travels), numel, travels, self.device)
@@ -74,6 +79,15 @@ class HierarchicalReduce(MessageReduce):
             self.pool.give(wide)
         arriving = self.pool.take(self.key("partials", travels), numel, travels, self.device, self._chunks)
         return self.nodes.across.exchange(arriving.tensor, partial.tensor), partial, arriving
+
+    def add(self, received: Slot, divisor: float, out: Tensor) -> None:
+        """What all ranks of a hop sent, summed and divided into `out`, which has the sum dtype."""
+        if self._in_one:
+            sum_of_rows(received.tensor.view(len(received.views), -1), out.dtype, divisor, out)
+            return
+        sum_in_order(received.views, out.dtype, out)
+        if divisor != 1:
+            out.div_(divisor)
 
     def _runs(self, receive: Tensor) -> list[Tensor]:
         return list(receive.view(self.nodes.grid.local, self.run_numel).unbind())
@@ -106,9 +120,9 @@ class _Hops(FirstStage):
 
     def total(self) -> Tensor:
         self._work.wait()
-        total = sum_in_order(self._receive.views, self._channel.dtypes.sum)
-        if self._channel.scale.before != 1:
-            total.div_(self._channel.scale.before)
+        channel = self._channel
+        total = torch.empty(channel.layout.chunk_numel, dtype=channel.dtypes.sum, device=channel.device)
+        channel.add(self._receive, channel.scale.before, total)
         self._give_back()
         return total
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ReduceLayout, contiguous_stride
-from ..layout.pack import SendRegion
+from ..layout.chunks import SendRegion
 from ..policy import Scale
 from .group import ShardGroup
 from .pool import BufferPool, Slot
@@ -37,6 +37,9 @@ class _Target(NamedTuple):
 class MessageReduce:
     """What the strategies over several ranks share: the send buffer and the shapes of the result."""
 
+    # Whether all gradients are in the send buffer on backends that keep none, so that it is large and often new.
+    packs_all = False
+
     def __init__(
         self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
     ) -> None:
@@ -52,6 +55,8 @@ class MessageReduce:
         world = group.world
         pack = layout.pack
         self._targets = [_Target.of(layout, i) for i in layout.packed]
+        # What nothing will be written to, where that alone is zeroed in a new buffer, not all of it.
+        self._gaps = layout.gaps() if self.packs_all else ()
         # (local shape, contiguous stride, offset) of this rank's part of each parameter in one chunk
         self.parts = [
             (shape := segment.layout.local_shape(group.rank), contiguous_stride(shape), segment.offset)
@@ -90,8 +95,9 @@ class MessageReduce:
 
     def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
         """A send buffer with presence and the packed gradients in it; whether all gradients are there, direct too."""
-        views_of = self._send_views
-        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, views_of, zeroed=True)
+        # On the host zeroing all of a small buffer is less than zeroing its gaps.
+        views_of, zeroed = self._send_views, not self._gaps
+        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, views_of, zeroed=zeroed)
         presence = slot.views[-1]
         sources, destinations = [], []
         complete = all(gradient is not None for gradient in gradients)
@@ -119,6 +125,8 @@ class MessageReduce:
         return slot, complete
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
+        if self._gaps:
+            torch._foreach_zero_([send.as_strided(gap.sizes, gap.strides, gap.start) for gap in self._gaps])
         layout = self.layout
         views = []
         for _, regions, rows in self._targets:
@@ -139,6 +147,16 @@ class MessageReduce:
             present = mean[start : start + self._all_present].tolist()
             parts = [part if there else None for part, there in zip(parts, present, strict=True)]
         return parts
+
+
+def sum_of_rows(rows: Tensor, dtype: torch.dtype, divisor: float, out: Tensor) -> None:
+    """The sum of `rows` (n, m), in one operation and in an order that depends on n alone, divided; into `out` (m,)."""
+    if divisor == len(rows):
+        torch.mean(rows, 0, dtype=dtype, out=out)
+        return
+    torch.sum(rows, 0, dtype=dtype, out=out)
+    if divisor != 1:
+        out.div_(divisor)
 
 
 def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

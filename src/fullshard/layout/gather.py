@@ -24,6 +24,8 @@ from .shard import ShardLayout, require_int
 
 # Backends that can launch many gathers as one grouped operation.
 GROUPING_BACKENDS = frozenset({"nccl"})
+# Backends that make one launch of whatever exchanges are issued together.
+JOINING_BACKENDS = frozenset({"nccl"})
 # Backends whose ranks send to each other at the price of a system call (comm/pairs.py), and from which size on, of what
 # one rank sends to another, it pays for a parameter and for a gradient: benchmarks/pairs.py.
 PAIRWISE_BACKENDS = frozenset({"gloo"})
@@ -41,6 +43,11 @@ def groups_messages(backend: str) -> bool:
     return backend in GROUPING_BACKENDS
 
 
+def joins_exchanges(backend: str) -> bool:
+    """Whether several all-to-alls are one launch there."""
+    return backend in JOINING_BACKENDS
+
+
 def sends_directly(backend: str) -> bool:
     """Whether gradients that need no packing are sent one by one, and their parts summed in one operation on arrival.
 
@@ -48,6 +55,27 @@ def sends_directly(backend: str) -> bool:
     `direct_gradients` for backends whose ranks send to each other.
     """
     return backend in GROUPING_BACKENDS
+
+
+def launches(numels: Sequence[int]) -> list[tuple[int, int]]:
+    """Which of several exchanges, of so many elements, are issued together: [start, stop) of each launch, in order.
+
+    Each has a quarter of the elements, or what is left: the default limit on gradients in flight is three quarters of
+    a unit with its messages (`Root.limit_bytes`), so the first launch has to be received while the others travel.
+
+    >>> launches([16, 4, 4, 16, 58, 58, 58, 1])
+    [(0, 5), (5, 6), (6, 7), (7, 8)]
+    >>> launches([4])
+    [(0, 1)]
+    """
+    share = -(-sum(numels) // 4)
+    found, start, filled = [], 0, 0
+    for place, numel in enumerate(numels):
+        filled += numel
+        if filled >= share or place == len(numels) - 1:
+            found.append((start, place + 1))
+            start, filled = place + 1, 0
+    return found
 
 
 class Span(NamedTuple):

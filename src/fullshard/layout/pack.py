@@ -1,4 +1,4 @@
-"""The shards of one unit in one flat rank-local buffer, and the shapes of the messages made of it.
+"""The shards of one unit in one flat rank-local buffer, and the shapes of the messages made of it (chunks.py).
 
 Three parameters on 2 ranks, `align_numel` 4; one character is one element, `.` is padding of rows, `_` of
 alignment:
@@ -17,9 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from .nodes import NodeGrid, flat_grids
 from .shard import ShardLayout, require_int
 
 # Vector loads, collectives and the views of other dtypes want the shards to begin at such addresses.
@@ -224,150 +222,3 @@ def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int
         if end > total:
             raise ValueError(f"{label}: expected to end within {total_name} {total}; use Pack.build")
         previous_label, previous_end = label, end
-
-
-class SendRegion(NamedTuple):
-    """A part of one full gradient whose place in the send buffer is a grid of equal `sizes`. Elements."""
-
-    sizes: tuple[int, ...]
-    full_start: int
-    full_strides: tuple[int, ...]
-    start: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceLayout:
-    """The chunks of one gradient reduction, (world, chunk_numel), one for each receiving rank, and how they travel.
-
-    A chunk has the offsets of the pack, followed by one presence element per parameter: 1 where this rank
-    produced a gradient for it, else 0. So the presence of each gradient travels with the message: the
-    message has the same size whatever gradients a rank has, ranks cannot disagree on it, and after the
-    reduction a parameter got a gradient somewhere exactly when its presence is not 0 (a sum or an average
-    of zeros and ones, in any float dtype).
-
-    The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
-    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel). Its
-    chunks are in rank order, or as `grid` has them (layout/nodes.py).
-
-    >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
-    >>> layout = ReduceLayout(pack)
-    >>> layout.presence_offset, layout.chunk_numel, layout.numel
-    (12, 16, 32)
-    >>> ReduceLayout(pack, direct=(0,)).message_start, ReduceLayout(pack, direct=(0,)).numel
-    (8, 16)
-    """
-
-    # The parameters whose gradients are reduced together: of trainable parameters, if some are frozen.
-    pack: Pack
-    # The first ones of `pack.order`; each gathers in place, so the parts of the ranks are runs of the whole gradient.
-    direct: tuple[int, ...] = ()
-    # Of a reduction in two hops; None: in one.
-    grid: NodeGrid | None = None
-
-    def __post_init__(self) -> None:
-        if self.grid is not None and self.grid.world != self.pack.world:
-            raise ValueError(
-                f"grid: expected {self.pack.world} ranks in all, found {self.grid.nodes} times {self.grid.local}; "
-                f"use node_grid"
-            )
-        front = self.pack.order[: len(self.direct)]
-        if self.direct != front:
-            raise ValueError(
-                f"direct: expected the first indices of the pack's order {self.pack.order}, found {self.direct}; "
-                f"build the pack with first=direct"
-            )
-        for index in self.direct:
-            segment = self.pack.segments[index]
-            if not segment.layout.gathers_in_place:
-                raise ValueError(
-                    f"direct: expected parameters whose shards are runs of their memory, found {segment.name}, cut "
-                    f"along dim {segment.layout.dim} of {segment.layout.shape}; leave it in the message"
-                )
-
-    @property
-    def presence_offset(self) -> int:
-        """First presence element in a chunk; aligned, because the pack's total is."""
-        return self.pack.padded_local_numel
-
-    @property
-    def chunk_numel(self) -> int:
-        """Elements of what one rank gets: its part of every gradient, and presence."""
-        return align_up(self.presence_offset + len(self.pack.segments), self.pack.align_numel)
-
-    @property
-    def packed(self) -> tuple[int, ...]:
-        """The parameters whose gradients are in the message, in buffer order."""
-        return self.pack.order[len(self.direct) :]
-
-    @property
-    def message_start(self) -> int:
-        """First element of a chunk that is in the message."""
-        return self.pack.segments[self.packed[0]].offset if self.packed else self.presence_offset
-
-    @property
-    def message_numel(self) -> int:
-        """Elements of the message for one rank."""
-        return self.chunk_numel - self.message_start
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole send buffer."""
-        return self.pack.world * self.message_numel
-
-    def unwritten(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The ranges [start, stop) of a chunk that neither the message nor a direct gradient of `rank` writes: padding.
-
-        >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
-        >>> ReduceLayout(pack, direct=(0,)).unwritten(0)
-        ((6, 8),)
-        """
-        found = []
-        for place, index in enumerate(self.direct):
-            segment = self.pack.segments[index]
-            start = segment.offset + segment.layout.local_numel(rank)
-            after = place + 1
-            stop = self.pack.segments[self.direct[after]].offset if after < len(self.direct) else self.message_start
-            if start < stop:
-                found.append((start, stop))
-        return tuple(found)
-
-    def regions(self, index: int) -> tuple[SendRegion, ...]:
-        """The gradient of packed parameter `index`: which parts of it, as it lies contiguous in memory, go where.
-
-        >>> pack = Pack.build([ShardLayout((8,), world=4)], align_numel=1)
-        >>> ReduceLayout(pack, grid=NodeGrid(2, 2)).regions(0)[0][:3]
-        ((2, 2, 1, 2), 0, (4, 2, 8, 1))
-        """
-        offset, chunk = self.pack.segments[index].offset - self.message_start, self.message_numel
-        grids_of = flat_grids if self.grid is None else self.grid.grids
-        found = []
-        for piece in self.pack.segments[index].layout.pieces:
-            for grid in grids_of(piece.first_rank, piece.ranks):
-                found.append(
-                    SendRegion(
-                        (*grid.sizes, piece.outer, piece.block),
-                        piece.full_start + (grid.first_rank - piece.first_rank) * piece.full_rank_stride,
-                        (*(n * piece.full_rank_stride for n in grid.rank_strides), piece.full_outer_stride, 1),
-                        grid.slot * chunk + offset,
-                        (*(n * chunk for n in grid.slot_strides), piece.block, 1),
-                    )
-                )
-        return tuple(found)
-
-    def segment(self, index: int, rank: int) -> int:
-        """First element, in the send buffer, of the gradient of packed parameter `index` that goes to `rank`."""
-        if index in self.direct:
-            raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
-        return self._message(rank) + self.pack.segments[index].offset - self.message_start
-
-    def presence(self, index: int, rank: int) -> int:
-        """The presence element of parameter `index`, in the send buffer, of the message to `rank`."""
-        if not 0 <= index < len(self.pack.segments):
-            raise ValueError(f"index: expected 0 <= index < {len(self.pack.segments)}, found {index!r}")
-        return self._message(rank) + self.presence_offset - self.message_start + index
-
-    def _message(self, rank: int) -> int:
-        if not 0 <= rank < self.pack.world:
-            raise ValueError(f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group")
-        return (rank if self.grid is None else self.grid.slot(rank)) * self.message_numel

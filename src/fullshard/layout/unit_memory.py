@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .chunks import ReduceLayout
 from .gather import GatherPlan
-from .pack import Pack, ReduceLayout, align_up
+from .pack import Pack, align_up
 from .shard import require_int
 
 
