@@ -43,8 +43,8 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.cpu_step $(ARGS)
-	$(BIN)/python -m benchmarks.overlap
-	$(BIN)/python -m benchmarks.host
+	$(BIN)/python -m benchmarks.overlap --rounds 8
+	$(BIN)/python -m benchmarks.host --rounds 25
 	$(BIN)/python -m benchmarks.optimizer
 	$(BIN)/python -m benchmarks.bytes
 	$(BIN)/python -m benchmarks.memory --worlds 8

@@ -5,7 +5,10 @@ python -m benchmarks.order --worlds 2 4        more ranks for a question
 
 step        seconds of a step with AdamW either way, one after the other in each round; the median of the ratios
 compare     what the comparison of one message takes, measured by itself: the messages of a step, one after the other
-share       compare times the messages of a step, by the step: what the ratio of steps is too noisy to show
+share       compare times the messages of a step, by the CPU time of a step, the least of each: what the ratio is
+            too noisy to show
+calls       Python functions that a step calls, check and trust, counted: no machine is too busy for that. They do not
+            grow with the ranks, nor does anything else of a step: what is compared is on this rank
 question    what a question takes, all ranks asking at once
 first step  how many questions that asks, of how many messages
 """
@@ -22,6 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.common import LIGHT, TINY, ModelShape, Trainee, batch_of, build_fullshard, on_ranks, paired_ratio
 from benchmarks.common import print_json as print_answer
+from benchmarks.host import count_calls
 from fullshard.comm import Domain, domain_of
 from fullshard.lifecycle import Action, Order
 
@@ -49,20 +53,30 @@ def measure(rank: int, world: int, shape: ModelShape, rounds: int) -> dict[str, 
     first = asked.count("order")
     actions = _actions_of(trainees[0], tokens, targets)
     times: dict[str, list[float]] = {trainee.name: [] for trainee in trainees}
+    cpu: dict[str, list[float]] = {trainee.name: [] for trainee in trainees}
     for current in range(WARMUP_ROUNDS + rounds):
         if current == WARMUP_ROUNDS:
             asked.clear()
         # In turns, so that neither always follows the other.
         for trainee in trainees if current % 2 else reversed(trainees):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             trainee.step(tokens, targets)
             if current >= WARMUP_ROUNDS:
                 times[trainee.name].append(time.perf_counter() - start)
+                cpu[trainee.name].append(time.process_time() - cpu_start)
     later = asked.count("order")
+    # Behind them: the first forwards of a model are watched.
+    calls = {}
+    for trainee in trainees:
+        dist.barrier()
+        calls[trainee.name] = count_calls(lambda trainee=trainee: trainee.step(tokens, targets))  # type: ignore[misc]
     return {
         "ratio": paired_ratio(times["check"], times["trust"]),
         "step_ms": statistics.median(times["trust"]) * 1e3,
+        "cpu_ms": min(cpu["trust"]) * 1e3,
+        "calls_check": calls["check"],
+        "calls_trust": calls["trust"],
         "messages": len(actions),
         "questions_of_the_first_step": first,
         "questions_of_later_steps": later,
@@ -144,12 +158,18 @@ def _seconds(call: Any) -> float:
 
 def report(world: int, row: dict[str, Any]) -> dict[str, Any]:
     """Print one world's figures, and return them."""
-    share = row["compare_us"] * row["messages"] / (row["step_ms"] * 1e3)
+    share = row["compare_us"] * row["messages"] / (row["cpu_ms"] * 1e3)
+    more = row["calls_check"] - row["calls_trust"]
     print(f"\n{world} ranks, {LIGHT.sequences}x{LIGHT.length} tokens per rank")
     print(f"  step, trust           {row['step_ms']:8.1f} ms")
     print(f"  step, check / trust   {row['ratio']:8.4f}")
     print(f"  compare one message   {row['compare_us']:8.2f} us, of these {row['follow_us']:.2f} for the decision")
-    print(f"  share of a step       {100 * share:8.3f} % ({row['messages']} messages)")
+    print(
+        f"  share of a step       {100 * share:8.3f} % ({row['messages']} messages, {row['cpu_ms']:.0f} ms of CPU time)"
+    )
+    print(
+        f"  calls of a step       {more:8d} more than {row['calls_trust']}, {more / row['messages']:.1f} for a message"
+    )
     print(f"  a question            {row['question_ms']:8.2f} ms")
     print(f"  questions             {row['questions_of_the_first_step']} in the first step, ", end="")
     print(f"{row['questions_of_later_steps']} in all others that were measured", flush=True)
