@@ -315,5 +315,5 @@ def test_a_unit_whose_backward_gathers_nothing_takes_no_room() -> None:
 
 def test_a_unit_that_runs_twice_counts_once() -> None:
     world = limited(20, "a", "b")
-    world.feed(step("a", "b", "a", "b"))
-    assert issued(world, step("a", "b", "a", "b"))["root"] == ["root", "a", "b"]
+    world.feed(step("a", "a", "b"))
+    assert issued(world, step("a", "a", "b"))["root"] == ["root", "a", "b"]

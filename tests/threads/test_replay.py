@@ -189,6 +189,20 @@ def test_steps_that_are_replayed_are_steps(setting: str) -> None:
     run_ranks(world, rank_main)
 
 
+def test_what_an_earlier_step_left_full_is_none_of_the_replayed_one() -> None:
+    """Weights that stay full behind backward are freed by the first run, and are those of before the step; the second
+    run would free those of the first."""
+
+    def rank_main(rank: int) -> None:
+        training = Training(rank, 2, reshard_after_forward=False)
+        training.model.set_reshard_after_backward(False)
+        for number in range(0, 6, 2):
+            training.step(number)
+            assert training.replay(number + 1).ok
+
+    run_ranks(2, rank_main)
+
+
 def test_gradients_of_earlier_backwards_are_part_of_it() -> None:
     """`.grad` stands there when the step begins, and is added to; several optimizers; momentum that was not there."""
 
