@@ -419,12 +419,15 @@ def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, de
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def launch_together(process_group: ProcessGroup, device: torch.device, calls: Sequence[Callable[[], object]]) -> Any:
-    """The work of all `calls`, which issue messages of `process_group`: one launch. NCCL, and the fake group."""
+def launch_together(
+    process_group: ProcessGroup, device: torch.device, call: Callable[..., object], messages: Sequence[tuple[Any, ...]]
+) -> Any:
+    """The work of `call(*message)` for all of `messages`, which send over `process_group`: one launch. NCCL, and
+    the fake group."""
     process_group._start_coalescing(device)
     try:
-        for call in calls:
-            call()
+        for message in messages:
+            call(*message)
     except BaseException:
         # Left open it would swallow whatever is sent next.
         process_group._end_coalescing(device)

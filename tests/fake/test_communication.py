@@ -109,9 +109,9 @@ def test_exchanges_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> Non
     launched: list[int] = []
     original = _torch_compat.launch_together
 
-    def noting(group: Any, device: torch.device, calls: Any) -> Any:
-        launched.append(len(calls))
-        return original(group, device, calls)
+    def noting(group: Any, device: torch.device, call: Any, messages: Any) -> Any:
+        launched.append(len(messages))
+        return original(group, device, call, messages)
 
     monkeypatch.setattr("fullshard.comm.group.launch_together", noting)
     with fake_world(WORLD), nccl_plan(64):
@@ -131,4 +131,4 @@ def test_exchanges_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> Non
             raise ValueError("mine")
 
         with pytest.raises(ValueError, match="mine"):
-            original(group, torch.device("cpu"), [fails])
+            original(group, torch.device("cpu"), fails, [()])

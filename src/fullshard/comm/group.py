@@ -16,7 +16,6 @@ is issued before the compute that is to hide it (ADR 0003).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,8 +141,8 @@ class ShardGroup:
     def exchange_all(self, messages: Sequence[Message]) -> list[Work]:
         """`exchange` for each (out, pieces, numels), in one launch where the backend can: then all are one work."""
         if len(messages) > 1 and joins_exchanges(self.backend):
-            calls = [partial(self._exchange, *message) for message in messages]
-            return [self._send(launch_together, self.process_group, self.device, calls)] * len(messages)
+            work = self._send(launch_together, self.process_group, self.device, self._exchange, messages)
+            return [work] * len(messages)
         return [self.exchange(*message) for message in messages]
 
     def _exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int]) -> Work:
