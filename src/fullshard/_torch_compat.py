@@ -129,6 +129,7 @@ __all__ = [
     "sharded_parameter",
     "strided_shard",
     "swappable",
+    "take_spec",
     "tensor_hooks",
     "timeout_of",
     "dtensor_without_data",
@@ -241,6 +242,11 @@ _get_version = operator.attrgetter("_version")
 def set_local(parameter: Tensor, local: Tensor) -> None:
     """Let a DTensor hold `local`, which must have the same shape and dtype."""
     cast(Any, parameter)._local_tensor = local
+
+
+def take_spec(parameter: Tensor, other: Tensor) -> None:
+    """Let the DTensor `parameter` say of itself what `other` does."""
+    cast(Any, parameter)._spec = cast(Any, other)._spec
 
 
 def dtensor_like(parameter: Tensor, local: Tensor) -> DTensor:

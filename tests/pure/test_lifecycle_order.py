@@ -446,6 +446,9 @@ def test_what_is_said_about_units_in_another_order() -> None:
         (action("reduce", 1), action("reduce", 1, sizes="float16*3"), "the same dtype, requires_grad"),
         (action("reduce", 1), action("reduce", 1, "added"), "call zero_grad() on all ranks alike"),
         (action("reduce", 1, "added"), action("reduce", 1, "cleared"), "call zero_grad() on all ranks alike"),
+        (action("gather", 1), action("full", 0), "call them on all ranks"),
+        (action("open", 0, sizes="4*ab"), action("reduce", 2), "call them on all ranks"),
+        (action("full", 0), action("full", 0, sizes="3x2"), "the same parameters in the same order"),
         (action("form", 0), action("gather", 0), "the same models in the same order"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime import Unit, unit_of
+from ..runtime.by_hand import before_opening
 from ..runtime.forming import module_units
 from ..runtime.opened import NoSteps, Opening, OpenUnit, refuse_in_step
 
@@ -70,6 +71,7 @@ def full_params(
                 f"give nested contexts the same, or leave the outer one"
             )
     keep = opening.keeps(units)
+    before_opening(model, [unit for unit in units if unit.opened is None])
     with ExitStack() as stack:
         if writeback:
             stack.enter_context(NoSteps(units))

@@ -17,6 +17,7 @@ def ask(domain: Domain, what: str, text: str) -> dict[int, str] | None:
     answer = domain.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest())
     if answer is None or not any(": " in told for told in answer.values()):
         return answer
+    _refuse_by_its_own_words(domain, answer)
     questions = variants({rank: told.rpartition(": ")[0] for rank, told in answer.items()})
     found = ", ".join(f"{shown_ranks(ranks)} at {question}" for question, ranks in questions.items())
     raise RanksDisagree(
@@ -25,6 +26,16 @@ def ask(domain: Domain, what: str, text: str) -> dict[int, str] | None:
         what=what,
         by_rank=answer,
     )
+
+
+def _refuse_by_its_own_words(domain: Domain, answer: dict[int, str]) -> None:
+    """Raise `RanksDisagree` where some ranks are at a question that explains itself."""
+    for asked, explain in domain.explained_by.items():
+        asking = [rank for rank, told in answer.items() if told.startswith(f"{asked}: ")]
+        others = [rank for rank in answer if rank not in asking]
+        if asking and others:
+            text = explain(answer[asking[0]].removeprefix(f"{asked}: "), asking, others[0])
+            raise RanksDisagree(text, what=asked, by_rank=answer)
 
 
 def tell(domain: Domain, what: str, text: str) -> dict[int, str]:

@@ -42,6 +42,8 @@ FLAGS = (
     "cleared",
 )
 _STARTS = ("stepped", "eval", "train")
+# What programs gather themselves, outside of the units' own messages.
+_BY_HAND = ("full", "open")
 # So many actions of the past are looked at for a guess.
 _TRAIL = 3
 
@@ -318,6 +320,8 @@ def _phrase(action: Action) -> str:
         "reduce": "reduce the gradients of",
         "form": "run the model",
         "count": "count the batches that are left for",
+        "full": "gather the full value of",
+        "open": "enter full_params of",
     }.get(action.kind, action.kind)
     when = ""
     if "stepped" in action.flags:
@@ -346,6 +350,15 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
     both = [usual, *others]
     if len({action.kind == "count" for action in both}) > 1:
         return "some ranks are at the next turn of fullshard.joined: leave it on all ranks in the same turn"
+    by_hand = [action.kind in _BY_HAND for action in both]
+    if all(by_hand) and others:
+        return "gather the same parameters in the same order on all ranks"
+    if any(by_hand):
+        return (
+            "some ranks gather parameters by hand where others do not (full_params; full_tensor() or redistribute() of "
+            "a parameter): every rank takes part in these, so call them on all ranks, and use what comes of them on "
+            "those that need it"
+        )
     if len({"eval" in action.flags for action in both}) > 1:
         return (
             "some ranks evaluate where others do not: give all ranks as many evaluation batches, or let those that "

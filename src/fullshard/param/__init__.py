@@ -1,9 +1,9 @@
 """The tensors of parameters: shards, full parameters, gradients, and which of them stands on the modules.
 
-`sharded` (one parameter), `group` (those that travel together), `placement` (meshes and DTensor specs), `memory` (of
-full parameters), `swap` (module slots), `pending` (what stands for a gradient that was not reduced yet), `kept`
-(gradients to which one may go back), `uninitialized` (memory that nobody wrote yet), `digest` and `initial` (values
-that ranks compare).
+`sharded` (one parameter), `parameter` (the class of what users hold), `group` (those that travel together), `placement`
+(meshes and DTensor specs), `memory` (of full parameters), `swap` (module slots), `pending` (what stands for a gradient
+that was not reduced yet), `kept` (gradients to which one may go back), `uninitialized` (memory that nobody wrote yet),
+`digest` and `initial` (values that ranks compare).
 """
 
 from .digest import can_digest as can_digest
@@ -19,6 +19,10 @@ from .kept import KeptGradients as KeptGradients
 from .kept import KeptTensor as KeptTensor
 from .memory import OwnedMemory as OwnedMemory
 from .narrowed import NarrowedGroup as NarrowedGroup
+from .parameter import MIXED as MIXED
+from .parameter import Owner as Owner
+from .parameter import ShardedParameter as ShardedParameter
+from .parameter import claim as claim
 from .pending import PendingGrad as PendingGrad
 from .pending import SteppedGrad as SteppedGrad
 from .placement import FullMesh as FullMesh

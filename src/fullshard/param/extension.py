@@ -30,6 +30,7 @@ from ..layout import contiguous_stride
 from ..policy import Precision
 from .group import DtypeChanged, ParamGroup
 from .memory import OwnedMemory, TrackedMemory
+from .parameter import claim
 from .placement import Placing
 from .sharded import ShardedParam
 from .swap import Found
@@ -131,6 +132,7 @@ class ExtensionGroup(ParamGroup):
                 f"{param.name}: expected a shard with {' and '.join(_METHODS)}, found a {kind}; "
                 f"copy into the parameter in place"
             )
+        claim(standing, param.owner)
         param.sharded, param.local = standing, local_of(standing)
         if param.local.dtype is not self.precision.storage:
             raise DtypeChanged(param.local.dtype)

@@ -29,6 +29,7 @@ from .._torch_compat import (
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather
 from ..policy import Precision
 from .memory import OwnedMemory, SharedMemory
+from .parameter import claim, set_data
 from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
 from .sharded import ShardedParam
 from .swap import Found, Swap
@@ -209,7 +210,7 @@ class ParamGroup:
         if not assigned:
             return
         for param in assigned:
-            param.sharded.data = dtensor_like(param.sharded, param.local)
+            set_data(param.sharded, dtensor_like(param.sharded, param.local))
         names = [param.name for param in assigned]
         raise RuntimeError(
             f"{', '.join(names)}: expected values that are written into the sharded parameter, found that a plain "
@@ -233,6 +234,7 @@ class ParamGroup:
             for mark, value in param.marks.items():
                 standing.__dict__.setdefault(mark, value)
             param.marks = standing.__dict__
+            claim(standing, param.owner)
             NormMesh.note(standing, param.spec.mesh, self.placing.unit_mesh)
             current.append(local_of(standing))
         dtypes = {local.dtype for local in current}

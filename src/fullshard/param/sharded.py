@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks, settled, tensor_hooks
 from ..layout import ShardLayout
+from .parameter import Owner
 from .pending import PendingGrad
 from .placement import Spec
 from .swap import Slot
@@ -50,6 +51,7 @@ class ShardedParam:
         "marks",
         "name",
         "own_spec",
+        "owner",
         "partial",
         "reduce_dtype",
         "reduced",
@@ -74,6 +76,8 @@ class ShardedParam:
         self.sharded: nn.Parameter
         self.local: Tensor
         self.full: nn.Parameter
+        # What `sharded` knows of the unit; set by the runtime.
+        self.owner: Owner | None = None
         # What stands on the module while a part is kept after forward (NarrowedGroup).
         self.kept: nn.Parameter | None = None
         # Its value before it was cut, until that was compared among ranks.

@@ -15,11 +15,9 @@ from torch import nn
 
 from .._torch_compat import call_instead, called_now, pass_by
 from ..lifecycle import Full
+from ..param import MIXED
 from .names import clean_name
 from .unit import Unit
-
-# What DTensor's operators say of a plain tensor beside a sharded parameter.
-_MIXED = "got mixed torch.Tensor and DTensor"
 
 
 class NotFull(RuntimeError):
@@ -28,7 +26,7 @@ class NotFull(RuntimeError):
 
 def computes_with_shards(error: RuntimeError) -> bool:
     """Whether `error` says that something computed with sharded parameters beside plain tensors."""
-    return isinstance(error, NotFull) or _MIXED in str(error)
+    return isinstance(error, NotFull) or MIXED in str(error)
 
 
 def name_direct_calls(unit: Unit) -> None:
@@ -44,7 +42,7 @@ def _named(unit: Unit, module: nn.Module, call: Callable[..., Any]) -> Callable[
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if unit.record.full is Full.FULL or _MIXED not in str(error):
+            if unit.record.full is Full.FULL or MIXED not in str(error):
                 raise
             raise NotFull(_message(unit, module)) from error
 

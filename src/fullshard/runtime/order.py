@@ -82,11 +82,12 @@ class _DomainOrder:
 
 
 def _explained(answers: dict[int, str]) -> str:
-    try:
-        return disagreement({rank: parse_question(text) for rank, text in answers.items()})
-    except ValueError:  # some ask for something else than the order of messages
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in answers.items())
-        return f"expected all ranks to be at the same place of the program, found {told}; run the same on all ranks"
+    ordered = {rank: text.removeprefix("order: ") for rank, text in answers.items() if text.startswith("order: ")}
+    others = [rank for rank in answers if rank not in ordered]
+    if ordered and others:  # these ask for something else than the order of messages
+        asked = next(iter(ordered.values()))
+        return _while_waiting(asked, [rank for rank, text in ordered.items() if text == asked], others[0])
+    return disagreement({rank: parse_question(text) for rank, text in answers.items()})
 
 
 def _while_waiting(question: str, asking: Sequence[int], here: int) -> str:
@@ -96,12 +97,35 @@ def _while_waiting(question: str, asking: Sequence[int], here: int) -> str:
 _orders: weakref.WeakKeyDictionary[Domain, _DomainOrder] = weakref.WeakKeyDictionary()
 
 
+def _shared_order(domain: Domain) -> _DomainOrder:
+    return _orders.get(domain) or _orders.setdefault(domain, _DomainOrder(domain))
+
+
+def _ask(domain: Domain, order: Order, action: Action) -> None:
+    """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
+    answers = domain.agree("order", str(order.question(action)))
+    if answers is None:
+        order.enter(action)
+        return
+    # Some may have sent what others did not.
+    domain.must_meet = True
+    raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
+
+
+def compare(domain: Domain, action: Action) -> None:
+    """`action`, of no root, is about to be sent. Raises `RanksDisagree` on all ranks of `domain` when one of them is
+    about to send something else, and `PeerFailed` when one does not come because it failed."""
+    order = _shared_order(domain).current(domain.epoch)
+    if not order.follows(action):
+        _ask(domain, order, action)
+
+
 class _Lane:
     """The units of one root in one domain: `members[unit]` are the positions of its groups there."""
 
     def __init__(self, domain: Domain, first: Unit, members: dict[Unit, list[int]]) -> None:
         self.domain = domain
-        self.shared = _orders.get(domain) or _orders.setdefault(domain, _DomainOrder(domain))
+        self.shared = _shared_order(domain)
         # Of the root.
         self._first = first
         self._members = members
@@ -155,17 +179,7 @@ class _Lane:
                 self._actions.clear()
             action = self._actions[key] = Action(kind, self._family, index, name, sizes, flags)
         if not order.follows(action):
-            self._ask(order, action)
-
-    def _ask(self, order: Order, action: Action) -> None:
-        """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
-        answers = self.domain.agree("order", str(order.question(action)))
-        if answers is None:
-            order.enter(action)
-            return
-        # Some may have sent what others did not.
-        self.domain.must_meet = True
-        raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
+            _ask(self.domain, order, action)
 
     def _introduce(self, order: Order) -> None:
         known = [
@@ -176,7 +190,7 @@ class _Lane:
         ]
         form, actions = order.introduce(self._first.record.name, known)
         if not order.follows(form):
-            self._ask(order, form)
+            _ask(self.domain, order, form)
         order.introduced(actions)
         self._order, self._family = order, form.family
         self._actions = {(action.kind, action.unit, action.sizes, ()): action for action in actions}

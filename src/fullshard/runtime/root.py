@@ -106,6 +106,12 @@ class Root:
         self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
         self._agreed = False
 
+    def meet_by_hand(self) -> None:
+        """Outside of a step something is about to be sent: after a failure all ranks come together first, as they do
+        at a forward."""
+        if any(domain.must_meet for domain in self.peers.domains) and (self.peers.meet() or self.run.has_leftovers):
+            self.abandon()
+
     # ---- forward -------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> tuple[bool, bool]:

@@ -173,6 +173,39 @@ def full_tensor(run: Run) -> None:
     parameter(run, "layers.1.up.weight").full_tensor()
 
 
+def full_state(run: Run) -> None:
+    """As `if rank == 1: torch.save(...)` around it has it."""
+    run.kept["state"] = {name: value.full_tensor() for name, value in run.model.state_dict().items()}
+
+
+def full_state_of_all(run: Run) -> None:
+    if not run.plain:
+        full_state(run)
+
+
+def other_full_tensor(run: Run) -> None:
+    parameter(run, f"layers.{run.rank}.up.weight").full_tensor()
+
+
+def full_params_of_all(run: Run) -> None:
+    if run.ours:
+        with fullshard.full_params(run.model):
+            run.kept["norm"] = sum(float(p.detach().square().sum()) for p in run.model.parameters())
+
+
+def full_params_beside_evaluation(run: Run) -> None:
+    full_params(run) if run.rank == 1 else run.evaluate()
+
+
+def zero_grad_of_a_block(run: Run) -> None:
+    run.model.layers[1].zero_grad()
+
+
+def gradient_taken_away(run: Run) -> None:
+    for p in run.model.layers[2].parameters():
+        p.grad = None
+
+
 def full_params(run: Run) -> None:
     if run.ours:
         with fullshard.full_params(run.model):

@@ -40,6 +40,36 @@ def halve_data(name: str) -> Action:
     return action
 
 
+def halve_data_in_place(name: str) -> Action:
+    def action(run: Run) -> None:
+        parameter(run, name).data *= 0.5
+
+    return action
+
+
+def halve_data_behind_evaluation(run: Run) -> None:
+    """The root's parameters, which may stay full."""
+    run.look()
+    halve_data("head.weight")(run)
+    run.look()
+
+
+def average_by_data(run: Run) -> None:
+    """All parameters, averaged with what they were, by the `.data` of each."""
+    before = run.kept.setdefault("before", {n: p.data.clone() for n, p in run.model.named_parameters()})
+    for name, p in run.model.named_parameters():
+        p.data = 0.5 * p.data + 0.5 * before[name]
+
+
+def plain_data(run: Run) -> None:
+    p = parameter(run, "layers.1.up.weight")
+    p.data = torch.zeros(p.shape)
+
+
+def adds(run: Run) -> None:
+    _ = torch.ones(WIDTH) + run.model.layers[1].norm.weight
+
+
 def swap_after_evaluation(run: Run) -> None:
     """Held parameters get other values after an evaluation, are looked at, and get their own back."""
     held = dict(run.model.named_parameters())

@@ -16,11 +16,7 @@ CLASSES: dict[str, str] = {
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
 OPEN: dict[str, str] = {
-    "divergence/full_params": "its gathers are announced to nobody, and match those of a forward by their place",
-    "divergence/full_tensor": "a collective of DTensor's, which nothing of ours sees",
-    "misuse/assigned_data": "`.data = ...` of a DTensor changes nothing and leaves no trace: torch's own",
-    "misuse/weight_in_arithmetic": "the error is DTensor's own and names no parameter (ADR 0028)",
-    "misuse/weight_in_linear": "the same",
+    "misuse/weight_in_linear": "the error is DTensor's own and names no parameter (ADR 0028)",
     "misuse/grad_of_parameters": "the error is autograd's own; sharded parameters are in no graph",
 }
 CASES: tuple[Case, ...] = (

@@ -230,6 +230,63 @@ SETTINGS = (
     _one("clips", "rank 1 alone clips gradients", 1, "gradients", do.clip, _disagree()),
     _one("full_tensor", "rank 1 alone asks for a full tensor", 1, "step", do.full_tensor, _disagree()),
     _one("full_params", "rank 1 alone enters full_params", 1, "step", do.full_params, _disagree()),
+    _one(
+        "full_state",
+        "rank 1 alone makes full tensors of its state dict",
+        1,
+        "step",
+        do.full_state,
+        _disagree("rank 1", r"embedding\.weight", "all ranks"),
+        fast=True,
+    ),
+    _one(
+        "full_tensor_first",
+        "rank 1 alone asks for a full tensor before the first step",
+        -1,
+        "ready",
+        do.full_tensor,
+        _disagree("rank 1", r"up\.weight"),
+    ),
+    _one(
+        "full_tensor_of_three",
+        "rank 1 of three asks for a full tensor between forward and backward",
+        1,
+        "loss",
+        do.full_tensor,
+        _disagree("rank 1", r"layers\.1\.up\.weight"),
+        setup=Setup(world=3),
+    ),
+    Case(
+        "divergence/other_full_tensors",
+        "each rank asks for the full tensor of another parameter, of equal shapes",
+        _disagree(r"layers\.[01]\.up\.weight"),
+        (at(1, "step", do.other_full_tensor),),
+    ),
+    Case(
+        "divergence/full_params_beside_evaluation",
+        "rank 1 enters full_params where the others evaluate",
+        _disagree("full_params"),
+        (at(1, "step", do.full_params_beside_evaluation),),
+    ),
+    Case(
+        "divergence/full_state_of_all",
+        "all ranks make full tensors of their state dict in each step",
+        Equal(),
+        tuple(at(step, "step", do.full_state_of_all) for step in range(3)),
+    ),
+    Case(
+        "divergence/full_params_of_all",
+        "all ranks enter full_params in some steps",
+        Equal(),
+        tuple(at(step, "updated", do.full_params_of_all) for step in (0, 2)),
+    ),
+    Case(
+        "divergence/full_state_of_a_replica",
+        "one replica of a 2 x 2 mesh makes full tensors of its state dict",
+        Equal(),
+        tuple(at(1, "step", do.full_state, rank=rank) for rank in (0, 1)),
+        setup=Setup(world=4, options=do.hsdp),
+    ),
     _one("unshards", "rank 1 alone calls unshard() of a block", 1, "step", do.unshard, _disagree(r"layers\.[01]")),
     _one(
         "state_dict", "rank 1 alone takes a state dict between forward and backward", 1, "loss", do.state_dict, Equal()
@@ -258,4 +315,31 @@ SETTINGS = (
         Raises("RuntimeError", ("rank 1", "zero_grad|gradient"), within=WITHIN),
     ),
 )
-CASES: tuple[Case, ...] = (*ORDER, *GRADIENTS, *COUNTS, *SETTINGS)
+STANDING = (
+    _one(
+        "zero_grad_of_a_block",
+        "rank 1 alone clears a block's gradients between two micro-batches",
+        1,
+        "batch #1",
+        do.zero_grad_of_a_block,
+        _disagree("rank 1", r"layers\.1", "zero_grad"),
+        setup=Setup(micros=2),
+        fast=True,
+    ),
+    _one(
+        "gradient_taken_away",
+        "rank 1 alone takes gradients away by hand between two micro-batches",
+        1,
+        "batch #1",
+        do.gradient_taken_away,
+        _disagree("rank 1", r"layers\.2", "gradient"),
+        setup=Setup(micros=2),
+    ),
+    Case(
+        "divergence/no_zero_grad_on_all",
+        "no rank calls zero_grad()",
+        PLAIN,
+        (at(0, "step", do.zero_grad_left_out),),
+    ),
+)
+CASES: tuple[Case, ...] = (*ORDER, *GRADIENTS, *COUNTS, *SETTINGS, *STANDING)

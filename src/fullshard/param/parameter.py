@@ -1,0 +1,218 @@
+"""The class of the sharded parameters that stand on modules: a DTensor that knows whose it is.
+
+In every operation it is the DTensor that it was (the same code of torch runs, at the same speed), and everything
+computed from it is a plain DTensor. It differs where torch's DTensor loses a value, waits for ever or complains without
+a name:
+
+    p.data = value              takes the value over; a DTensor keeps its rows, and nobody is told
+    full_tensor, redistribute   where ranks have to send, they are compared first, as messages of a step are
+    x @ p, p * x, x - p.T, ...  beside a plain tensor: the error has the name of the parameter
+    copies, pickles             are DTensors, which torch loads without this package
+
+`detach()`, and so a state dict, keeps the class: what is asked of those is asked of their parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .._torch_compat import dtensor_like, local_of, no_torch_function, set_local, take_spec
+
+# What DTensor's operators say of a plain tensor beside a DTensor.
+MIXED = "got mixed torch.Tensor and DTensor"
+
+
+class Owner:
+    """Whose a parameter is."""
+
+    _ATTRIBUTE = "_fullshard_owner"
+
+    @abstractmethod
+    def name(self) -> str:
+        """The parameter's, as the user's model spells it."""
+
+    @abstractmethod
+    def before_messages(self, parameter: DTensor, axes: Sequence[int]) -> None:
+        """DTensor is about to send for `parameter` over these axes of its mesh."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # What is copied or pickled belongs to nobody.
+        return type(None), ()
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Owner | None:
+        found = parameter.__dict__.get(cls._ATTRIBUTE)
+        return found if isinstance(found, Owner) else None
+
+
+def claim(parameter: Tensor, owner: Owner | None) -> None:
+    """Let `parameter`, a DTensor, be a sharded parameter of `owner` (None: as it was)."""
+    parameter.__class__ = ShardedParameter
+    if owner is not None:
+        parameter.__dict__[Owner._ATTRIBUTE] = owner
+
+
+def set_data(parameter: Tensor, value: Tensor) -> None:
+    """What `.data = value` does to any tensor: a DTensor has another shape then, and the rows that it had."""
+    Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+
+
+class ShardedParameter(DTensor):
+    """See the module. Made by `claim`: torch's conversions exchange classes, so one more exchange is nothing new."""
+
+    __slots__ = ()  # swap_tensors compares them with those of DTensor
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    # ---- values ------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Take over the rows of `value`, a DTensor placed as this one. Of another dtype or device it becomes what the
+        module is converted to, as `module.to()` would; else it is copied."""
+        if not isinstance(self, nn.Parameter):
+            set_data(self, value)
+            return
+        self._refuse_data(value)
+        local, new = local_of(self), local_of(value)
+        with torch.inference_mode(False), torch.no_grad():
+            if new.dtype is local.dtype and new.device == local.device:
+                local.copy_(new)  # also where it is the same memory (`p.data *= x`): the write is counted
+                return
+        set_data(self, value)
+        take_spec(self, value)
+        set_local(self, new)
+
+    def _refuse_data(self, value: Tensor) -> None:
+        found = ""
+        if not isinstance(value, DTensor):
+            found = f"a plain tensor of shape {tuple(value.shape)}"
+        elif value.shape != self.shape:
+            found = f"a DTensor of shape {tuple(value.shape)}"
+        elif value.device_mesh != self.device_mesh or tuple(value.placements) != tuple(self.placements):
+            found = f"one on {value.device_mesh} with placements {tuple(value.placements)}"
+        if found:
+            raise RuntimeError(
+                f"{_name(self)}: expected a DTensor of shape {tuple(self.shape)} with placements "
+                f"{tuple(self.placements)} to be assigned to the .data of this sharded parameter, found {found}; use "
+                f"load_state_dict, or p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) under "
+                f"torch.no_grad()"
+            )
+
+    def detach(self) -> Tensor:
+        made = super().detach()
+        claim(made, Owner.of(self))
+        return made
+
+    # ---- messages ----------------------------------------------------------------------------------------
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        owner = Owner.of(self)
+        if owner is not None and placements is not None:
+            there = self.placements
+            axes = [
+                axis
+                for axis, wanted in enumerate(placements)
+                # What every rank has is cut without a message.
+                if axis < len(there) and wanted != there[axis] and not there[axis].is_replicate()
+            ]
+            if axes:
+                owner.before_messages(self, axes)
+        return super().redistribute(device_mesh, placements, **options)
+
+    # ---- copies ------------------------------------------------------------------------------------------
+
+    def _plain(self) -> DTensor:
+        """The same tensor as DTensor has it."""
+        plain = dtensor_like(self, local_of(self))
+        plain.requires_grad_(self.requires_grad)
+        plain.__dict__.update(self.__dict__)
+        plain.__dict__.pop(Owner._ATTRIBUTE, None)
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            plain = self._plain()
+            plain.grad = self.grad
+            memo[id(self)] = copy.deepcopy(plain, memo)
+        found: Tensor = memo[id(self)]
+        return found
+
+    # ---- views, which keep the name ------------------------------------------------------------------------
+
+    @property
+    def T(self) -> Tensor:  # type: ignore[override]
+        return _view(self, Tensor.T.__get__(self))  # type: ignore[attr-defined]
+
+    @property
+    def mT(self) -> Tensor:  # type: ignore[override]
+        return _view(self, Tensor.mT.__get__(self))  # type: ignore[attr-defined]
+
+    def t(self) -> Tensor:
+        return _view(self, super().t())
+
+    def transpose(self, *args: Any) -> Tensor:
+        return _view(self, super().transpose(*args))
+
+
+def _view(of: ShardedParameter, view: Tensor) -> Tensor:
+    owner = Owner.of(of)
+    if owner is not None and type(view) is DTensor:
+        claim(view, owner)
+    return view
+
+
+def _name(parameter: Tensor) -> str:
+    owner = Owner.of(parameter)
+    return "a sharded parameter" if owner is None else owner.name()
+
+
+def _named(operator: str) -> Callable[..., Any]:
+    """The operator of Tensor, whose complaint about mixed tensors gets the name of the parameter."""
+    plain = getattr(Tensor, operator)
+
+    def named(self: Tensor, other: Any) -> Any:
+        try:
+            return plain(self, other)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            _refuse_mixed(self, error)
+
+    named.__name__ = operator
+    return named
+
+
+def _refuse_mixed(parameter: Tensor, error: RuntimeError) -> NoReturn:
+    raise RuntimeError(
+        f"{_name(parameter)}: expected it to be used inside the forward of its module, which makes it full, found it "
+        f"beside a plain tensor where it is sharded ({error}); use it in a forward, or in a method that "
+        f"register_fsdp_forward_method is told of, or inside fullshard.full_params(model), or between unshard() and "
+        f"reshard() of its module; or make the other tensor a DTensor"
+    ) from error
+
+
+# Python asks the subclass first, also on the right: `x @ p` calls `p.__rmatmul__(x)`.
+for _operator in ("matmul", "add", "sub", "mul", "truediv"):
+    for _side in ("", "r"):
+        setattr(ShardedParameter, f"__{_side}{_operator}__", _named(f"__{_side}{_operator}__"))

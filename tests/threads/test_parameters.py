@@ -1,0 +1,351 @@
+"""The class of the sharded parameters that users hold: what it does beyond a DTensor, and that it is one otherwise."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from fullshard import RanksDisagree, full_params, fully_shard
+from tests.harness.behaviours import behaviour
+from tests.harness.models import seeded
+from tests.harness.threads import WORLD, run_ranks, several
+from tests.threads.test_order import Asked, Training, ask_always
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        result: Tensor = self.head(x)
+        return result
+
+
+def sharded(**options: Any) -> Any:
+    model: Any = seeded(Model)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+BATCH = torch.linspace(-1, 1, 20).reshape(4, 5)
+
+
+def rows(value: Tensor, like: Any) -> DTensor:
+    return distribute_tensor(value, like.device_mesh, like.placements)
+
+
+# ---- p.data = ... --------------------------------------------------------------------------------------------------
+
+
+def assigned(p: nn.Parameter) -> None:
+    p.data = p.data * 0.5
+
+
+def in_place(p: nn.Parameter) -> None:
+    p.data *= 0.5
+
+
+def of_the_parameter_itself(p: nn.Parameter) -> None:
+    p.data = p * 0.5
+
+
+@behaviour(
+    "a value that is assigned to the .data of a sharded parameter is what the model computes with: {how}",
+    area="parameters",
+    torch="none",
+    reason="torch's DTensor keeps its own rows and says nothing",
+)
+@pytest.mark.parametrize("how", ["assigned", "in place", "of the parameter itself"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_assigned_data(how: str, kept: bool) -> None:
+    """As in plain training, in steps and evaluations; also where full parameters stay after a forward. The value is
+    copied: the tensor that was assigned is nobody's afterwards."""
+    act: Callable[[nn.Parameter], None] = globals()[how.replace(" ", "_")]
+
+    def train(model: Any) -> list[Tensor]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            for p in (model.layers[0].weight, model.head.bias):
+                with torch.no_grad():
+                    act(p)
+            with torch.no_grad():
+                found.append(model(BATCH))
+            for p in model.head.parameters():
+                with torch.no_grad():
+                    act(p)
+            loss = model(BATCH * (1 + step)).square().sum()
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    plain = train(seeded(Model))
+
+    def job(rank: int) -> None:
+        model = sharded(reshard_after_forward=not kept)
+        value: Any = rows(torch.ones(3), model.head.bias)
+        with torch.no_grad():
+            standing = model.head.bias.detach().clone()
+            model.head.bias.data = value
+            value.zero_()
+            assert model.head.bias.full_tensor().tolist() == [1.0] * 3
+            model.head.bias.data = standing
+        for mine, wanted in zip(train(model), plain, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+
+    run_ranks(WORLD, job)
+
+
+def test_data_that_is_not_placed_as_the_parameter_is_refused_at_once() -> None:
+    def job(rank: int) -> None:
+        model = sharded()
+        model(BATCH).sum().backward()
+        p = model.layers[1].weight
+        before = p.to_local().clone()
+        whole = distribute_tensor(torch.zeros(5, 5), p.device_mesh, [Replicate()])
+        for value in (torch.zeros(5, 5), torch.zeros(2, 5), rows(torch.zeros(7, 5), p), whole):
+            with pytest.raises(
+                RuntimeError, match=r"^layers\.1\.weight: expected a DTensor of shape \(5, 5\).*p\.copy_"
+            ):
+                p.data = value
+        assert torch.equal(p.to_local(), before)
+        # What is no parameter is torch's.
+        alias = p.detach()
+        alias.data = torch.zeros(5, 5)
+        assert torch.equal(p.to_local(), before)
+
+    run_ranks(several(), job)
+
+
+def test_data_of_another_dtype_converts_the_unit() -> None:
+    def job(rank: int) -> None:
+        model, other = sharded(), sharded()
+        for p in model.layers[1].parameters():
+            p.data = p.data.double()
+        other.layers[1].double()
+        for each in (model, other):
+            each.layers[1].register_forward_pre_hook(lambda _, args: (args[0].double(),))
+            each.layers[1].register_forward_hook(lambda _, args, output: output.float())
+        assert torch.equal(model(BATCH), other(BATCH))
+        assert model.layers[1].weight.dtype is model.layers[1].weight.to_local().dtype is torch.float64
+
+    run_ranks(WORLD, job)
+
+
+# ---- it is a DTensor -----------------------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_are_dtensors() -> None:
+    """Which torch loads without this package; marks and hooks of the parameter are what they are for a DTensor."""
+
+    def job(rank: int) -> None:
+        model = sharded()
+        p = model.layers[0].weight
+        p.mark = "mine"
+        assert isinstance(p, nn.Parameter) and isinstance(p, DTensor)
+        made = copy.deepcopy([p, p])
+        assert made[0] is made[1] and type(made[0]) is DTensor and isinstance(made[0], nn.Parameter)
+        assert made[0].mark == "mine" and torch.equal(made[0].to_local(), p.to_local()) and made[0].requires_grad
+        file = io.BytesIO()
+        torch.save({"p": p, "again": p, "detached": p.detach()}, file)
+        assert b"fullshard" not in file.getvalue()
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        assert type(loaded["p"]) is DTensor and loaded["p"] is loaded["again"] and loaded["p"].mark == "mine"
+        assert torch.equal(loaded["p"].to_local(), p.to_local())
+        wrapped = nn.Parameter(p)
+        assert wrapped.data_ptr() == p.data_ptr() and torch.equal(wrapped.to_local(), p.to_local())
+        for value in (
+            p.clone(),
+            p * 2,
+            torch.zeros_like(p),
+            p.to(torch.float64),
+            p + p,
+            p[:1] if WORLD == 1 else p.sum(),
+        ):
+            assert type(value) is DTensor
+
+    run_ranks(WORLD, job)
+
+
+@pytest.mark.parametrize("how", ["to", "load_state_dict(assign=True)", "swap_tensors"])
+def test_what_replaces_a_parameter_is_one_again(how: str) -> None:
+    def job(rank: int) -> None:
+        model = sharded()
+        model(BATCH)
+        p = model.layers[0].weight
+        if how == "to":
+            model.double()
+        elif how == "swap_tensors":
+            torch.utils.swap_tensors(p, nn.Parameter(rows(torch.ones(5, 5), p)))
+        else:
+            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+        model(BATCH.double() if how == "to" else BATCH)
+        with pytest.raises(RuntimeError, match=r"^layers\.0\.weight: expected"):
+            model.layers[0].weight.data = torch.zeros(5, 5)
+
+    run_ranks(WORLD, job)
+
+
+def test_who_keeps_a_parameter_keeps_no_model() -> None:
+    def job(rank: int) -> None:
+        model = sharded()
+        kept, gone = model.layers[0].weight, weakref.ref(model.layers[1])
+        del model
+        gc.collect()
+        assert gone() is None
+        with pytest.raises(RuntimeError, match=r"weight: expected a DTensor"):
+            kept.data = torch.zeros(5, 5)
+
+    run_ranks(1, job)
+
+
+# ---- outside of its module -----------------------------------------------------------------------------------------
+
+
+@behaviour(
+    "a sharded weight beside a plain tensor, outside of its module's forward, is refused by name: {what}",
+    area="errors",
+    torch="none",
+    reason="DTensor's error names no parameter",
+)
+@pytest.mark.parametrize("what", ["x @ w", "x @ w.T", "w @ x.T", "x + w", "w - x", "x * w", "w / x", "x @ w.t()"])
+def test_arithmetic_with_a_sharded_weight_is_refused_by_name(what: str) -> None:
+    def job(rank: int) -> None:
+        model = sharded()
+        x, w = torch.ones(5, 5), model.layers[1].weight
+        with pytest.raises(
+            RuntimeError, match=r"weight: expected it to be used inside the forward.*full_params"
+        ) as one:
+            eval(what, {"x": x, "w": w})
+        assert "mixed torch.Tensor and DTensor" in str(one.value.__cause__)
+        model(BATCH)
+        with pytest.raises(RuntimeError, match=r"^layers\.1\.weight: expected it"):
+            eval(what, {"x": x, "w": w})
+        with full_params(model):
+            eval(what, {"x": x, "w": model.layers[1].weight})
+        # With a number, and with its like, it is what DTensor makes of it.
+        assert torch.equal((2 * w - w / 0.5 + 1).full_tensor(), torch.ones(5, 5))
+        assert type(w + w) is DTensor and w.__add__("no") is NotImplemented
+
+    run_ranks(WORLD, job)
+
+
+# ---- gathers by hand -----------------------------------------------------------------------------------------------
+
+
+def test_full_tensors_on_all_ranks_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+
+    def job(rank: int) -> list[int]:
+        training = Training(rank)
+        counts = []
+        for _ in range(5):
+            training.step()
+            values = {name: value.full_tensor() for name, value in training.model.state_dict().items()}
+            with full_params(training.model):
+                for name, p in training.model.named_parameters():
+                    assert torch.equal(p, values[name])
+            counts.append(asked.count)
+        return counts
+
+    for counts in run_ranks(WORLD, job):
+        assert counts[2] == counts[-1] and (counts[0] > 0 or WORLD == 1)
+
+
+def test_what_sends_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+
+    def job(rank: int) -> None:
+        model = sharded()
+        if rank == 0:  # one rank alone, before and behind a forward
+            model.layers[0].weight.redistribute(placements=model.layers[0].weight.placements)
+            model.layers[0].weight.to_local()
+        model(BATCH)
+        before = asked.count
+        if rank == 0:
+            model.layers[0].weight.redistribute(placements=model.layers[0].weight.placements)
+            assert model.state_dict()["layers.0.weight"].to_local() is not None
+        assert asked.count == before
+
+    run_ranks(WORLD, job)
+
+
+def test_a_replica_may_gather_by_itself() -> None:
+    """Nothing goes from one replica to the other then."""
+
+    def job(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = sharded(mesh=mesh)
+        wanted = seeded(Model).layers[1].weight
+        for _ in range(2):
+            if rank in (0, 1):
+                assert torch.equal(model.layers[1].weight.full_tensor(), wanted)
+            model(BATCH)
+
+    run_ranks(4, job)
+
+
+def test_behind_a_failure_all_may_gather_first() -> None:
+    """Before they run a forward again: they meet there."""
+
+    def job(rank: int) -> None:
+        training = Training(rank)
+        training.step()
+        broken = training.model.layers[2].register_forward_pre_hook(_raise)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                training.step()
+        broken.remove()
+        training.optimizer.zero_grad()
+        before = [p.full_tensor() for p in training.model.parameters()]
+        training.step()
+        after = [p.full_tensor() for p in training.model.parameters()]
+        assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    run_ranks(WORLD, job)
+
+
+def _raise(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_order_trust_compares_no_gathers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_always(monkeypatch)
+    monkeypatch.setenv("FULLSHARD_ORDER", "trust")
+    asked = Asked(monkeypatch)
+
+    def job(rank: int) -> int:
+        model = sharded()
+        model.layers[1].weight.full_tensor()
+        model(BATCH)
+        model.layers[1].weight.full_tensor()
+        with full_params(model):
+            pass
+        return asked.count
+
+    assert set(run_ranks(WORLD, job)) == {0}
+    monkeypatch.delenv("FULLSHARD_ORDER")
+
+    def alone(rank: int) -> None:
+        model = sharded()
+        with pytest.raises(RanksDisagree, match=r"weight|Model|root"):
+            model.head.weight.full_tensor() if rank else model.head.bias.full_tensor()
+
+    run_ranks(2, alone)
