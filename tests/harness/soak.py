@@ -4,8 +4,8 @@
 
 Two processes over gloo do one turn after the other. A turn is: steps with accumulation and clipping, an evaluation, a
 checkpoint (beside the training, and old ones go), full parameters for a look, an exception in forward and one in
-backward that are caught, and a window of micro-batches of which the first size does not fit. Behind each turn, each
-rank counts what must not grow:
+backward that are caught, a window of micro-batches of which the first size does not fit, and another model that is
+made, trained and dropped in the middle of a step. Behind each turn, each rank counts what must not grow:
 
     resident KiB       of the process
     descriptors        open files and sockets
@@ -33,6 +33,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,7 @@ class Soak:
             self._fail(where)
             self._step(1)
         self._micro_batches()
+        self._another_model()
 
     def _inputs(self, samples: int = SAMPLES) -> Tensor:
         generator = torch.Generator().manual_seed(self.turns * 100 + self.rank)
@@ -255,6 +257,40 @@ class Soak:
         assert micro.size == 2
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _another_model(self) -> None:
+        """Made, trained, failed and dropped beside the one that stays: nothing of it is left behind a turn.
+        Its class is its own, and its options are others in each of four turns."""
+        options: dict[str, Any] = (
+            {},
+            {"mp_policy": fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+            {"reshard_after_forward": False},
+            {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)},
+        )[self.turns % 4]
+        torch.manual_seed(self.turns)
+        model: Any = type("Dropped", (nn.Sequential,), {})(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+        for layer in (model[0], model[2], model):
+            fullshard.fully_shard(layer, **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if self.turns % 2:
+            fullshard.step_on_shards(optimizer)
+        for _ in range(2):
+            model(self._inputs()).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # Dropped in the middle of a step.
+        model[2].register_forward_hook(_explode if self.turns % 3 else _raise)
+        with suppress(Fault):
+            model(self._inputs()).float().pow(2).mean().backward()
+
+
+def _raise(_module: nn.Module, _args: object, _output: Tensor) -> None:
+    raise Fault("forward")
+
+
+def _explode(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    out: Tensor = _Explode.apply(output)
+    return out
 
 
 class Leak:
