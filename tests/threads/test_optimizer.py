@@ -236,6 +236,22 @@ def test_full_parameters_that_are_kept_are_gathered_again_after_a_step() -> None
     run_ranks(WORLD, rank_main)
 
 
+def test_a_compiled_step_is_run_as_it_is() -> None:
+    """Not a graph, and no error of the compiler's."""
+
+    def ranks(rank: int, compiled: bool) -> Any:
+        model = _shard(_model())
+        optimizer: Any = fullshard.step_on_shards(torch.optim.AdamW(model.parameters(), lr=0.01))
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        _train(model, optimizer, range(3), rank, WORLD)
+        return [p.to_local() for p in model.parameters()], _content(optimizer)
+
+    for found, expected in zip(run_ranks(WORLD, ranks, True), run_ranks(WORLD, ranks, False), strict=True):
+        assert all(map(torch.equal, found[0], expected[0]))
+        _assert_same(found[1], expected[1])
+
+
 def test_a_failing_step_puts_everything_back() -> None:
     def rank_main(rank: int) -> None:
         model = _shard(_model())

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from .._torch_compat import dtensor_like, local_of, same_spec
 from ..param import PendingGrad, SteppedGrad
+from ..runtime.outside import outside_graphs
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -128,7 +129,8 @@ def _stepping(original: type[Optimizer]) -> Any:
             return loss
 
         step.__doc__ = original.step.__doc__
-        hooked: Any = Optimizer.profile_hook_step(step)
+        # In a compiled step (torch.compile(optimizer.step)) it is plain Python: dynamo cannot follow the exchange.
+        hooked: Any = Optimizer.profile_hook_step(outside_graphs(step))
         hooked.hooked = True
         made = type(original.__name__, (original,), {"step": hooked, "__module__": original.__module__})
         _CLASSES[original] = made

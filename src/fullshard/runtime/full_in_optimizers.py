@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..param import ShardedParam
 from .names import dotted_name, first_few
+from .outside import outside_graphs
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -56,7 +57,7 @@ def note_lent(unit: Unit, params: Iterable[ShardedParam], lent: Iterable[nn.Para
 
 def _note(unit: Unit, full: Tensor, param: ShardedParam, when: str) -> None:
     if next(_registrations) == 0:
-        register_optimizer_step_pre_hook(_refuse_full)
+        register_optimizer_step_pre_hook(outside_graphs(_refuse_full))
     key = id(full)
     if key in _full:
         return

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .names import dotted_name, first_few
+from .outside import outside_graphs
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -29,7 +30,7 @@ def note_window(unit: Unit) -> None:
     """A backward ended; `unit` may hold gradients now, or not any more."""
     if unit.window_open or unit.partial_open:
         if next(_registrations) == 0:
-            register_optimizer_step_pre_hook(_refuse_a_part)
+            register_optimizer_step_pre_hook(outside_graphs(_refuse_a_part))
         key = id(unit)
         _open[key] = weakref.ref(unit, lambda _: _open.pop(key, None))
     else:

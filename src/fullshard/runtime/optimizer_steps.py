@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .outside import outside_graphs
+
 
 class Listener(Protocol):
     """Somebody who wants to know of each step."""
@@ -39,7 +41,7 @@ def optimizer_steps(thread: int) -> int:
 def count_optimizer_steps() -> int:
     """Begin to count, once in a process; the identifier of this thread."""
     if next(_registrations) == 0:
-        register_optimizer_step_post_hook(_count)
+        register_optimizer_step_post_hook(outside_graphs(_count))
     return threading.get_ident()
 
 

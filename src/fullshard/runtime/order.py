@@ -251,6 +251,8 @@ class MessageOrder:
                 if domain is not None:
                     members.setdefault(domain, {}).setdefault(unit, []).append(position)
         self._units = list(units)
+        # Runs the model, and steps it. What a backward reports may come from a thread of the engine.
+        self._thread = threading.get_ident()
         self._lanes = [_Lane(domain, units[0], here) for domain, here in members.items()]
         self._of = {
             unit: tuple(lane for lane, here in zip(self._lanes, members.values(), strict=True) if unit in here)
@@ -297,8 +299,8 @@ class MessageOrder:
             lane.shared.begun = None
 
     def stepped(self) -> None:
-        """Parameters of the root took an optimizer step, the last one of this thread."""
-        step = optimizer_steps(threading.get_ident())
+        """Parameters of the root took an optimizer step, the last one of the thread that runs it."""
+        step = optimizer_steps(self._thread)
         for lane in self._lanes:
             lane.shared.current(lane.domain.epoch)
             # Told once by each root on the mesh, also by one that gave way to another and still exists.

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..param import Found
 from .names import dotted_name, first_few
+from .outside import outside_graphs
 from .unit import Unit
 
 
@@ -69,7 +70,7 @@ def noting_emptied(unit: Unit | None, module: nn.Module, *, name: str = "", recu
 
 def _note(unit: Unit, parameter: Tensor, name: str, how: str) -> None:
     if next(_registrations) == 0:
-        register_optimizer_step_pre_hook(_refuse_replaced)
+        register_optimizer_step_pre_hook(outside_graphs(_refuse_replaced))
     key = id(parameter)
 
     def forget(_: weakref.ref[Tensor]) -> None:
