@@ -25,10 +25,19 @@ _RANDOM_STATE = threading.RLock()
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """What `make` builds when it draws from a random state seeded with `seed`; that of the process is untouched."""
+    """What `make` builds when it draws from a random state seeded with `seed`; that of the process is untouched.
+
+    It builds until two in a row leave the same state behind: ranks that are threads share one random state, and one that
+    draws a batch meanwhile changes what is drawn here.
+    """
     with _RANDOM_STATE, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
+        before = None
+        while True:
+            torch.manual_seed(seed)
+            model, after = make(), torch.get_rng_state()
+            if before is not None and torch.equal(before, after):
+                return model
+            before = after
 
 
 @dataclass(frozen=True)
