@@ -295,6 +295,23 @@ def test_a_rank_that_fails_before_its_first_step_is_named() -> None:
     run_forks(2, _ends_early, (), 60)
 
 
+def _fails_behind_its_first_forward(rank: int) -> None:
+    model = build()
+    if rank == 1:
+        with pytest.raises(KeyError), fullshard.guard(model):
+            model(batch(0, rank))
+            raise KeyError("the first loss")
+    else:
+        with within(SECONDS), pytest.raises(PeerFailed, match="step 0 in a guarded block: KeyError: 'the first loss'"):
+            with fullshard.guard(model):
+                model(batch(0, rank))
+
+
+def test_a_guarded_block_knows_a_root_that_formed_inside() -> None:
+    """Nothing is sent behind the forward: only the end of the block can tell."""
+    run_forks(2, _fails_behind_its_first_forward, (), 60)
+
+
 def _swap(rank: int) -> tuple[list[Tensor], list[int]]:
     """Failures in turn on all ranks, in every place, with evaluation in between."""
     training = Training(rank)

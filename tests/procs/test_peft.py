@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def _adapted() -> Any:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return seeded(lambda: get_peft_model(base, config))
+        return seeded(lambda: get_peft_model(copy.deepcopy(base), config))
 
 
 def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:

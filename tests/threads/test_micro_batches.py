@@ -344,3 +344,23 @@ def test_what_is_out_of_memory() -> None:
         assert is_out_of_memory(error)
     for other in (RuntimeError("memory format"), ValueError("DefaultCPUAllocator: can't allocate memory"), KeyError()):
         assert not is_out_of_memory(other)
+
+
+@pytest.mark.parametrize("reduce", ["last", "each"])
+def test_when_gradients_are_reduced(base: nn.Module, reduce: str) -> None:
+    """What stands on `.grad` while the second piece begins: a promise, or the shard of a sum."""
+
+    def rank_main(rank: int) -> None:
+        model = shard(copy.deepcopy(base))
+        micro = fullshard.MicroBatches(model, size=SAMPLES // 2, reduce=reduce)
+        inputs, seen = _inputs(rank, 0), []
+        loss = _loss_of(model, inputs)
+
+        def noting(piece: slice) -> Tensor:
+            seen.append({type(p.grad).__name__ for p in model.parameters()})
+            return loss(piece)
+
+        micro.backward(noting, SAMPLES)
+        assert seen == [{"NoneType"}, {"PendingGrad" if reduce == "last" else "DTensor"}]
+
+    run_ranks(2, rank_main)

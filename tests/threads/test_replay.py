@@ -234,6 +234,47 @@ def test_gradients_of_earlier_backwards_are_part_of_it() -> None:
     run_ranks(2, rank_main)
 
 
+def test_random_numbers_are_drawn_again_and_gradients_are_not_added_to_those_of_the_first_run() -> None:
+    """One rank: threads share one random state. The step leaves its gradients, where there were none."""
+
+    def rank_main(rank: int) -> None:
+        model = shard(seeded(Model))
+
+        def step() -> Tensor:
+            factor = random.random()
+            loss: Tensor = nn.functional.dropout(model(batch(1, 0)), 0.5).mul(factor).pow(2).mean()
+            loss.backward()
+            return loss.detach()
+
+        result = fullshard.replay(step, model)
+        assert result.ok, result
+        left = [p.grad.full_tensor() for p in model.parameters()]
+        model.zero_grad()
+        torch.manual_seed(5)
+        random.seed(5)
+        step()
+        once = [p.grad.full_tensor() for p in model.parameters()]
+        model.zero_grad()
+        torch.manual_seed(5)
+        random.seed(5)
+        fullshard.replay(step, model)
+        assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), once, strict=True))
+        assert not all(map(torch.equal, left, once))
+
+    run_ranks(1, rank_main)
+
+
+def test_a_nan_is_no_difference() -> None:
+    def rank_main(rank: int) -> None:
+        training = Training(rank, 2)
+        with torch.no_grad():
+            training.model.seen.fill_(float("nan"))
+        assert training.replay(0).ok
+        assert training.model.seen.isnan().all()
+
+    run_ranks(2, rank_main)
+
+
 def test_a_step_that_is_no_function_of_its_state_is_told() -> None:
     """A counter of the caller's own decides: the first difference is on the rank where it does."""
 

@@ -177,6 +177,19 @@ def test_what_it_refuses() -> None:
     run_ranks(2, job)
 
 
+def test_a_buffer_that_one_rank_has_alone_is_compared_with_nothing() -> None:
+    """A cache, say; the others are compared, on all ranks."""
+
+    def job(rank: int) -> None:
+        model = shard(seeded(Normed))
+        if rank == 1:
+            model.register_buffer("a_cache", torch.ones(2))
+        model.norm.running_mean += rank
+        assert [drift.name for drift in find_drift(model)] == ["norm.running_mean"]
+
+    run_ranks(2, job)
+
+
 # ---- buffers that go apart -----------------------------------------------------------------------------------
 
 

@@ -34,8 +34,6 @@ def guard(*models: nn.Module) -> Iterator[None]:
     peers = peers_below(*models)
     try:
         yield
-        # Roots may have formed inside.
-        peers = peers_below(*models)
         peers.come_together("the end of a guarded block")
     except BaseException as error:
         peers.attempt_failed(error, "a guarded block")
