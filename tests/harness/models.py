@@ -27,8 +27,8 @@ _RANDOM_STATE = threading.RLock()
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """What `make` builds when it draws from a random state seeded with `seed`; that of the process is untouched.
 
-    It builds until two in a row leave the same state behind: ranks that are threads share one random state, and one that
-    draws a batch meanwhile changes what is drawn here.
+    It builds until two in a row leave the same random state behind, so `make` must not change what it is given. Ranks
+    that are threads share that state, and one that draws a batch meanwhile changes what is drawn here.
     """
     with _RANDOM_STATE, torch.random.fork_rng(devices=[]):
         before = None
