@@ -83,13 +83,25 @@ class Told:
             file.write(f"{time.monotonic()} {number}\n")
 
 
-_stores: list[dist.TCPStore] = []
+_stores: list[tuple[int, Connection]] = []
 
 
-def _store() -> dist.TCPStore:
+def _store_port() -> int:
+    """Of a store in a process of its own, which ends with this one. Its threads must not be here: a fork inherits the
+    locks that they hold at that moment, and waits for ever at its own connection (seen in one of some 300 cases)."""
     if not _stores:
-        _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    return _stores[0]
+        ours, theirs = Pipe()
+        if not os.fork():
+            try:
+                ours.close()
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                theirs.send(store.port)
+                theirs.recv()  # the end of the other process
+            finally:
+                os._exit(0)
+        theirs.close()
+        _stores.append((ours.recv(), ours))
+    return _stores[0][0]
 
 
 _cases_run = 0
@@ -108,7 +120,7 @@ def run_ranks(
     `deaths`: ranks that nobody waits for once the others have answered."""
     global _cases_run
     _cases_run += 1
-    port = _store().port if group else 0
+    port = _store_port() if group else 0
     with tempfile.TemporaryDirectory(prefix="fullshard-faults-") as folder:
         ranks = [
             _fork(rank, world, fn, Path(folder), (port, f"case{_cases_run}"), environment) for rank in range(world)
