@@ -36,7 +36,9 @@ import torch
 
 from fullshard import checkpoint
 
-STEPS, RANKS = 60, 2
+RANKS = 2
+# Of the run, for each blow: those in front of it, and those that are made while only the launcher is held up.
+STEPS_FOR_A_BLOW, MOST_BEFORE = 28, 24
 SETTINGS = (
     "model.layers=2",
     "model.dim=32",
@@ -108,9 +110,9 @@ def blows(seed: int, kills: int) -> list[Blow]:
         if signum == signal.SIGINT:
             target = "launcher"  # what Ctrl-C reaches; a rank alone that gets it is a failure like others
         early = draw.random() < 0.2
-        steps = -1 if early else draw.randrange(1, max(2, STEPS // (kills + 1)))
+        steps = -1 if early else draw.randrange(1, MOST_BEFORE)
         delay = draw.uniform(0, 4.0) if early else draw.uniform(0, 0.08)
-        held = draw.uniform(0.3, 2.0) if signum == signal.SIGSTOP else 0.0
+        held = draw.uniform(0.3, 0.5 if target == "launcher" else 2.0) if signum == signal.SIGSTOP else 0.0
         chosen.append(Blow(signum, target, steps, delay, held))
     return chosen
 
@@ -118,15 +120,17 @@ def blows(seed: int, kills: int) -> list[Blow]:
 class Job:
     """The run in one folder, sitting after sitting."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.word = folder, uuid.uuid4().hex
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps, self.word = folder, steps, uuid.uuid4().hex
         self.sittings = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._earlier = -1  # sittings that the run folder knew when this one began
 
     def start(self) -> None:
         settings = [
-            part for one in (*SETTINGS, f"run.dir={self.folder}", f"training.steps={STEPS}") for part in ("--set", one)
+            part
+            for one in (*SETTINGS, f"run.dir={self.folder}", f"training.steps={self.steps}")
+            for part in ("--set", one)
         ]
         outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
         environment = {key: value for key, value in os.environ.items() if key not in outer}
@@ -268,9 +272,14 @@ def differences(found: Path, expected: Path) -> list[str]:
     return wrong
 
 
+def steps_for(chosen: Sequence[Blow]) -> int:
+    """Of the run: so many that it is not over before all of `chosen` have come."""
+    return STEPS_FOR_A_BLOW * (len(chosen) + 1)
+
+
 def disturbed(folder: Path, chosen: Sequence[Blow]) -> list[Told]:
     """Strike in turn, starting the run again whenever it has ended; then let it come to its end."""
-    job, told = Job(folder), []
+    job, told = Job(folder, steps_for(chosen)), []
     job.start()
     for blow in chosen:
         if job.process.poll() is not None:
@@ -305,7 +314,7 @@ def print_row(told: Told) -> None:
 
 def run(folder: Path, chosen: Sequence[Blow]) -> tuple[list[Told], list[str]]:
     """Both runs in `folder`: what was done, and what is wrong at the end (nothing, if all is well)."""
-    straight = Job(folder / "straight")
+    straight = Job(folder / "straight", steps_for(chosen))
     straight.start()
     straight.wait(START_SECONDS + END_SECONDS)
     if straight.process.returncode != 0:
@@ -314,6 +323,8 @@ def run(folder: Path, chosen: Sequence[Blow]) -> tuple[list[Told], list[str]]:
         ]
     told = disturbed(folder / "disturbed", chosen)
     wrong = [f"sitting {one.sitting}, {one.what}: {one.wrong} (code {one.code})" for one in told if one.wrong]
+    if len(told) <= len(chosen):  # the last one is the end
+        wrong.append(f"expected {len(chosen)} blows, found {len(told) - 1}: the run was over before the others")
     return told, wrong + differences(folder / "disturbed", straight.folder)
 
 
