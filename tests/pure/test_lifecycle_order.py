@@ -274,6 +274,18 @@ def test_the_history_is_bounded() -> None:
         assert len(order._plain) <= 100
 
 
+def test_each_root_is_another_one() -> None:
+    """Units of two roots have the same numbers, and are not taken for each other."""
+    order = Order()
+    families = []
+    for _ in range(2):
+        form, plain = plain_actions(order, 3)
+        order.introduced(plain)
+        assert {one.family for one in plain} == {form.family}
+        families.append(form.family)
+    assert len(set(families)) == 2 and len(order._plain) == 2 * len(plain)
+
+
 # ---- every divergence is found --------------------------------------------------------------------------------------
 
 
