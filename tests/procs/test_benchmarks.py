@@ -62,7 +62,9 @@ def test_optimizer() -> None:
     answer = _last_line("benchmarks.optimizer", "--rounds", "1")
     (result,) = answer["results"]
     assert set(result["ways"]) == {"local", "+ message", "dtensor", "fullshard"}
-    assert set(result["ways"]["+ message"]) == {"clip, wall", "clip, cpu"}
+    assert set(result["ways"]["+ message"]) == {
+        f"{part}, {clock}" for part in ("clip", "check") for clock in ("wall", "cpu")
+    }
 
 
 @pytest.mark.slow
