@@ -25,8 +25,7 @@ from torch import Tensor
 from ..layout import ReduceLayout, sends_directly
 from ..policy import Scale
 from .group import NodeLinks, ShardGroup, Work
-from .lines import drain
-from .message import MessageReduce, sum_in_order, sum_of_rows
+from .message import BothEnds, MessageReduce, sum_in_order, sum_of_rows
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, Hop
 from .replicate import AfterSum
@@ -96,25 +95,19 @@ class HierarchicalReduce(MessageReduce):
         return list(arriving.view(self.nodes.grid.nodes, self.layout.chunk_numel).unbind())
 
 
-class _Hops(FirstStage):
+class _Hops(BothEnds):
     """One reduction; both ends of the hop that is under way."""
 
     has_next = True
 
     def __init__(self, channel: HierarchicalReduce, work: Work, send: Slot, receive: Slot) -> None:
+        super().__init__(channel.pool, work, send, receive)
         self._channel = channel
-        self._work = work
-        self._send = send
-        self._receive = receive
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._send.tensor.nbytes + self._receive.tensor.nbytes
 
     def advance(self) -> None:
         self._work.wait()
         work, send, receive = self._channel.send_partials(self._receive)
-        self._give_back()
+        self.give_back()
         self._work, self._send, self._receive = work, send, receive
         self.hop, self.has_next = Hop.NODES, False
 
@@ -123,13 +116,5 @@ class _Hops(FirstStage):
         channel = self._channel
         total = torch.empty(channel.layout.chunk_numel, dtype=channel.dtypes.sum, device=channel.device)
         channel.add(self._receive, channel.scale.before, total)
-        self._give_back()
+        self.give_back()
         return total
-
-    def abandon(self) -> None:
-        drain(self._work)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self._channel.pool.give(self._send)
-        self._channel.pool.give(self._receive)

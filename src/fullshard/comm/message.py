@@ -12,7 +12,8 @@ from torch import Tensor
 from ..layout import ReduceLayout, contiguous_stride
 from ..layout.chunks import SendRegion
 from ..policy import Scale
-from .group import ShardGroup
+from .group import ShardGroup, Work
+from .lines import drain
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, Reduction
 from .replicate import AfterSum, StagedReduction
@@ -170,3 +171,26 @@ def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype, out: Tensor | Non
     for chunk in later:
         total.add_(chunk)
     return total
+
+
+class BothEnds(FirstStage):
+    """A message that leaves from one buffer of the pool and arrives in another one."""
+
+    def __init__(self, pool: BufferPool, work: Work, send: Slot, receive: Slot) -> None:
+        self._pool = pool
+        self._work = work
+        self._send = send
+        self._receive = receive
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._send.tensor.nbytes + self._receive.tensor.nbytes
+
+    def abandon(self) -> None:
+        drain(self._work)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Both buffers, once the message is over."""
+        self._pool.give(self._send)
+        self._pool.give(self._receive)

@@ -38,7 +38,7 @@ from .direct import DirectReduce
 from .group import MEAN, SUM, Links, Work
 from .hierarchical import HierarchicalReduce
 from .lines import drain
-from .message import MessageReduce, sum_in_order
+from .message import BothEnds, MessageReduce, sum_in_order
 from .pair_reduce import PairReduce
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, LocalReduce, ReduceChannel
@@ -90,32 +90,18 @@ class ExchangeReduce(MessageReduce):
         return list(receive.view(self.group.world, self.layout.chunk_numel).unbind())
 
 
-class _Exchange(FirstStage):
+class _Exchange(BothEnds):
     def __init__(self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot) -> None:
+        super().__init__(channel.pool, work, send, receive)
         self._channel = channel
-        self._work = work
-        self._send = send
-        self._receive = receive
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._send.tensor.nbytes + self._receive.tensor.nbytes
 
     def total(self) -> Tensor:
         self._work.wait()
         total = sum_in_order(self._receive.views, self._channel.dtypes.sum)
         if self._channel.scale.before != 1:
             total.div_(self._channel.scale.before)
-        self._give_back()
+        self.give_back()
         return total
-
-    def abandon(self) -> None:
-        drain(self._work)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self._channel.pool.give(self._send)
-        self._channel.pool.give(self._receive)
 
 
 class NativeReduce(MessageReduce):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -30,7 +31,7 @@ class Hop(IntEnum):
     REPLICAS = 2  # among the ranks that hold the same shards
 
 
-class FirstStage:
+class FirstStage(ABC):
     """The sum over the ranks that share the parameters, under way. Here: what one message brings."""
 
     # Whether the sum is in a buffer that will be used again, so that what the caller gets has to be a copy.
@@ -40,28 +41,28 @@ class FirstStage:
     has_next = False
 
     @property
+    @abstractmethod
     def held_nbytes(self) -> int:
         """Bytes of both ends of the messages that are under way."""
-        raise NotImplementedError
 
     def shrink(self, nbytes: int) -> bool:
         """Wait for messages, the oldest first, until `nbytes` of theirs were given up or none is left. Whether any was:
         the last one, or the only one, is what `total` waits for."""
         return False
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027  (those of one message have nothing to do)
         """Wait for the message under way and send the next one, where there is one."""
 
+    @abstractmethod
     def total(self) -> Tensor:
         """Wait; this rank's chunk (chunk_numel,): the sum, scaled by `Scale.before`. May be written. Call it once."""
-        raise NotImplementedError
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027  (nor those that own their chunk)
         """The chunk is no longer needed."""
 
+    @abstractmethod
     def abandon(self) -> None:
         """In the place of `total`: wait and throw away."""
-        raise NotImplementedError
 
 
 class Reduction(Protocol):
