@@ -31,7 +31,7 @@ class Source:
 
     @property
     def room(self) -> str:
-        """The folder ("comm"), or the module for a file at the top ("_torch_compat", "__init__")."""
+        """The folder ("comm"), or the module for a file at the top ("_version", "__init__")."""
         first, _, rest = self.name.partition("/")
         return first if rest else first.removesuffix(".py")
 

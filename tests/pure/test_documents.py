@@ -250,7 +250,7 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 def test_missing_files_are_found() -> None:
-    text = "`comm/pool.py` `comm/` `comm/lanes.py` `_torch_compat.py` `lanes.py` `lanes/`"
+    text = "`comm/pool.py` `comm/` `comm/lanes.py` `_version.py` `lanes.py` `lanes/`"
     assert missing_paths(text) == ["comm/lanes.py", "lanes.py", "lanes/"]
 
 

@@ -219,27 +219,50 @@ def test_who_keeps_a_parameter_keeps_no_model() -> None:
 # ---- outside of its module -----------------------------------------------------------------------------------------
 
 
+USES = (
+    "x @ w",
+    "x @ w.T",
+    "w @ x.T",
+    "x + w",
+    "w - x",
+    "x * w",
+    "w / x",
+    "x @ w.t()",
+    "F.linear(x, w)",
+    "F.linear(x, weight=w.detach())",
+    "F.embedding(torch.zeros(2, dtype=torch.long), w)",
+    "torch.cat([x, w])",
+    "torch.addmm(x, x, w)",
+    "torch.einsum('ij,jk->ik', x, w)",
+    "x + w.view(5, 5)",
+    "torch.nn.functional.mse_loss(w, x)",
+)
+
+
 @behaviour(
     "a sharded weight beside a plain tensor, outside of its module's forward, is refused by name: {what}",
     area="errors",
     torch="none",
     reason="DTensor's error names no parameter",
 )
-@pytest.mark.parametrize("what", ["x @ w", "x @ w.T", "w @ x.T", "x + w", "w - x", "x * w", "w / x", "x @ w.t()"])
-def test_arithmetic_with_a_sharded_weight_is_refused_by_name(what: str) -> None:
+@pytest.mark.parametrize("what", USES)
+def test_a_sharded_weight_beside_a_plain_tensor_is_refused_by_name(what: str) -> None:
     def job(rank: int) -> None:
         model = sharded()
-        x, w = torch.ones(5, 5), model.layers[1].weight
+        x, w, F = torch.ones(5, 5), model.layers[1].weight, nn.functional
         with pytest.raises(
             RuntimeError, match=r"weight: expected it to be used inside the forward.*full_params"
         ) as one:
-            eval(what, {"x": x, "w": w})
+            eval(what, {"x": x, "w": w, "F": F, "torch": torch})
         assert "mixed torch.Tensor and DTensor" in str(one.value.__cause__)
         model(BATCH)
         with pytest.raises(RuntimeError, match=r"^layers\.1\.weight: expected it"):
-            eval(what, {"x": x, "w": w})
+            eval(what, {"x": x, "w": w, "F": F, "torch": torch})
         with full_params(model):
-            eval(what, {"x": x, "w": model.layers[1].weight})
+            eval(what, {"x": x, "w": model.layers[1].weight, "F": F, "torch": torch})
+        # Of a DTensor that is nobody's parameter it is what DTensor says.
+        with pytest.raises(RuntimeError, match=r"^aten.*mixed torch.Tensor and DTensor"):
+            _ = x + (w + w)
         # With a number, and with its like, it is what DTensor makes of it.
         assert torch.equal((2 * w - w / 0.5 + 1).full_tensor(), torch.ones(5, 5))
         assert type(w + w) is DTensor and w.__add__("no") is NotImplemented
@@ -349,3 +372,91 @@ def test_order_trust_compares_no_gathers_by_hand(monkeypatch: pytest.MonkeyPatch
             model.head.weight.full_tensor() if rank else model.head.bias.full_tensor()
 
     run_ranks(2, alone)
+
+
+def test_a_weight_of_another_unit_in_a_forward_is_refused_by_name() -> None:
+    """The usual way to get there: an output layer that uses the embedding's weight by itself."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.last = nn.Embedding(6, 5), nn.Linear(5, 5)
+
+        def forward(self, tokens: Any) -> Any:
+            return nn.functional.linear(self.last(self.embedding(tokens)), self.embedding.weight)
+
+    def job(rank: int) -> None:
+        model: Any = seeded(Reads)
+        fully_shard(model.embedding)
+        fully_shard(model)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^embedding\.weight: expected it .*register_fsdp_forward_method"):
+                model(torch.zeros(2, dtype=torch.long))
+
+    run_ranks(WORLD, job)
+
+
+# ---- a backward for parameters by themselves -----------------------------------------------------------------------
+
+
+@behaviour(
+    "a backward for the gradients of sharded parameters by themselves is refused by name: {what}",
+    area="errors",
+    torch="none",
+    reason="torch trains nothing and says nothing, returns None, or names a position",
+)
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "torch.autograd.grad(loss, ps)",
+        "torch.autograd.grad(loss, ps[1])",
+        "torch.autograd.grad(loss, ps, allow_unused=True)",
+        "torch.autograd.grad(loss, ps, materialize_grads=True)",
+        "loss.backward(inputs=ps)",
+        "torch.autograd.backward([loss], inputs=[x, *ps])",
+    ],
+)
+def test_a_backward_for_parameters_alone_is_refused_by_name(what: str, given: bool) -> None:
+    """Whether they have gradients or not; the next step is what it would have been."""
+
+    def job(rank: int) -> None:
+        model, untouched = sharded(), sharded()
+        x = BATCH.clone().requires_grad_()
+        if given:
+            for each in (model, untouched):
+                each(BATCH).sum().backward()
+        loss, ps = model(x).sum(), list(model.parameters())
+        with pytest.raises(RuntimeError, match=r"^layers\.0\.(weight|bias).*: expected loss\.backward\(\)"):
+            eval(what, {"loss": loss, "ps": ps, "torch": torch, "x": x})
+        for each in (model, untouched):
+            each(BATCH).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+
+    run_ranks(WORLD, job)
+
+
+def test_backwards_that_reach_a_sharded_parameter_are_autograds() -> None:
+    """A penalty on the shards is a graph of the shards; what is no parameter of ours is asked for as ever."""
+
+    def job(rank: int) -> None:
+        model = sharded()
+        w, v = model.layers[0].weight, model.layers[1].weight
+        full = w.detach().full_tensor()
+        (gradient,) = torch.autograd.grad(w.square().sum(), w)
+        assert torch.equal(gradient.full_tensor(), 2 * full)
+        unused = torch.autograd.grad(w.square().sum(), [w, v], allow_unused=True)
+        assert unused[1] is None
+        for times in (1, 2):
+            w.square().sum().backward(inputs=[w])
+            assert torch.equal(w.grad.full_tensor(), 2 * times * full)
+        x = BATCH.clone().requires_grad_()
+        (of_input,) = torch.autograd.grad(model(x).sum(), x)
+        (expected,) = torch.autograd.grad(seeded(Model)(x).sum(), x)
+        assert torch.equal(of_input, expected)
+        plain = nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(x.sum(), list(plain.parameters()))
+
+    run_ranks(WORLD, job)

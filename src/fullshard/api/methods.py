@@ -42,7 +42,7 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
             unit = unit_of(self)
-            if unit is None or not computes_with_shards(error):
+            if unit is None or not computes_with_shards(unit, error):
                 raise
             name = method.__name__
             raise RuntimeError(

@@ -19,10 +19,10 @@ from .kept import KeptGradients as KeptGradients
 from .kept import KeptTensor as KeptTensor
 from .memory import OwnedMemory as OwnedMemory
 from .narrowed import NarrowedGroup as NarrowedGroup
-from .parameter import MIXED as MIXED
 from .parameter import Owner as Owner
 from .parameter import ShardedParameter as ShardedParameter
 from .parameter import claim as claim
+from .parameter import name_mixed as name_mixed
 from .pending import PendingGrad as PendingGrad
 from .pending import SteppedGrad as SteppedGrad
 from .placement import FullMesh as FullMesh

@@ -1,23 +1,23 @@
 """The class of the sharded parameters that stand on modules: a DTensor that knows whose it is.
 
-In every operation it is the DTensor that it was (the same code of torch runs, at the same speed), and everything
-computed from it is a plain DTensor. It differs where torch's DTensor loses a value, waits for ever or complains without
-a name:
+In every operation it is the DTensor that it was (the same code of torch runs), and everything computed from it is a
+plain DTensor. It differs where torch's DTensor loses a value, waits for ever or complains without a name:
 
     p.data = value              takes the value over; a DTensor keeps its rows, and nobody is told
     full_tensor, redistribute   where ranks have to send, they are compared first, as messages of a step are
-    x @ p, p * x, x - p.T, ...  beside a plain tensor: the error has the name of the parameter
+    F.linear(x, p), x @ p.T     beside a plain tensor: the error has the name of the parameter
     copies, pickles             are DTensors, which torch loads without this package
 
-`detach()`, and so a state dict, keeps the class: what is asked of those is asked of their parameter.
+Views (`p.T`, `p.detach()`, and so a state dict) keep the class: what is asked of those is asked of their parameter.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import dtensor_like, local_of, no_torch_function, set_local, take_spec
-
-# What DTensor's operators say of a plain tensor beside a DTensor.
-MIXED = "got mixed torch.Tensor and DTensor"
+from .._torch_compat import MIXED, dtensor_like, is_view_of_its_input, local_of, no_torch_function, set_local, take_spec
 
 
 class Owner:
@@ -113,6 +110,7 @@ class ShardedParameter(DTensor):
 
     def detach(self) -> Tensor:
         made = super().detach()
+        # Also in a step of an optimizer.
         claim(made, Owner.of(self))
         return made
 
@@ -158,61 +156,61 @@ class ShardedParameter(DTensor):
         found: Tensor = memo[id(self)]
         return found
 
-    # ---- views, which keep the name ------------------------------------------------------------------------
-
-    @property
-    def T(self) -> Tensor:  # type: ignore[override]
-        return _view(self, Tensor.T.__get__(self))  # type: ignore[attr-defined]
-
-    @property
-    def mT(self) -> Tensor:  # type: ignore[override]
-        return _view(self, Tensor.mT.__get__(self))  # type: ignore[attr-defined]
-
-    def t(self) -> Tensor:
-        return _view(self, super().t())
-
-    def transpose(self, *args: Any) -> Tensor:
-        return _view(self, super().transpose(*args))
-
-
-def _view(of: ShardedParameter, view: Tensor) -> Tensor:
-    owner = Owner.of(of)
-    if owner is not None and type(view) is DTensor:
-        claim(view, owner)
-    return view
-
 
 def _name(parameter: Tensor) -> str:
     owner = Owner.of(parameter)
     return "a sharded parameter" if owner is None else owner.name()
 
 
-def _named(operator: str) -> Callable[..., Any]:
-    """The operator of Tensor, whose complaint about mixed tensors gets the name of the parameter."""
-    plain = getattr(Tensor, operator)
-
-    def named(self: Tensor, other: Any) -> Any:
-        try:
-            return plain(self, other)
-        except RuntimeError as error:
-            if MIXED not in str(error):
-                raise
-            _refuse_mixed(self, error)
-
-    named.__name__ = operator
-    return named
+# ---- operations --------------------------------------------------------------------------------------------------
 
 
-def _refuse_mixed(parameter: Tensor, error: RuntimeError) -> NoReturn:
-    raise RuntimeError(
-        f"{_name(parameter)}: expected it to be used inside the forward of its module, which makes it full, found it "
-        f"beside a plain tensor where it is sharded ({error}); use it in a forward, or in a method that "
+def name_mixed(on: bool) -> None:
+    """Whether operations on sharded parameters pass by us, for the name in the error and the class of views; at first
+    they do. Without, they are as fast as a DTensor's; with it, they take half as long again."""
+    chosen: Any = _named if on else DTensor.__dict__["__torch_dispatch__"]
+    ShardedParameter.__torch_dispatch__ = chosen  # type: ignore[method-assign]
+
+
+@classmethod  # type: ignore[misc]
+def _named(cls: type, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    parameters = list(_sharded_in((args, *kwargs.values()) if kwargs else args))
+    for parameter in parameters:
+        # What DTensor does for a subclass is five times as slow, and writes to another object, whose version counts.
+        parameter.__class__ = DTensor  # type: ignore[assignment]
+    try:
+        result = operation(*args, **(kwargs or {}))
+    except RuntimeError as refusal:
+        if MIXED not in str(refusal):
+            raise
+        raise _mixed(parameters, refusal) from refusal
+    finally:
+        for parameter in parameters:
+            parameter.__class__ = ShardedParameter
+    if parameters and type(result) is DTensor and _returns_view(operation):
+        claim(result, Owner.of(parameters[0]))
+    return result
+
+
+_returns_view = cache(is_view_of_its_input)
+
+
+def _sharded_in(values: Iterable[Any]) -> Iterator[ShardedParameter]:
+    for value in values:
+        if type(value) is ShardedParameter:
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _sharded_in(value)
+
+
+def _mixed(parameters: Iterable[Tensor], refusal: RuntimeError) -> RuntimeError:
+    names = ", ".join(dict.fromkeys(map(_name, parameters)))
+    return RuntimeError(
+        f"{names}: expected it to be used inside the forward of its module, which makes it full, found it beside a "
+        f"plain tensor where it is sharded ({refusal}); use it in a forward, or in a method that "
         f"register_fsdp_forward_method is told of, or inside fullshard.full_params(model), or between unshard() and "
         f"reshard() of its module; or make the other tensor a DTensor"
-    ) from error
+    )
 
 
-# Python asks the subclass first, also on the right: `x @ p` calls `p.__rmatmul__(x)`.
-for _operator in ("matmul", "add", "sub", "mul", "truediv"):
-    for _side in ("", "r"):
-        setattr(ShardedParameter, f"__{_side}{_operator}__", _named(f"__{_side}{_operator}__"))
+name_mixed(True)

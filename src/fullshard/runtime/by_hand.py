@@ -24,6 +24,7 @@ from ..comm import Domain, domain_of
 from ..lifecycle import Action
 from ..param import Owner, ShardedParam, claim
 from ..policy import Options
+from .named_refusals import name_refusals
 from .names import clean_name, dotted_name
 from .order import compare
 
@@ -70,6 +71,7 @@ def own_parameters(unit: Unit) -> None:
         for param in group.params:
             param.owner = _Owned(unit, position, param)
             claim(param.sharded, param.owner)
+    name_refusals()
 
 
 def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .._torch_compat import call_instead, called_now, pass_by
+from .._torch_compat import MIXED, call_instead, called_now, pass_by
 from ..lifecycle import Full
-from ..param import MIXED
 from .names import clean_name
 from .unit import Unit
 
@@ -24,9 +23,10 @@ class NotFull(RuntimeError):
     """A module was called while its parameters were sharded."""
 
 
-def computes_with_shards(error: RuntimeError) -> bool:
-    """Whether `error` says that something computed with sharded parameters beside plain tensors."""
-    return isinstance(error, NotFull) or MIXED in str(error)
+def computes_with_shards(unit: Unit, error: RuntimeError) -> bool:
+    """Whether `error` says that something computed with sharded parameters beside plain tensors, and it may be those of
+    `unit`: not where they are full."""
+    return unit.record.full is not Full.FULL and (isinstance(error, NotFull) or MIXED in str(error))
 
 
 def name_direct_calls(unit: Unit) -> None:

@@ -256,6 +256,34 @@ def grad_of_parameters(run: Run) -> None:
     torch.autograd.grad(loss, list(run.model.parameters()))
 
 
+class ForParameters:
+    """A loss whose backward is asked for the gradients of the parameters that the optimizer has, and of no others."""
+
+    def __init__(self, loss: Tensor, run: Run) -> None:
+        self.loss, self.run = loss, run
+
+    def __truediv__(self, number: float) -> ForParameters:
+        return ForParameters(self.loss / number, self.run)
+
+    def backward(self) -> None:
+        self.loss.backward(inputs=self.run.optimizer.param_groups[0]["params"])
+
+
+def backward_for_parameters(run: Run) -> None:
+    run.kept["losses"] = [ForParameters(loss, run) for loss in run.kept["losses"]]
+
+
+def weight_of_another_unit(run: Run) -> None:
+    """The output layer reads the weight of a layer that is a unit of its own."""
+    handle = run.model.head.register_forward_pre_hook(
+        lambda module, args: F.linear(args[0], run.model.layers[1].up.weight)
+    )
+    try:
+        run.loss(run.batches()[0])
+    finally:
+        handle.remove()
+
+
 def all_frozen(run: Run) -> None:
     run.model.requires_grad_(False)
 

@@ -15,10 +15,7 @@ CLASSES: dict[str, str] = {
     "processes": "processes: killed, stopped, slow",
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
-OPEN: dict[str, str] = {
-    "misuse/weight_in_linear": "the error is DTensor's own and names no parameter (ADR 0028)",
-    "misuse/grad_of_parameters": "the error is autograd's own; sharded parameters are in no graph",
-}
+OPEN: dict[str, str] = {}
 CASES: tuple[Case, ...] = (
     *initialisation.CASES,
     *exceptions.CASES,

@@ -212,6 +212,15 @@ REFUSED = (
         "forward|full_params|unshard",
     ),
     _refused(
+        "weight_of_another_unit",
+        "the head reads the weight of a layer that is a unit of its own",
+        "step",
+        do.weight_of_another_unit,
+        "RuntimeError",
+        r"layers\.1\.up\.weight",
+        "forward|full_params|unshard",
+    ),
+    _refused(
         "weight_in_arithmetic",
         "a weight is used outside of forward: x @ w.T",
         "step",
@@ -308,8 +317,18 @@ REFUSED = (
         "step",
         do.grad_of_parameters,
         "RuntimeError",
-        r"embedding\.weight|parameters",
+        r"embedding\.weight|layers\.0",
         "backward",
+        fast=True,
+    ),
+    _refused(
+        "backward_for_parameters",
+        "backward(inputs=sharded parameters), which would train nothing",
+        "loss",
+        do.backward_for_parameters,
+        "RuntimeError",
+        r"embedding\.weight|layers\.0",
+        "requires_grad_",
     ),
 )
 
