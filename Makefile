@@ -25,11 +25,14 @@ PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraint
 train: $(STAMP)
 	$(BIN)/fullshard train $(ARGS)
 
+# Without ARGS all tests, as two runs side by side; with ARGS what pytest makes of them.
+PYTEST = $(BIN)/python -m $(if $(strip $(ARGS)),pytest,tests.halves)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: $(STAMP)
-	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(ARGS)
+	HYPOTHESIS_PROFILE=full $(PYTEST) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
