@@ -23,6 +23,7 @@ import multiprocessing.context
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -57,6 +58,8 @@ STAGES = (
     ),
 )
 SECONDS = 600.0
+# In the output of a run, before the name of each test: what a crash prints of itself may be cut short.
+_BEGINS = "begins: "
 # What is slow to import. Nothing that imports fullshard, which has to come from the copy, and no plugin of pytest.
 PRELOADED = (
     "pytest",
@@ -178,6 +181,7 @@ def _run_tests(tests: tuple[str, ...], folder: str, output: str) -> None:
     with open(output, "wb", buffering=0) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+        told = os.dup(file.fileno())
     os.chdir(REPOSITORY)
     os.environ["HYPOTHESIS_PROFILE"] = "quick"
     loaded = [name for name in sys.modules if name.partition(".")[0] == "fullshard"]
@@ -190,19 +194,31 @@ def _run_tests(tests: tuple[str, ...], folder: str, output: str) -> None:
     assert Path(fullshard.__file__).is_relative_to(folder), f"expected the copy in {folder}, found {fullshard.__file__}"
     import pytest
 
-    code = int(pytest.main(["-x", "-q", "--tb=no", "--no-header", "-m", "not slow", "-p", "no:cacheprovider", *tests]))
+    class _Begins:
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            os.write(told, f"\n{_BEGINS}{nodeid}\n".encode())
+
+    code = int(
+        pytest.main(
+            ["-x", "-q", "--tb=no", "--no-header", "-m", "not slow", "-p", "no:cacheprovider", *tests], [_Begins()]
+        )
+    )
     sys.stdout.flush()
     # Past whatever the tests left running.
     os._exit(code)
 
 
 def judge(returncode: int, output: str) -> tuple[str, str]:
-    """Verdict and detail of a run of pytest. Only a failed test kills: a copy that cannot be imported is no proof."""
+    """Verdict and detail of a run of pytest. Only a failed test kills, or one that crashed the process: a copy that
+    cannot be imported is no proof."""
     if returncode == 0:
         return "survived", ""
     failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
     if returncode == 1 and failed:
         return "killed", failed[1]
+    begun = re.findall(rf"^{_BEGINS}(\S+)", output, re.MULTILINE)
+    if returncode in (-signal.SIGSEGV, -signal.SIGABRT) and begun:
+        return "killed", f"{begun[-1]} (the process crashed)"
     return "error", f"pytest ended with {returncode}:\n{output[-2000:]}"
 
 
@@ -262,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.mutate", description="Break each rule; expect red.")
     parser.add_argument("rules", nargs="*", metavar="RULE", help="such as R9 or next_in_backward; default: all")
     parser.add_argument("--in", dest="files", nargs="+", default=[""], metavar="FILE", help="below src/fullshard")
+    parser.add_argument("--tenth", type=int, choices=range(10), help="every tenth of these, from this one on")
     parser.add_argument("--write", type=Path, help="a Markdown document of the outcomes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
     parser.add_argument("--package", type=Path, default=PACKAGE, help="the package to break a copy of")
@@ -275,6 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutation in MUTATIONS
         if (not options.rules or mutation.rule in options.rules) and mutation.file.startswith(tuple(options.files))
     ]
+    if options.tenth is not None:
+        chosen = chosen[options.tenth :: 10]
     if options.list:
         for mutation in chosen:
             print(f"{mutation.rule:18} {mutation.breaks}")

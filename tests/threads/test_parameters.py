@@ -382,8 +382,11 @@ def test_a_weight_of_another_unit_in_a_forward_is_refused_by_name() -> None:
             super().__init__()
             self.embedding, self.last = nn.Embedding(6, 5), nn.Linear(5, 5)
 
+        def out(self, x: Any) -> Any:
+            return nn.functional.linear(self.last(x), self.embedding.weight)
+
         def forward(self, tokens: Any) -> Any:
-            return nn.functional.linear(self.last(self.embedding(tokens)), self.embedding.weight)
+            return self.out(self.embedding(tokens))
 
     def job(rank: int) -> None:
         model: Any = seeded(Reads)
@@ -446,6 +449,11 @@ def test_backwards_that_reach_a_sharded_parameter_are_autograds() -> None:
         full = w.detach().full_tensor()
         (gradient,) = torch.autograd.grad(w.square().sum(), w)
         assert torch.equal(gradient.full_tensor(), 2 * full)
+        (itself,) = torch.autograd.grad(w, w, w.detach())
+        assert torch.equal(itself.full_tensor(), full)
+        turned = w.t()
+        (of_view,) = torch.autograd.grad(turned.square().sum(), turned)
+        assert torch.equal(of_view.full_tensor(), 2 * full.t())
         unused = torch.autograd.grad(w.square().sum(), [w, v], allow_unused=True)
         assert unused[1] is None
         for times in (1, 2):
