@@ -49,8 +49,8 @@
     torch.autograd.profiler._is_profiler_enabled  ranges of a trace cost five microseconds each, so     2.13
                                                 they are made only while somebody profiles
     OpOverload._schema                          which operations of a sharded parameter return a view   2.13
-    torch.autograd._engine_run_backward         where a backward is asked for the gradients of inputs, and  2.13
-                                                says "at index 1", or nothing, of what it does not reach
+    torch.autograd._engine_run_backward         where the exception of a backward is seen; and where it is  2.13
+                                                asked for gradients of inputs that are in no graph
     module._is_fsdp_managed_module,             what dynamo and transformers ask a module               2.13
     ._fsdp_use_orig_params
 
@@ -86,13 +86,16 @@ from .autograd import (
     with_tensor_hooks,
     without_transforms,
 )
+from .backwards import reaches, watch_backwards
 from .dtensor import (
+    MIXED,
     all_hold,
     concatenated_mesh,
     cut_dim,
     dtensor_like,
     dtensor_without_data,
     flattened_axes,
+    is_view_of_its_input,
     local_of,
     root_mesh,
     same_spec,
@@ -121,7 +124,6 @@ from .modules import (
     published_state,
     swappable,
 )
-from .refusals import MIXED, explain_unreached, is_view_of_its_input
 
 __all__ = [
     "MIXED",
@@ -143,7 +145,6 @@ __all__ = [
     "default_store",
     "dtensor_like",
     "dtensor_without_data",
-    "explain_unreached",
     "flattened_axes",
     "hand_over_hooks",
     "in_transform",
@@ -163,6 +164,7 @@ __all__ = [
     "published_state",
     "push_saved_tensor_hooks",
     "queue_backward_callback",
+    "reaches",
     "root_mesh",
     "same_group",
     "same_spec",
@@ -178,6 +180,7 @@ __all__ = [
     "top_saved_tensor_hooks",
     "version_of",
     "versions_of",
+    "watch_backwards",
     "with_tensor_hooks",
     "without_transforms",
 ]

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+# What DTensor's operators say of a plain tensor beside a DTensor.
+MIXED = "got mixed torch.Tensor and DTensor"
+
 
 def sharded_parameter(
     local: Tensor,
@@ -101,3 +104,11 @@ def strided_shard(dim: int, pieces: int) -> Placement:
 def cut_dim(placement: Placement) -> int | None:
     """The dim that `placement` shards, however; None when it does not."""
     return int(placement.dim) if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def is_view_of_its_input(operation: Any) -> bool:
+    """Whether what the ATen `operation` returns is its first argument's memory, as a tensor of its own (`t`, `view`,
+    `detach`), and is not written."""
+    returned = operation._schema.returns
+    info = returned[0].alias_info if len(returned) == 1 else None
+    return info is not None and not info.is_write

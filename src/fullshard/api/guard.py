@@ -24,9 +24,8 @@ def guard(*models: nn.Module) -> Iterator[None]:
     it. Also for a rank that was killed or stopped. Afterwards all ranks may try again: call `zero_grad` and run the
     block once more; gradients of earlier, good micro-batches that are not reduced yet stay.
 
-    What a forward or a backward raises is told to the peers without it, too, but with less: of an exception inside of
-    `loss.backward()` there is no text, and a rank that does not wait for a message of the one that failed goes on to
-    its optimizer's step.
+    What a forward or a backward raises is told to the peers without it, too; but a rank that does not wait for a
+    message of the one that failed goes on to its optimizer's step.
 
     models: sharded by `fully_shard`; the ranks of their meshes take part, and all of them enter the same blocks.
     Costs one message of eight bytes over each axis of their meshes. In a world of one it does nothing.

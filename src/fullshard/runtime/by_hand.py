@@ -24,6 +24,7 @@ from ..comm import Domain, domain_of
 from ..lifecycle import Action
 from ..param import Owner, ShardedParam, claim
 from ..policy import Options
+from .backward_calls import follow_backwards
 from .named_refusals import name_refusals
 from .names import clean_name, dotted_name
 from .order import compare
@@ -72,6 +73,7 @@ def own_parameters(unit: Unit) -> None:
             param.owner = _Owned(unit, position, param)
             claim(param.sharded, param.owner)
     name_refusals()
+    follow_backwards()
 
 
 def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:

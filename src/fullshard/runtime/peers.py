@@ -34,7 +34,7 @@ class Peers:
 
     def publish(self, error: BaseException | None, where: str) -> None:
         """Tell that this rank failed: the others raise when they wait for what it has not sent."""
-        text = where if error is None else f"{type(error).__name__}: {error}"
+        text = f"{where} ended with an exception" if error is None else f"{type(error).__name__}: {error}"
         # Of a backward that ended only that is known; where a wait of it was in vain, it is the peer that failed.
         waited = error is None and any(domain.failure is not None for domain in self.domains)
         kind = "followed" if waited or isinstance(error, PeerFailed) else "raised"

@@ -2,19 +2,14 @@
 
     report (hooks.py)  ->  event + what the rules must know  ->  lifecycle.rules  ->  commands  ->  executor
 
-How a root forms: forming.py. A backward is noticed by its first report and its end by a callback of the engine. Whether
-one is *still* running is read off that callback's life: the engine drops it when it is done with a backward, also when
-an exception ended it. So no flag of ours can survive a failed step; what survives is found by the next report and
-discarded (`abandon`), see ADR 0008.
+How a root forms: forming.py. A backward is noticed by its first report, and its end by backward_calls.py. No flag of
+ours can survive a failed step; what survives is found by the next report and discarded (`abandon`), see ADR 0008.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -23,7 +18,6 @@ from .._torch_compat import (
     current_backward,
     in_transform,
     keeps_graph,
-    queue_backward_callback,
     saved_tensor_hooks_allowed,
     without_transforms,
 )
@@ -32,10 +26,10 @@ from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..param import ShardedParam
 from ..policy import Controls, Options
 from .agreement import Agreement
+from .backward_calls import RunningBackward
 from .executor import Executor
 from .optimizer_steps import count_optimizer_steps, tell_optimizer_steps
 from .order import MessageOrder
-from .outside import outside_graphs
 from .peers import Peers
 from .shared import Shared
 from .stepping import refuse_half_a_step
@@ -71,16 +65,15 @@ class Root:
         self._watches_left = 8
         # Held units that backwards reached in which no weight got a gradient.
         self._inputs_only: set[Unit] = set()
-        self._backward: weakref.ref[_BackwardEnd] | None = None
         # Of the running backward: its graph goes with it; some parameter got a gradient.
         self._spends, self._brought = True, False
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = self.executor.stepping.thread = count_optimizer_steps()
+        self._backward = RunningBackward(self.thread, self.backward_end, self._backward_failed)
         if self.order is not None:
             tell_optimizer_steps(self.thread, self.order)
             self.executor.stepping.on_step = self.order.stepped
-        self._when_backward_ends = outside_graphs(_BackwardEnd.report)
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
             unit.record.name = name
@@ -228,18 +221,16 @@ class Root:
 
     def _notice_backward(self) -> None:
         """The first report of a backward: make sure that its end will be noticed."""
-        if self._backward is not None and self._backward() is not None:
+        if self._backward.is_running:
             return
         if self.run.in_backward:
             self.abandon()
         self._spends, self._brought = not keeps_graph(), False
-        end = _BackwardEnd(self)
-        self._backward = weakref.ref(end, self._backward_lost)
-        queue_backward_callback(partial(self._when_backward_ends, end))
+        self._backward.begin()
 
     def backward_end(self) -> None:
         """Report that the whole backward is over."""
-        self._backward = None
+        self._backward.forget()
         must_send = self.executor.must_send
         present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
         if not self._brought:
@@ -256,12 +247,10 @@ class Root:
             self.peers.publish(error, "the end of the backward")
             raise
 
-    def _backward_lost(self, which: weakref.ref[_BackwardEnd]) -> None:
-        """The engine is done with a backward. Report that it failed, unless its end was reported.
-
-        Not from a thread of the engine's: the one that ran the model may be in its next forward."""
-        if self._backward is which and self.run.in_backward and threading.get_ident() == self.thread:
-            self.peers.publish(sys.exception(), "its backward ended with an exception")
+    def _backward_failed(self, error: BaseException | None) -> None:
+        """The running backward ended with `error`; None: it is not known yet, and this is called again."""
+        self.peers.publish(error, "its backward")
+        if self.run.in_backward:
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
 
     def reduce_held(self) -> None:
@@ -294,7 +283,7 @@ class Root:
         """Discard what a step left that did not come to its end."""
         failed_in_backward = self.run.in_backward
         self.watch.reset()
-        self._backward = None
+        self._backward.forget()
         self._do("abandon", self.run.units[0], rules.abandon(self.run, self.run.units[0]))
         if failed_in_backward and self.options.watch == "auto":
             # It may have failed because weights were read that nothing announced: watch for that.
@@ -386,15 +375,3 @@ class Root:
                 self.executor.run(commands)
         else:
             self.executor.run(commands)
-
-
-class _BackwardEnd:
-    """In what the engine calls when a backward is over. It lives exactly as long as the engine keeps that backward."""
-
-    __slots__ = ("__weakref__", "_root")
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-
-    def report(self) -> None:
-        self._root.backward_end()

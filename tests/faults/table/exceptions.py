@@ -176,8 +176,7 @@ ALL = (
 )
 
 
-# Of an exception inside of `loss.backward()` nobody sees the text, outside of a guard.
-TOLD_BACKWARD = Recovers("PeerFailed", ("rank 1", "step 1", "backward"))
+TOLD_BACKWARD = Recovers("PeerFailed", ("rank 1", "step 1", "in its backward: InjectedFault: injected"))
 # What no hook of a module or of autograd sees is found when that rank is about to do something else than the others.
 NAMED = Recovers("RuntimeError", ("rank 1",))
 TOLD = Recovers("PeerFailed", ("rank 1", "step", "injected"))
