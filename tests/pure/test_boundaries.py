@@ -59,6 +59,7 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
         "._allgather_base",
     ): "a collective, and those live in comm alone; _torch_compat says why this one",
     ("comm/group.py", "._reduce_scatter_base"): "the same",
+    ("comm/elsewhere.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }
 

@@ -24,6 +24,9 @@
     ProcessGroup(store, rank, size),            groups that can be replaced when a peer failed; those of    2.13
     ._register_backend, ._set_default_backend,  new_group live under names that may come again with
     ._set_group_name, ._device_types, .options  what older ones left in the store (comm/lines.py)
+    _C._distributed_c10d._dump_fr_trace_json,   what a process is in, where a rank waits in a collective    2.13
+    ProcessGroup._get_sequence_number_for_      of the user's that the others do not take: read when it
+    group, distributed_c10d._world.pg_names     waits, so nothing is wrapped (comm/elsewhere.py)
     tensor._post_accumulate_grad_hooks,         hooks of the sharded parameter are ours to run          2.13
     ._backward_hooks
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
@@ -106,8 +109,12 @@ from .dtensor import (
     take_spec,
 )
 from .groups import (
+    Recorded,
     allocate_for,
     default_store,
+    issued_at_most,
+    issued_collectives,
+    known_groups,
     launch_together,
     same_group,
     timeout_of,
@@ -127,6 +134,7 @@ from .modules import (
 
 __all__ = [
     "MIXED",
+    "Recorded",
     "TorchCPUOffloadPolicy",
     "TorchFSDPModule",
     "TorchMixedPrecisionPolicy",
@@ -149,8 +157,11 @@ __all__ = [
     "hand_over_hooks",
     "in_transform",
     "is_view_of_its_input",
+    "issued_at_most",
+    "issued_collectives",
     "keeping_versions",
     "keeps_graph",
+    "known_groups",
     "launch_together",
     "local_of",
     "mark_managed",

@@ -19,6 +19,7 @@ In the fake process group, and in a world of one, everybody agrees and nothing i
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from .._torch_compat import default_store, timeout_of
 from .alive import identity, is_gone
 from .domain import Domain
+from .elsewhere import Lookout
 
 # How often a process gives a sign of life, and looks after who waits.
 BEAT_SECONDS = 0.5
@@ -52,6 +54,9 @@ class Control:
         self.domains: dict[tuple[int, ...], Domain] = {}
         # Of each rank, its last sign of life and since when it is the last (on our clock).
         self._beats: dict[int, tuple[bytes, float]] = {}
+        # The thread that runs the model.
+        self.thread = threading.get_ident()
+        self.lookout = Lookout(self)
         self._beat = 0
 
     def domain(self, ranks: Sequence[int]) -> Domain:

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from . import elsewhere
 from .faults import TEXT_CHARACTERS, Fault, about_to, looks
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ CLOSED_SECONDS = 2.5
 _OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
 # Who waits longer looks whether a peer failed, or asks for something else.
 PATIENCE_SECONDS = 1.0
+_AFTER = "the next step after a failure"
 
 
 class Domain:
@@ -77,6 +79,11 @@ class Domain:
     def issued(self) -> dict[str, int]:
         """How many messages this rank sent, by line."""
         return {name: line.issued for name, line in self.lines.items()}
+
+    @property
+    def far(self) -> dict[str, Any]:
+        """How far this rank has come, for `elsewhere`."""
+        return {"epoch": self.epoch, "issued": self.issued, "asked": self.asked}
 
     def line_name(self, name: str) -> str:
         """`name`, told from those of lines before it."""
@@ -140,21 +147,24 @@ class Domain:
             if self.store.check([key]):
                 return
             if waited > 0.2 and (fault := self._cause(lambda fault: fault.asked <= asked)) is not None:
-                self.fail(fault)
-                self.has_raised = True
-                raise fault.error(what)
+                self._give_up(fault, asked, what)
             if waited < PATIENCE_SECONDS + silence:
                 continue
             silence = waited
-            lost = self._lost(self.silence_seconds) if self.silence_seconds else None
+            lost = self._absent(f"the comparison of {what}", lambda rank, far: far["asked"] <= asked)
             if lost is None and waited > self.control.timeout_seconds:
                 rank = self._not_asked(asked)
                 lost = Fault(rank, "lost", f"in {what} for {waited:.0f} s, the time limit of the process group")
                 self._tell(lost)
             if lost is not None:
-                self.fail(lost)
-                self.has_raised = True
-                raise lost.error(what)
+                self._give_up(lost, asked, what)
+
+    def _give_up(self, fault: Fault, asked: int, what: str) -> NoReturn:
+        # Who comes to the question now must not find it answered, and go on with nobody.
+        self.store.add(f"{self._base}/ask/{asked}/all", len(self.ranks))
+        self.fail(fault)
+        self.has_raised = True
+        raise fault.error(what)
 
     def _not_asked(self, asked: int) -> int:
         """The first rank that has not come to question `asked`."""
@@ -182,11 +192,13 @@ class Domain:
         )
         self._tell(fault)
 
-    def _tell(self, fault: Fault) -> None:
-        # When the store ended with the process that served it, nobody is left to be told.
-        with suppress(RuntimeError):
-            number = self.store.add(f"{self._base}/faults", 1)
-            self.store.set(f"{self._base}/fault/{number}", fault.dumps())
+    def _tell(self, fault: Fault | None) -> Fault | None:
+        if fault is not None:
+            # When the store ended with the process that served it, nobody is left to be told.
+            with suppress(RuntimeError):
+                number = self.store.add(f"{self._base}/faults", 1)
+                self.store.set(f"{self._base}/fault/{number}", fault.dumps())
+        return fault
 
     def faults(self) -> list[Fault]:
         """What was published in this epoch, in order."""
@@ -213,7 +225,9 @@ class Domain:
         return [fault for fault in known if fault.rank == first.rank and fault.kind == first.kind][-1]
 
     def _silent(self, seconds: float) -> Fault | None:
-        """The first peer without a sign of life for so long."""
+        """The first peer without a sign of life for so long; 0: none."""
+        if not seconds:
+            return None
         for rank in self.ranks:
             if rank != self.rank and (silent := self.control.silent_for(rank)) > seconds:
                 ended = silent == math.inf
@@ -221,12 +235,9 @@ class Domain:
                 return Fault(rank, "lost", text)
         return None
 
-    def _lost(self, seconds: float) -> Fault | None:
-        """`_silent`, said to the others, too."""
-        fault = self._silent(seconds)
-        if fault is not None:
-            self._tell(fault)
-        return fault
+    def _absent(self, what: str, withholds: Callable[[int, dict[str, Any]], bool]) -> Fault | None:
+        """A peer that will not come, by its silence or because it waits for this rank elsewhere; said to the others."""
+        return self._tell(self._silent(self.silence_seconds) or elsewhere.find(self, what, withholds))
 
     def _question(self, sent: Sent) -> Fault | None:
         """Peers that wait for an answer and have not sent what this rank waits for: they do something else."""
@@ -272,8 +283,8 @@ class Domain:
             return
         known = self._cause(lambda fault: fault.withholds(sent.line.name, sent.number))
         found = None if known is not None else self._question(sent) or self._crossing(sent)
-        if known is found is None and self.silence_seconds:
-            found = self._silent(self.silence_seconds)
+        if known is found is None:
+            found = self._silent(self.silence_seconds) or elsewhere.find_for(self, self._told, sent)
         fault = known or found
         with self._cutting:
             # What was read one after the other holds together only if the wait did not end meanwhile: peers that have
@@ -322,7 +333,7 @@ class Domain:
             fault = self.failure
             with suppress(RuntimeError):
                 fault = fault or self._cause(lambda fault: fault.withholds(line.name, number))
-                fault = fault or self._lost(CLOSED_SECONDS)
+                fault = fault or self._tell(self._silent(CLOSED_SECONDS))
             if fault is not None:
                 self.fail(fault)
                 return fault.error(self._told or f"message {number} of {line.name}")
@@ -359,10 +370,9 @@ class Domain:
                 continue
             silence = waited
             gone = next((fault for fault in self.faults() if fault.kind == "ended"), None)
-            if gone is None and self.silence_seconds:
-                gone = self._lost(self.silence_seconds)
+            gone = gone or self._absent(_AFTER, lambda rank, _: not self.store.check([f"{key}/{rank}"]))
             if gone is not None:
-                raise gone.error("the next step after a failure")
+                raise gone.error(_AFTER)
         self._refuse_another_attempt()
         here = [json.loads(self.store.get(f"{key}/{rank}")) for rank in self.ranks]
         issued: dict[str, set[int]] = {}
@@ -386,4 +396,4 @@ class Domain:
         there, and what this rank would meet is the next one."""
         for fault in self.faults():
             if fault.rank != self.rank and fault.attempts > self.attempts:
-                raise fault.error("the next step after a failure")
+                raise fault.error(_AFTER)

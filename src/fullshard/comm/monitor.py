@@ -36,6 +36,7 @@ class _Monitor(threading.Thread):
                 return  # the process group was destroyed
             try:
                 watched.beat()
+                watched.lookout.look(watched.thread)
                 for domain in list(watched.domains.values()):
                     domain.look()
                 self._failures = 0
@@ -56,7 +57,8 @@ class _Monitor(threading.Thread):
 
 
 def watch_over(control: Control) -> None:
-    """Begin, once for each control."""
+    """Begin, once for each control. The caller's thread is the one that runs the model."""
+    control.thread = threading.get_ident()
     if control not in _threads:
         control.beat()  # so that a process that is killed at once was alive once
         _threads[control] = thread = _Monitor(control)
