@@ -135,6 +135,15 @@ class ShardedParameter(DTensor):
                 owner.before_messages(self, axes)
         return super().redistribute(device_mesh, placements, **options)
 
+    # ---- compilers ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Tensor:
+        """What stands for one while a compiler traces: of this class, or what it made is refused at its first run."""
+        made: Tensor = DTensor.__tensor_unflatten__(*args)
+        claim(made, None)
+        return made
+
     # ---- copies ------------------------------------------------------------------------------------------
 
     def _plain(self) -> DTensor:
