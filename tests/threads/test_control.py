@@ -182,7 +182,8 @@ def test_who_comes_while_another_one_looks_is_not_accused(
 
         monkeypatch.setattr(domain.control, "silent_for", silent_for)
         monkeypatch.setitem(domain.explained_by, "batches", about_to)
-        found = getattr(domain, {"question": "_question", "crossing": "_crossing", "silence": "_silent"}[what])
+        finds = {"question": domain._question, "crossing": domain._crossing, "silence": domain.control.silent}
+        found: Any = finds[what]
 
         def then_comes(*given: Any) -> Any:
             fault = found(*given)
@@ -191,7 +192,7 @@ def test_who_comes_while_another_one_looks_is_not_accused(
                 domain.waiting = None
             return fault
 
-        monkeypatch.setattr(domain, found.__name__, then_comes)
+        monkeypatch.setattr(found.__self__, found.__name__, then_comes)
         domain.look()
         dist.barrier()
         (told,) = domain.faults() or (None,)

@@ -14,6 +14,7 @@ from ..comm import attend, block_of, has_peers, mesh_links
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
+from ..runtime.announced import expect
 from ..runtime.by_hand import own_parameters
 from ..runtime.direct_calls import name_direct_calls
 from ..runtime.hooks import UnitHooks
@@ -118,6 +119,7 @@ def fully_shard(
         reshard_after_forward=reshard,
         note_values=options.agree == "all" and has_peers(),
     )
+    expect(unit)
     own_parameters(unit)
     UnitHooks(unit)
     note_replaced(unit, found)

@@ -5,7 +5,7 @@ nodes), `hierarchical` (reductions over these), `gather` and `reduce` (strategie
 make), `replicate` (what follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small
 messages by which ranks come to one answer), `broadcast` (tensors of one rank to all), `messages` (texts, on a group of
 their own), `control` (what ranks tell each other besides tensors, when they fail or have to agree; no collective),
-`asking` (the same about long texts).
+`asking` (the same about long texts), `roster` (what a rank trains, for those who wait for it in vain).
 """
 
 from .agree import agreed as agreed
@@ -17,6 +17,7 @@ from .asking import ask as ask
 from .asking import tell as tell
 from .blocks import block_of as block_of
 from .broadcast import broadcast_over as broadcast_over
+from .control import control as control
 from .control import domain_of as domain_of
 from .control import has_peers as has_peers
 from .control import is_current as is_current
@@ -55,3 +56,4 @@ from .reduction import Dtypes as Dtypes
 from .reduction import Hop as Hop
 from .reduction import ReduceChannel as ReduceChannel
 from .reduction import Reduction as Reduction
+from .roster import Absence as Absence

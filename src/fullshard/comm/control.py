@@ -31,9 +31,13 @@ from .._torch_compat import default_store, timeout_of
 from .alive import identity, is_gone
 from .domain import Domain
 from .elsewhere import Lookout
+from .faults import Fault
+from .roster import Roster
 
 # How often a process gives a sign of life, and looks after who waits.
 BEAT_SECONDS = 0.5
+# The key of the signs of life of a rank counts them, below this, and above it the knocks of others (roster.py).
+_KNOCK = 1 << 32
 
 
 class Store(Protocol):
@@ -52,12 +56,17 @@ class Control:
     def __init__(self, store: Store, rank: int, timeout_seconds: float = 1800.0) -> None:
         self.store, self.rank, self.timeout_seconds = store, rank, timeout_seconds
         self.domains: dict[tuple[int, ...], Domain] = {}
+        # What this rank trains, for those who wait for it in vain.
+        self.roster = Roster(self)
         # Of each rank, its last sign of life and since when it is the last (on our clock).
-        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._beats: dict[int, tuple[int, float]] = {}
         # The thread that runs the model.
         self.thread = threading.get_ident()
         self.lookout = Lookout(self)
-        self._beat = 0
+        # Ranks that waited in vain for this one, before it had a domain with them: they meet there first.
+        self.accused: set[tuple[int, ...]] = set()
+        self._has_beaten = False
+        self._knocks = 0
 
     def domain(self, ranks: Sequence[int]) -> Domain:
         """The domain of these ranks of the default group. Every one of them makes this call at its first time."""
@@ -67,19 +76,41 @@ class Control:
         return self.domains[key]
 
     def beat(self) -> None:
-        """Give a sign of life."""
-        self._beat += 1
-        self.store.set(f"fullshard/beat/{self.rank}", f"{self._beat} {identity()}")
+        """Give a sign of life, and answer who knocked since the last one."""
+        if not self._has_beaten:
+            self.store.set(f"fullshard/process/{self.rank}", identity())
+            self._has_beaten = True
+        knocks = self.store.add(f"fullshard/beat/{self.rank}", 1) // _KNOCK
+        if knocks != self._knocks:
+            self.roster.answer(knocks)
+            self._knocks = knocks
+
+    def knock(self, rank: int) -> int:
+        """Ask `rank` to answer at its next sign of life. The number of this knock."""
+        return self.store.add(f"fullshard/beat/{rank}", _KNOCK) // _KNOCK
 
     def silent_for(self, rank: int) -> float:
         """Seconds since the last change of the sign of life of `rank`, as far as this rank has looked; infinite for a
         process of this machine that has ended."""
         key, now = f"fullshard/beat/{rank}", time.monotonic()
-        last = self.store.get(key) if self.store.check([key]) else b""
+        last = int(self.store.get(key)) % _KNOCK if self.store.check([key]) else 0
         known = self._beats.get(rank)
         if known is None or known[0] != last or not last:
             self._beats[rank] = known = (last, now)
-        return math.inf if is_gone(last.decode().partition(" ")[2]) else now - known[1]
+        if not last:
+            return 0.0
+        return math.inf if is_gone(self.store.get(f"fullshard/process/{rank}").decode()) else now - known[1]
+
+    def silent(self, ranks: Sequence[int], seconds: float) -> Fault | None:
+        """The first other rank of these without a sign of life for so long; 0: none."""
+        if not seconds:
+            return None
+        for rank in ranks:
+            if rank != self.rank and (silent := self.silent_for(rank)) > seconds:
+                ended = silent == math.inf
+                text = "since its process has ended" if ended else f"for {seconds:g} s: killed, stopped or hanging"
+                return Fault(rank, "lost", text)
+        return None
 
     def publish(self, kind: str, text: str) -> None:
         """To everybody who shares a domain with this rank."""

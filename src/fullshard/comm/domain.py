@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import threading
 import time
 from collections import Counter
@@ -57,6 +56,10 @@ class Domain:
         self.silence_seconds = 20.0
         # By what is asked: the error of a rank that waits while others, who are named, ask that with this value.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
+        # Called now and then while this rank waits for others to ask or to meet; raises when they will not (roster.py).
+        self.refuse_absence: Callable[[], None] = lambda: None
+        # What others say of this rank, which did not wait: raised at its next forward.
+        self.accusation: Fault | None = None
         # Why the lines were cut; and whether the main thread has raised that.
         self.failure: Fault | None = None
         self.has_raised = False
@@ -65,7 +68,7 @@ class Domain:
         # Guarded blocks that failed since the last meeting.
         self.attempts = 0
         # This rank published a fault, or its lines are cut: everybody meets before anything is sent.
-        self.must_meet = False
+        self.must_meet = ranks in control.accused
 
     @property
     def _told(self) -> str:
@@ -151,6 +154,7 @@ class Domain:
             if waited < PATIENCE_SECONDS + silence:
                 continue
             silence = waited
+            self.refuse_absence()
             lost = self._absent(f"the comparison of {what}", lambda rank, far: far["asked"] <= asked)
             if lost is None and waited > self.control.timeout_seconds:
                 rank = self._not_asked(asked)
@@ -224,20 +228,11 @@ class Domain:
         # Of several things that it said, the last one knows most.
         return [fault for fault in known if fault.rank == first.rank and fault.kind == first.kind][-1]
 
-    def _silent(self, seconds: float) -> Fault | None:
-        """The first peer without a sign of life for so long; 0: none."""
-        if not seconds:
-            return None
-        for rank in self.ranks:
-            if rank != self.rank and (silent := self.control.silent_for(rank)) > seconds:
-                ended = silent == math.inf
-                text = "since its process has ended" if ended else f"for {seconds:g} s: killed, stopped or hanging"
-                return Fault(rank, "lost", text)
-        return None
-
     def _absent(self, what: str, withholds: Callable[[int, dict[str, Any]], bool]) -> Fault | None:
         """A peer that will not come, by its silence or because it waits for this rank elsewhere; said to the others."""
-        return self._tell(self._silent(self.silence_seconds) or elsewhere.find(self, what, withholds))
+        return self._tell(
+            self.control.silent(self.ranks, self.silence_seconds) or elsewhere.find(self, what, withholds)
+        )
 
     def _question(self, sent: Sent) -> Fault | None:
         """Peers that wait for an answer and have not sent what this rank waits for: they do something else."""
@@ -284,7 +279,7 @@ class Domain:
         known = self._cause(lambda fault: fault.withholds(sent.line.name, sent.number))
         found = None if known is not None else self._question(sent) or self._crossing(sent)
         if known is found is None:
-            found = self._silent(self.silence_seconds) or elsewhere.find_for(self, self._told, sent)
+            found = self.control.silent(self.ranks, self.silence_seconds) or elsewhere.find_for(self, self._told, sent)
         fault = known or found
         with self._cutting:
             # What was read one after the other holds together only if the wait did not end meanwhile: peers that have
@@ -314,9 +309,10 @@ class Domain:
 
     def refuse_failure(self) -> None:
         """Raise why the lines were cut, when that has not happened yet: on a device nobody waits where they are."""
-        if self.failure is not None and not self.has_raised:
+        fault = self.failure or self.accusation
+        if fault is not None and not self.has_raised:
             self.has_raised = True
-            raise self.failure.error(self._told)
+            raise fault.error(self._told)
 
     def explain(self, line: Line, number: int, error: RuntimeError) -> RuntimeError:
         """What to raise in the place of a backend's `error` for message `number` of `line`. Waits some seconds for
@@ -333,7 +329,7 @@ class Domain:
             fault = self.failure
             with suppress(RuntimeError):
                 fault = fault or self._cause(lambda fault: fault.withholds(line.name, number))
-                fault = fault or self._tell(self._silent(CLOSED_SECONDS))
+                fault = fault or self._tell(self.control.silent(self.ranks, CLOSED_SECONDS))
             if fault is not None:
                 self.fail(fault)
                 return fault.error(self._told or f"message {number} of {line.name}")
@@ -369,6 +365,7 @@ class Domain:
             if waited < PATIENCE_SECONDS + silence:
                 continue
             silence = waited
+            self.refuse_absence()
             gone = next((fault for fault in self.faults() if fault.kind == "ended"), None)
             gone = gone or self._absent(_AFTER, lambda rank, _: not self.store.check([f"{key}/{rank}"]))
             if gone is not None:
@@ -383,7 +380,7 @@ class Domain:
         renews = differ or any(one["cut"] for one in here)
         self.epoch, self.asked, self.attempts = self.epoch + 1, 0, 0
         self._read = []
-        self.failure, self.has_raised, self.must_meet = None, False, False
+        self.failure, self.accusation, self.has_raised, self.must_meet = None, None, False, False
         if renews:
             with self._cutting:
                 self.renewed += 1

@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import (
 from .._torch_compat import launch_together
 from ..layout import NodeGrid, groups_messages, joins_exchanges, sends_in_pairs
 from . import pairs
-from .control import domain_of
+from .control import control, domain_of
 from .domain import Domain
 from .lines import Line, can_cut, open_line, stand_in
 from .monitor import watch_over
@@ -279,9 +279,10 @@ def mesh_links(mesh: DeviceMesh, device: torch.device, *, shards: bool = True) -
 
 def attend(links: Links) -> None:
     """From now on the others can tell when this process ends, or gives no sign of life: also before its first step."""
-    domain = domain_of(links.everyone)
-    if domain is not None and can_cut(links.shard.backend):
-        watch_over(domain.control)
+    here = control()
+    if here is not None and can_cut(links.shard.backend):
+        domain_of(links.everyone)
+        watch_over(here)
 
 
 def all_reduce_over(

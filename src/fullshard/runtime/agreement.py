@@ -1,6 +1,7 @@
 """Ranks agree at the beginning: what is about to be trained is the same on all of them, or an error says what is not.
 
-    structure    when a root forms, before connections are made; of a unit that `unshard` gathers earlier: describe.py
+    structure    when a root forms, before connections are made; of a unit that `unshard` gathers earlier: describe.py.
+                 Ranks whose meshes are of other ranks never ask each other: announced.py
     values       in the first forward of the root: the digests of full parameters that `fully_shard` noted
                  (param/initial.py), but for those whose shards were written since, on any rank
     buffers      in the first forward, where other numbers are an error, and other integers (indices, masks, which ranks
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Domain, RanksDisagree, ask, domain_of, sum_over, tell
 from ..layout import first_difference, shown_ranks, structure, variants
 from ..param import ShardedParam, full_digests, is_written
+from .announced import announced
 from .describe import describe, meshes_of, ranks_of
 from .drift import Drift, buffers_on, differing, shown
 from .names import parameter_names
@@ -77,11 +79,11 @@ class Agreement:
         self._looks = [_Looks(scope) for scope in self._scopes] if kind == "all" else []
 
     def refuse_other_structure(self) -> None:
-        """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh."""
-        for scope in self._scopes:
-            if scope.domain.must_meet:
-                scope.domain.meet()
-        self._for_each_scope(_refuse_other_structure)
+        """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh, and
+        on those that have the same root on another one."""
+        with announced(self._root):
+            self._root.peers.meet()
+            self._for_each_scope(_refuse_other_structure)
 
     def forward_begins(self, *, trains: bool) -> bool:
         """A forward begins, and everything has a value; whether anything is left to be compared in later ones.

@@ -6,6 +6,7 @@ something else there, under other names. Likewise stages of a pipeline, which ha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..layout import Item
 from ..layout.structure import PARAMETER, SETTINGS, UNIT
 from ..lifecycle import UnitRecord
-from ..param import ExtensionGroup, ParamGroup, ShardedParam
+from ..param import ExtensionGroup, ParamGroup, ShardedParam, full_digests
 from ..policy import Options
 from .names import parameter_names
 from .unit import Unit
@@ -41,8 +42,8 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def meshes_of(units: Iterable[Unit]) -> dict[tuple[int, ...], DeviceMesh]:
-    """The meshes of more than one rank on which parameters of `units` are, by their ranks.
+def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...], DeviceMesh]:
+    """The meshes, of `least` ranks or more, on which parameters of `units` are, by their ranks.
 
     In one order on all ranks, so that nobody waits for somebody who waits elsewhere; small ones first, because ranks
     that differ there may be a part of those who wait for them on a larger one.
@@ -51,7 +52,8 @@ def meshes_of(units: Iterable[Unit]) -> dict[tuple[int, ...], DeviceMesh]:
     for unit in units:
         for group in unit.groups:
             found.setdefault(ranks_of(group.placing.mesh), group.placing.mesh)
-    return {ranks: found[ranks] for ranks in sorted(found, key=lambda ranks: (len(ranks), ranks)) if len(ranks) > 1}
+    ordered = sorted(found, key=lambda ranks: (len(ranks), ranks))
+    return {ranks: found[ranks] for ranks in ordered if len(ranks) >= least}
 
 
 def mesh_of(unit: Unit) -> DeviceMesh | None:
@@ -88,7 +90,7 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
     mesh = mesh_of(unit)
     assert mesh is not None
     facts = {
-        "mesh": _mesh_text(mesh),
+        "mesh": mesh_text(mesh),
         "reshard_after_forward": str(reshard),
         "mp_policy": ", ".join(
             f"{field}={_dtype_text(getattr(policy, field))}"
@@ -124,7 +126,7 @@ def _parameter_facts(
         "requires_grad": str(param.sharded.requires_grad),
         "unit": unit.record.name,
         "placement": ", ".join(map(str, spec.placements)),
-        "mesh": _mesh_text(group.placing.mesh),
+        "mesh": mesh_text(group.placing.mesh),
     }
     if own is not None:
         facts["placement before sharding"] = ", ".join(map(str, own.placements))
@@ -134,9 +136,34 @@ def _parameter_facts(
     return facts
 
 
-def _mesh_text(mesh: DeviceMesh) -> str:
+def signature(root: Root) -> tuple[str, str]:
+    """What `root` is whatever its meshes are, and its initial values: two digests, by which ranks know the same model
+    on another one. The second is "" where the values of some parameter are not known."""
+    first, params = root.units[0], [param for unit in root.units for param in unit.params]
+    names = parameter_names(first.module, root.units)
+    # A teacher that is only evaluated is not the student of the same class.
+    modes = f"provisional {root.provisional}, grad {torch.is_grad_enabled()}, training {first.module.training}"
+    lines = [type(first.module).__name__, modes]
+    for unit in root.units:
+        lines.append(unit.record.name)
+        for group in unit.groups:
+            storage = _dtype_text(group.precision.storage)
+            lines += [
+                f"{names[param]} {tuple(param.spec.shape)} {storage} {param.sharded.requires_grad}"
+                for param in group.params
+            ]
+    noted = full_digests(params)
+    return _digest("\n".join(lines)), "" if None in noted else _digest(repr(noted))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
+
+
+def mesh_text(mesh: DeviceMesh, *, names: bool = False) -> str:
+    """`mesh` as an error names it; with `names`, those of a single axis, too."""
     sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
-    axes = f" {tuple(mesh.mesh_dim_names)}" if mesh.mesh_dim_names and mesh.ndim > 1 else ""
+    axes = f" {tuple(mesh.mesh_dim_names)}" if mesh.mesh_dim_names and (names or mesh.ndim > 1) else ""
     return f"{mesh.device_type} {sizes}{axes} of ranks {mesh.mesh.flatten().tolist()}"
 
 

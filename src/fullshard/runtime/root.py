@@ -78,7 +78,6 @@ class Root:
             unit.record.index = index
             unit.record.name = name
         self.peers = Peers(self.units, self.thread, silence_seconds=options.silence_seconds)
-        self.peers.meet()
         # What is to be compared with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self)
         self.agreement.refuse_other_structure()

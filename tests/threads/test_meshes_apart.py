@@ -1,0 +1,385 @@
+"""Ranks that wait for others whose meshes are of other ranks (comm/roster.py): told apart from those that are slow, and
+from ranks that rightly differ."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import fully_shard
+from fullshard.comm import RanksDisagree, control, domain, roster
+from fullshard.runtime import unit_of
+from tests.harness.fake import fake_world
+from tests.harness.models import seeded
+from tests.harness.threads import run_ranks
+from tests.threads.programs import Block, Model, batch, part, shard
+from tests.threads.test_agreement_legal import Experts
+
+# Who waits longer is asked where the others are. Those who are late come behind many times of that.
+PATIENCE, LATE = 0.03, 0.5
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domain, "PATIENCE_SECONDS", PATIENCE)
+    monkeypatch.setattr(roster, "_FIRST_SECONDS", PATIENCE)
+
+
+@contextmanager
+def signs_of_life() -> Iterator[None]:
+    """What the monitor of a process does, for ranks that are threads."""
+    here, ends = control(), threading.Event()
+    assert here is not None
+
+    def beat() -> None:
+        while not ends.wait(0.005):
+            here.beat()
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def step(model: Any, rank: int, *, train: bool = True) -> None:
+    out = model(part(batch(dist.get_world_size(), 0), rank)).pow(2).mean()
+    if train:
+        out.backward()
+        model.zero_grad()
+
+
+class Meshes:
+    """Of four ranks: all of them, and the axes of two by two. Ranks 0 and 1 are one half, 2 and 3 the other."""
+
+    def __init__(self) -> None:
+        self.all = init_device_mesh("cpu", (4,))
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "half"))
+        self.half, self.across = two["half"], two["across"]
+
+
+def sharded(mesh: DeviceMesh, seed: int = 0) -> Any:
+    return shard(seeded(Model, seed=seed), mesh=mesh)
+
+
+# ---- ranks that rightly differ -------------------------------------------------------------------------------
+
+
+def slow_to_build(rank: int, on: Meshes) -> None:
+    if rank == 3:
+        time.sleep(LATE)
+    step(sharded(on.all), rank)
+
+
+def slow_to_run(rank: int, on: Meshes) -> None:
+    """Behind a model of the same structure, and of the same values, on another mesh."""
+    model, other = sharded(on.all), sharded(on.half)
+    if rank >= 2:
+        step(other, rank)
+        time.sleep(LATE)
+    step(model, rank)
+
+
+def stages(rank: int, on: Meshes) -> None:
+    """Of a pipeline, alike: the second half has two of them, and is slow."""
+    first = sharded(on.half)
+    second = sharded(on.half) if rank >= 2 else None
+    if rank == 3:
+        time.sleep(LATE)
+    step(first, rank)
+    if second is not None:
+        step(second, rank)
+
+
+def stages_of_unlike_neighbours(rank: int, on: Meshes) -> None:
+    """Rank 0 has a stage with rank 1, and an equal one with rank 2, which waits for it."""
+    with_1, with_2 = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])
+    first = sharded(with_1) if rank in (0, 1) else None
+    second = sharded(with_2) if rank in (0, 2) else None
+    if first is not None:
+        step(first, rank)
+        time.sleep(LATE)
+    if second is not None:
+        step(second, rank)
+
+
+def teacher_and_student(rank: int, on: Meshes) -> None:
+    """Alike, in another order: one half has its student first."""
+    teacher, student = sharded(on.all), sharded(on.half)
+    for model in (student, teacher) if rank >= 2 else (teacher, student):
+        step(model, rank)
+        time.sleep(LATE)
+
+
+def unsharded_in_another_order(rank: int, on: Meshes) -> None:
+    """A gather by hand forms what is not yet the root."""
+    teacher, student = sharded(on.all), sharded(on.half)
+    for model in (student, teacher) if rank >= 2 else (teacher, student):
+        model.unshard()
+        model.layers[0].unshard()
+        time.sleep(LATE)
+    for model in (student, teacher) if rank >= 2 else (teacher, student):
+        step(model, rank)
+        time.sleep(LATE)
+
+
+def unsharded_before_the_rest(rank: int, on: Meshes) -> None:
+    """The unit on the mesh of all ran; its root did not."""
+    model, other = sharded(on.all), sharded(on.half)
+    model.layers[0].unshard()
+    if rank >= 2:
+        step(other, rank)
+        time.sleep(LATE)
+    step(model, rank)
+
+
+def another_of_other_values(rank: int, on: Meshes) -> None:
+    """One half trains another model of that structure before it builds the one for all."""
+    first = sharded(on.half, seed=5) if rank >= 2 else None
+    if first is not None:
+        step(first, rank)
+        time.sleep(LATE)
+    step(sharded(on.all), rank)
+
+
+def evaluated_before(rank: int, on: Meshes) -> None:
+    """One half evaluates the same model before it builds the one for all."""
+    copy = sharded(on.half) if rank >= 2 else None
+    if copy is not None:
+        with torch.no_grad():
+            step(copy, rank, train=False)
+        time.sleep(LATE)
+    step(sharded(on.all), rank)
+
+
+def in_mode_of_evaluation(rank: int, on: Meshes) -> None:
+    copy = sharded(on.half).eval() if rank >= 2 else None
+    if copy is not None:
+        step(copy, rank)
+        time.sleep(LATE)
+    step(sharded(on.all), rank)
+
+
+def frozen_copy(rank: int, on: Meshes) -> None:
+    copy = sharded(on.half).requires_grad_(False) if rank >= 2 else None
+    if copy is not None:
+        step(copy, rank, train=False)
+        time.sleep(LATE)
+    step(sharded(on.all), rank)
+
+
+def trial_behind_trial(rank: int, on: Meshes) -> None:
+    """Both halves train the same model before that for all; one is slower."""
+    first = sharded(on.half)
+    step(first, rank)
+    if rank >= 2:
+        time.sleep(LATE)
+    step(sharded(on.all), rank)
+
+
+def built_again_and_again(rank: int, on: Meshes) -> None:
+    """Both halves build models in a loop, one of them more than the other; what they trained before is gone."""
+    for _ in range(4 if rank >= 2 else 3):
+        model = sharded(on.half)
+        step(model, rank)
+        unit = weakref.ref(unit_of(model))
+        del model
+        while unit() is not None:  # one thread at a time may collect
+            gc.collect()
+            time.sleep(0.001)
+    dist.barrier()
+    if rank >= 2:
+        time.sleep(LATE)
+    model = sharded(on.all)
+    step(model, rank)
+    here = control()
+    assert here is not None and len(here.roster._entries) == 1
+
+
+def experts(rank: int, on: Meshes) -> None:
+    """On meshes of their own, alike everywhere: rank 1 waits for those of rank 3, rank 0 for the rest of rank 1."""
+    model = seeded(lambda: Experts(0))
+    fully_shard(model.experts["e0"], mesh=on.across)
+    shard(model)
+    if rank == 3:
+        time.sleep(LATE)
+    step(model, rank)
+
+
+def inner_first(rank: int, on: Meshes) -> None:
+    """A unit that ran by itself as a root, on another mesh than an equal one elsewhere."""
+    model, alone = sharded(on.all), fully_shard(seeded(Block), mesh=on.half)
+    if rank >= 2:
+        alone(torch.ones(2, 6)).sum().backward()
+        time.sleep(LATE)
+    step(model, rank)
+    if rank < 2:
+        alone(torch.ones(2, 6)).sum().backward()
+
+
+LEGAL: list[Callable[[int, Meshes], None]] = [
+    slow_to_build, slow_to_run, stages, stages_of_unlike_neighbours, teacher_and_student, unsharded_in_another_order,
+    unsharded_before_the_rest, another_of_other_values, evaluated_before, in_mode_of_evaluation, frozen_copy,
+    trial_behind_trial, built_again_and_again, experts, inner_first,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", LEGAL, ids=lambda program: program.__name__)
+def test_ranks_that_rightly_differ_are_waited_for(program: Callable[[int, Meshes], None]) -> None:
+    def job(rank: int) -> None:
+        meshes = Meshes()
+        with signs_of_life():
+            program(rank, meshes)
+            dist.barrier()
+
+    run_ranks(4, job)
+
+
+# ---- ranks that never meet -----------------------------------------------------------------------------------
+
+
+def _error_of(rank: int, chosen: Callable[[int, Meshes], DeviceMesh], waiting: tuple[int, ...]) -> tuple[str, Any]:
+    """Of a forward; ranks that do not wait take part in it, and go on to live until all others were told."""
+    mesh = chosen(rank, Meshes())
+    store = control().store  # type: ignore[union-attr]
+    with signs_of_life():
+        model = sharded(mesh)
+        if rank in waiting:
+            with pytest.raises(RanksDisagree) as caught:
+                step(model, rank)
+            store.set(f"told {rank}", "")
+            found = str(caught.value), caught.value.by_rank
+        else:
+            step(model, rank)
+            found = "", {}
+        while not store.check([f"told {one}" for one in waiting]):
+            time.sleep(0.002)
+        return found
+
+
+def _axes(rank: int, on: Meshes) -> DeviceMesh:
+    return on.across if rank < 2 else on.half
+
+
+def _all_or_half(rank: int, on: Meshes) -> DeviceMesh:
+    return on.half if rank >= 2 else on.all
+
+
+def _by_itself(rank: int, on: Meshes) -> DeviceMesh:
+    """The last rank gives a mesh of itself: it trains, and nobody tells it."""
+    alone = [DeviceMesh("cpu", [one]) for one in range(4)]
+    return alone[3] if rank == 3 else on.all
+
+
+def _turned(rank: int, on: Meshes) -> DeviceMesh:
+    """Each rank waits for another one: nobody trains."""
+    pairs = [DeviceMesh("cpu", pair) for pair in ([0, 1], [1, 2], [2, 3], [0, 3])]
+    return pairs[rank]
+
+
+APART = {"axes": (_axes, (0, 1)), "all or half": (_all_or_half, (0, 1)), "by itself": (_by_itself, (0, 1, 2))}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_who_waits_in_vain_is_told_both_meshes(name: str) -> None:
+    chosen, waiting = APART[name]
+    found = run_ranks(4, _error_of, chosen, waiting)
+    mine = {"axes": r"cpu (2,) ('across',) of ranks [0, 2]"}.get(name, "cpu (4,) of ranks [0, 1, 2, 3]")
+    theirs = {"by itself": "cpu (1,) of ranks [3]"}.get(name, "cpu (2,) ('half',) of ranks [2, 3]")
+    expected = f"root: expected the same mesh on every rank, found {mine} on rank R and {theirs} on rank"
+    assert re.sub(r" on rank \d and", " on rank R and", found[0][0]).startswith(expected), found[0][0]
+    assert all("give fully_shard the same mesh" in found[rank][0] for rank in waiting)
+    by_rank: dict[int, str] = {}
+    for _, told in found:
+        by_rank |= told
+    assert {rank: text[-7:] for rank, text in by_rank.items()}[3 if name == "by itself" else 2] == theirs[-7:]
+
+
+def test_a_ring_of_ranks_each_of_which_waits_for_the_next() -> None:
+    found = run_ranks(4, _error_of, _turned, (0, 1, 2, 3))
+    assert all(text.startswith("root: expected the same mesh on every rank") for text, _ in found)
+
+
+def test_what_fails_is_compared_again_from_the_beginning() -> None:
+    """Another attempt of a rank is no evidence against those that did not try again yet."""
+
+    def job(rank: int) -> None:
+        on = Meshes()
+        chosen = _axes(rank, on)
+        with signs_of_life():
+            model = sharded(chosen)
+            if rank < 2:
+                with pytest.raises(RanksDisagree):
+                    step(model, rank)
+            else:
+                step(model, rank)
+                with pytest.raises(RanksDisagree):
+                    for _ in range(1000):
+                        time.sleep(0.01)
+                        control().domain((2, 3)).refuse_failure()  # type: ignore[union-attr]
+                time.sleep(LATE)
+            step(sharded(on.across), rank)
+            dist.barrier()
+
+    run_ranks(4, job)
+
+
+# ---- where nobody is asked -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_told_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domain, "PATIENCE_SECONDS", 50.0)
+
+    def job(rank: int) -> None:
+        on = Meshes()
+        here = control()
+        assert here is not None
+        with signs_of_life():
+            model = sharded(on.all)
+            if rank == 1:
+                time.sleep(0.2)
+            for _ in range(3):
+                step(model, rank)
+        assert not any(here.store.check([f"fullshard/{what}/{rank}"]) for what in ("roots", "accused"))
+
+    run_ranks(4, job)
+
+
+def test_one_rank_and_fake_groups_have_no_roster() -> None:
+    def job(rank: int) -> None:
+        assert control() is None
+        step(shard(seeded(Model)), rank)
+
+    run_ranks(1, job)
+    with fake_world(4):
+        assert control() is None
+        on = Meshes()
+        step(sharded(on.across), 0)
+
+
+def test_agree_none_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compared, and nothing is said to others."""
+    monkeypatch.setenv("FULLSHARD_AGREE", "none")
+
+    def job(rank: int) -> int:
+        on = Meshes()
+        with signs_of_life():
+            step(sharded(on.half), rank)
+            here = control()
+            assert here is not None
+            return len(here.roster._entries)
+
+    assert run_ranks(4, job) == [0] * 4
