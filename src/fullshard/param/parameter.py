@@ -184,10 +184,10 @@ def name_mixed(on: bool) -> None:
 @classmethod  # type: ignore[misc]
 def _named(cls: type, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     parameters = list(_sharded_in((args, *kwargs.values()) if kwargs else args))
-    for parameter in parameters:
-        # What DTensor does for a subclass is five times as slow, and writes to another object, whose version counts.
-        parameter.__class__ = DTensor  # type: ignore[assignment]
     try:
+        for parameter in parameters:
+            # What DTensor does for a subclass is five times as slow, and writes to another object, whose version counts.
+            parameter.__class__ = DTensor  # type: ignore[assignment]
         result = operation(*args, **(kwargs or {}))
     except RuntimeError as refusal:
         if MIXED not in str(refusal):
