@@ -186,7 +186,7 @@ def _named(cls: type, operation: Any, types: Any, args: Sequence[Any] = (), kwar
     parameters = list(_sharded_in((args, *kwargs.values()) if kwargs else args))
     try:
         for parameter in parameters:
-            # What DTensor does for a subclass is five times as slow, and writes to another object, whose version counts.
+            # DTensor's way for subclasses takes five times as long, and writes to another object, whose version counts.
             parameter.__class__ = DTensor  # type: ignore[assignment]
         result = operation(*args, **(kwargs or {}))
     except RuntimeError as refusal:
