@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import RanksDisagree, fully_shard
+from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks
 
 SIZE = 24
 # The documented bound; some two seconds where the machine is free.
 SECONDS = 10.0
 # Longer than a rank needs to be told of.
-SLOW = 3.5
+SLOW = 3.0
 
 
 class Training:
@@ -94,7 +95,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "all_gather_object": (object_gather, "in object_gather"),
     "broadcast": (broadcast_to, "in broadcast_to"),
 }
-QUICK = ("full_tensor", "all_reduce", "barrier")
+QUICK = ("full_tensor", "all_reduce")
 
 
 def _told(do: Callable[[], None]) -> tuple[str, float]:
@@ -128,7 +129,7 @@ def _undisturbed(rank: int, steps: int) -> list[Tensor]:
 
 
 def _compare(names: tuple[str, ...]) -> None:
-    by_rank = run_forks(2, _alone, (names,), 120)
+    by_rank = run_forks(2, _alone, (names,), 45)
     for name, (text, seconds), (told, _) in zip(names, by_rank[0][0], by_rank[1][0], strict=True):
         assert seconds < SECONDS, f"{name}: {seconds:.1f} s"
         assert f"found rank 1 in {name.split()[0].replace('norm', 'full_tensor')} (" in text, text
@@ -140,6 +141,12 @@ def _compare(names: tuple[str, ...]) -> None:
         assert all(torch.equal(mine, other) for mine, other in zip(state, plain, strict=True))
 
 
+@behaviour(
+    "a rank that is alone in a collective of torch's (`grad.full_tensor()`, all_reduce) is named to the others",
+    area="failures",
+    torch="none",
+    reason="torch hangs until the time limit of the process group",
+)
 def test_a_rank_alone_in_a_collective_is_named() -> None:
     _compare(QUICK)
 
@@ -163,7 +170,7 @@ def _question_and_meeting(rank: int) -> tuple[list[tuple[str, float]], list[Tens
 
 
 def test_who_waits_for_an_answer_is_told_and_told_again() -> None:
-    by_rank = run_forks(2, _question_and_meeting, (), 60)
+    by_rank = run_forks(2, _question_and_meeting, (), 40)
     ((first, again), _), ((other,), _) = by_rank
     for text, seconds in (first, again):
         assert seconds < SECONDS

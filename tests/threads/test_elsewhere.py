@@ -181,6 +181,133 @@ def test_a_thread_that_computes_is_nowhere() -> None:
     assert elsewhere._sight(threading.get_ident()) is None and elsewhere._sight(1) is None
 
 
+# ---- what a process says of itself ---------------------------------------------------------------------------
+
+
+class _Looked:
+    """A lookout whose thread is where the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sight: object = None
+        self.place: Place | None = PLACE
+        self.moves_on = False
+        self.faults: list[Any] = []
+        domain = SimpleNamespace(faults=lambda: self.faults)
+        self.control = SimpleNamespace(store=Store(), rank=1, domains={"any": domain})
+        self.lookout = elsewhere.Lookout(self.control)  # type: ignore[arg-type]
+        monkeypatch.setattr(elsewhere, "_sight", lambda thread: self.sight)
+        monkeypatch.setattr(elsewhere, "_place", lambda thread, control: self._find())
+
+    def _find(self) -> Place | None:
+        if self.moves_on:
+            self.sight = None
+        return self.place
+
+    def beat(self, sight: object) -> str:
+        self.sight = sight
+        self.lookout.look(1)
+        return self.control.store.get("fullshard/elsewhere/1").decode() if self.control.store else ""
+
+
+def test_who_stays_is_published_and_who_goes_on_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = _Looked(monkeypatch)
+    assert [looked.beat(None), looked.beat("a"), looked.beat("b")] == ["", "", ""]
+    assert json.loads(looked.beat("b")) == asdict(PLACE)
+    assert looked.beat("c") == ""
+    assert looked.beat("c") and looked.beat(None) == ""
+    looked.moves_on = True
+    looked.beat("d")
+    assert looked.beat("d") == ""
+
+
+def test_what_is_not_clear_at_once_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = _Looked(monkeypatch)
+    looked.place = None
+    assert [looked.beat("a"), looked.beat("a")] == ["", ""]
+    looked.place = PLACE
+    assert looked.beat("a")
+
+
+def test_the_rank_that_waits_is_told_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = _Looked(monkeypatch)
+    looked.faults.append(SimpleNamespace(kind="disagree", text="rank 0 runs layers in another order"))
+    for _ in range(3):
+        looked.beat("a")
+    assert not caplog.records, "its wait has nothing to do with that"
+    looked.faults.append(SimpleNamespace(kind="disagree", text=f"found rank 1 in all_reduce ({PLACE.line})"))
+    for _ in range(3):
+        looked.beat("a")
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 waits in all_reduce (train.py:7 in train) for ever: found rank 1 in all_reduce (train.py:7 in train)"
+    ]
+
+
+def _frame(file: str, name: str, back: Any = None, line: int = 7, **told: Any) -> Any:
+    code = SimpleNamespace(co_filename=file, co_name=name)
+    return SimpleNamespace(f_code=code, f_locals=told, f_back=back, f_lineno=line, f_lasti=2)
+
+
+USER = _frame("train.py", "train")
+WRAPPER = _frame(f"{elsewhere._TORCH}distributed/c10d_logger.py", "wrapper", USER)
+
+
+class _Process:
+    """A process with groups of ranks 1 and 2 ("a") and of ranks 0 to 2 ("b"), and what it has under way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, frame: Any, *under_way: tuple[str, int, str]) -> None:
+        self.a, self.b = SimpleNamespace(ranks=[1, 2]), SimpleNamespace(ranks=[0, 1, 2])
+        issued = [Recorded(group, number, call, 4, False) for group, number, call in under_way]
+        done = [Recorded("a", 1, "barrier", 4, True), Recorded("a", 2, "barrier", 5, False)]
+        monkeypatch.setattr(elsewhere, "issued_collectives", lambda: [*done, *issued])
+        monkeypatch.setattr(elsewhere, "known_groups", lambda: {"a": self.a, "b": self.b})
+        monkeypatch.setattr(elsewhere, "issued_at_most", lambda group: 9)
+        monkeypatch.setattr(elsewhere.dist, "get_process_group_ranks", lambda group: group.ranks)
+        monkeypatch.setattr(elsewhere.dist, "group", SimpleNamespace(WORLD=self.b))
+        monkeypatch.setattr(elsewhere.sys, "_current_frames", lambda: {4: frame})
+        self.control: Any = SimpleNamespace(rank=1, domains={0: SimpleNamespace(prefix="mesh.1", far=FAR)})
+
+    def place(self) -> Place | None:
+        return elsewhere._place(4, self.control)
+
+
+def test_the_place_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = _frame(elsewhere._C10D, "broadcast", WRAPPER, group=None, group_src=2, async_op=False)
+    process = _Process(monkeypatch, frame, ("a", 3, "all_reduce"), ("b", 6, "broadcast"), ("other", 9, "all_gather"))
+    assert process.place() == Place(1, "broadcast", "train.py:7 in train", "b", [0, 1, 2], 6, [2], {"mesh.1": FAR})
+    frame.f_locals.update(group=process.a, group_src=1)
+    found = process.place()
+    assert found is not None and (found.group, found.number, found.needs) == ("a", 3, [2])
+    frame.f_locals["async_op"] = True
+    assert process.place() is None
+
+
+def test_a_call_that_is_no_collective_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, name in ((elsewhere._C10D, "recv"), ("train.py", "all_reduce"), (elsewhere._FUNCTIONAL, "all_reduce")):
+        frame = _frame(file, name, USER, group=None)
+        assert _Process(monkeypatch, frame, ("b", 6, "all_reduce")).place() is None
+
+
+RESULT = _frame(
+    elsewhere._FUNCTIONAL, "trigger_wait", _frame(f"{elsewhere._TORCH}distributed/x.py", "full_tensor", USER)
+)
+WAIT = _frame(f"{elsewhere._TORCH}_ops.py", "__call__", _frame(elsewhere._FUNCTIONAL, "wait_tensor", RESULT))
+
+
+def test_the_place_of_a_wait_for_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _Process(monkeypatch, WAIT, ("b", 6, "all_gather"), ("b", 7, "all_gather")).place()
+    assert found == Place(1, "full_tensor", "train.py:7 in train", "b", [0, 1, 2], 6, [0, 2], {"mesh.1": FAR})
+    assert _Process(monkeypatch, WAIT, ("b", 6, "all_gather"), ("a", 3, "all_reduce")).place() is None
+    assert _Process(monkeypatch, WAIT, ("b", 6, "all_gather"), ("b", 7, "gather")).place() is None
+    assert _Process(monkeypatch, WAIT).place() is None
+
+
+def test_a_wait_for_a_message_of_one_rank_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = _frame(elsewhere._FUNCTIONAL, "wait_tensor", USER)
+    assert _Process(monkeypatch, wait, ("b", 6, "all_gather")).place() is None
+
+
 def test_what_torch_records(tmp_path: Any) -> None:
     """The numbers that all of this rests on: of collectives alone, in their order, with the thread that issued them."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)

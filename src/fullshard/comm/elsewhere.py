@@ -62,6 +62,8 @@ _CALLS = frozenset(
     + ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier")
     + ("broadcast", "scatter", "reduce", "gather")
 )
+# Methods of AsyncCollectiveTensor.
+_OF_RESULTS = ("wait", "trigger_wait")
 # By the recorder's names. Of the first ones every rank needs all others.
 _OF_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 # Everybody needs the root, but not the root everybody: it may have sent, and gone on.
@@ -112,9 +114,10 @@ class Lookout:
             self._warn(self._told)
         elif self._tries:
             self._tries -= 1
-            self._told = _place(thread, self._control)
-            if self._told is not None:
-                self._control.store.set(_key(self._control.rank), json.dumps(asdict(self._told)))
+            place = _place(thread, self._control)
+            if place is not None and _sight(thread) == seen:
+                self._told = place
+                self._control.store.set(_key(self._control.rank), json.dumps(asdict(place)))
 
     def _warn(self, place: Place) -> None:
         """Say in this process, too, why it hangs: its wait ends with the connections of the user's group alone."""
@@ -122,7 +125,7 @@ class Lookout:
             return
         for domain in list(self._control.domains.values()):
             for fault in domain.faults():
-                if fault.kind == "disagree" and fault.rank != place.rank:
+                if fault.kind == "disagree" and place.line in fault.text:
                     self._warned = True
                     _log.error("rank %d waits in %s (%s) for ever: %s", place.rank, place.call, place.line, fault.text)
                     return
@@ -203,7 +206,11 @@ def _waits(thread: int) -> FrameType | None:
     code: CodeType = frame.f_code
     if code.co_filename == _C10D:
         return frame if code.co_name in _CALLS else None
-    return frame if code.co_filename == _FUNCTIONAL and code.co_name == "wait_tensor" else None
+    by = frame.f_back.f_code if frame.f_back is not None else None
+    # Only results of collectives are tensors of that class; `wait_tensor` by itself may be for a message of one rank.
+    is_wait = code.co_filename == _FUNCTIONAL and code.co_name == "wait_tensor"
+    is_wait = is_wait and by is not None and by.co_filename == _FUNCTIONAL and by.co_name in _OF_RESULTS
+    return frame if is_wait else None
 
 
 def _sight(thread: int) -> object:
@@ -232,13 +239,16 @@ def _place(thread: int, control: Control) -> Place | None:
         group = told.get("group") or dist.group.WORLD
         under_way = [one for one in under_way if groups[one.group] is group][-1:]
         root = told.get("group_src", told.get("group_dst"))
-    if len(under_way) != 1:
+    if len({one.group for one in under_way}) != 1:
         return None  # which of them it waits for cannot be told
+    # Of several of one group it may wait for any: who has not come to the first has come to none.
     collective = under_way[0]
     ranks = dist.get_process_group_ranks(groups[collective.group])
+    needs, *more = (_needs(one.call, control.rank, ranks, None if root is None else ranks[root]) for one in under_way)
+    if any(other != needs for other in more):
+        return None
     call, line = _called(frame)
     far = {domain.prefix: domain.far for domain in list(control.domains.values())}
-    needs = _needs(collective.call, control.rank, ranks, None if root is None else ranks[root])
     return Place(control.rank, call, line, collective.group, ranks, collective.number, needs, far)
 
 

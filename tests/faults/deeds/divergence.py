@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -181,6 +182,42 @@ def full_state(run: Run) -> None:
 def full_state_of_all(run: Run) -> None:
     if not run.plain:
         full_state(run)
+
+
+def gradient_full_tensor(run: Run) -> None:
+    """As a log of gradient norms has it."""
+    parameter(run, "layers.1.up.weight").grad.full_tensor()
+
+
+def gradient_norm(run: Run) -> None:
+    parameter(run, "layers.1.up.weight").grad.norm().full_tensor()
+
+
+def state_full_tensor(run: Run) -> None:
+    run.optimizer.state[parameter(run, "layers.1.up.weight")]["exp_avg"].full_tensor()
+
+
+def all_reduce(run: Run) -> None:
+    """Of a loss, as a log has it."""
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+def barrier(run: Run) -> None:
+    torch.distributed.barrier()
+
+
+def object_gather(run: Run) -> None:
+    torch.distributed.all_gather_object([None] * run.setup.world, {"loss": 1.0})
+
+
+def all_reduce_of_all(run: Run) -> None:
+    """Begun before a forward by rank 0, which the others finish long before it looks."""
+    if run.plain:
+        return
+    if run.rank == 2:
+        time.sleep(4)
+    work = torch.distributed.all_reduce(torch.ones(1), async_op=run.rank == 0)
+    run.kept["under way"] = work
 
 
 def other_full_tensor(run: Run) -> None:

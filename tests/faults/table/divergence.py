@@ -7,6 +7,7 @@ from typing import Any
 from tests.faults.actions import Action, evaluate, repeat_layer, skip_layer, swap_layers
 from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Setup, Warns, at
 from tests.faults.deeds import divergence as do
+from tests.faults.table.elsewhere import ELSEWHERE
 from tests.threads.programs import of_blocks
 
 # What follows is within this of the strike: some seconds of waiting, and the other ranks' own steps.
@@ -342,4 +343,4 @@ STANDING = (
         (at(0, "step", do.zero_grad_left_out),),
     ),
 )
-CASES: tuple[Case, ...] = (*ORDER, *GRADIENTS, *COUNTS, *SETTINGS, *STANDING)
+CASES: tuple[Case, ...] = (*ORDER, *GRADIENTS, *COUNTS, *SETTINGS, *STANDING, *ELSEWHERE)
