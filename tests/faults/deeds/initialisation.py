@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from tests.faults.actions import Action, local
-from tests.faults.program import Run
+from tests.faults.program import Run, steps
 from tests.harness.models import seeded
 from tests.threads.programs import WIDTH, Block, Model
 
@@ -240,6 +241,44 @@ def list_as_root(run: Run) -> None:
     run.impl.fully_shard([run.model.embedding, run.model.head])
     run.shard = lambda **_: None  # type: ignore[method-assign]
     run.model.embedding(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def apart(mesh: Callable[[Run], Any]) -> Action:
+    """This rank gives `mesh`, whose ranks are not those of its peers'."""
+
+    def action(run: Run) -> None:
+        run.kept["apart"] = True
+        shard_as(mesh=mesh)(run)
+
+    return action
+
+
+def until_told(run: Run) -> None:
+    """As `train`; where ranks are apart some train at once, which have to hear of it."""
+    run.build()
+    begun = time.monotonic()
+    while run.kept.get("apart") and time.monotonic() - begun < 15:
+        run.step = 0
+        run.one_step()
+    steps(run)
+
+
+def another_axis(run: Run) -> Any:
+    """Ranks 0 and 1 give the first axis of two by two, the others the second one."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    return both["data" if run.rank < 2 else "model"]
+
+
+def half_of_all(run: Run) -> Any:
+    """Ranks 0 and 1 give all ranks, the others theirs alone."""
+    everyone = init_device_mesh("cpu", (4,))
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    return everyone if run.rank < 2 else halves["model"]
+
+
+def alone_on_another_axis(run: Run) -> Any:
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    return both["model" if run.rank == 3 else "data"]
 
 
 def mesh_of_another_rank(run: Run) -> Any:

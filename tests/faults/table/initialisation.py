@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.faults.actions import Action
 from tests.faults.cases import PLAIN, Case, Equal, Raises, Setup, at
 from tests.faults.deeds import initialisation as do
+from tests.faults.program import Run
 from tests.threads.programs import PROGRAMS, of_blocks
 
 WORLD_OF_3 = Setup(world=3)
@@ -16,6 +18,13 @@ def _differs(name: str, does: str, event: str, action: Action, *words: str, **mo
     """Rank 1 alone does it; all ranks have to say what differs, and between which ranks."""
     wanted = Raises("RanksDisagree", (*words, "rank 1"), within=more.pop("within", 5.0))
     return Case(f"init/{name}", does, wanted, (at(-1, event, action, rank=1),), **more)
+
+
+def _apart(name: str, does: str, mesh: Callable[[Run], Any], *words: str) -> Case:
+    """Four ranks, of which some wait for others that are not on the same mesh: all hear of it."""
+    wanted = Raises("RanksDisagree", ("expected the same mesh", *words, "same axis"), within=8.0)
+    struck = (at(-1, "built", do.apart(mesh)),)
+    return Case(f"init/{name}", does, wanted, struck, Setup(world=4), program=do.until_told, limit=30.0)
 
 
 def _refused(name: str, does: str, event: str, action: Action, error: str, *words: str, **more: Any) -> Case:
@@ -292,6 +301,27 @@ CASES: tuple[Case, ...] = (
         Raises("ValueError", ("mesh", "rank 1"), on=(1,)),
         (at(-1, "built", do.shard_as(mesh=do.mesh_of_another_rank)),),
         fast=True,
+    ),
+    _apart(
+        "another_axis",
+        "ranks 2 and 3 give another axis of the mesh than ranks 0 and 1",
+        do.another_axis,
+        r"ranks \[2, 3\] on rank [23]",
+        r"'data'.*'model'",
+    ),
+    _apart(
+        "half_of_the_ranks",
+        "ranks 2 and 3 give a mesh of themselves, ranks 0 and 1 one of all",
+        do.half_of_all,
+        r"ranks \[0, 1, 2, 3\] on rank [01]",
+        r"ranks \[2, 3\] on rank",
+    ),
+    _apart(
+        "one_on_another_axis",
+        "rank 3 alone gives another axis of the mesh",
+        do.alone_on_another_axis,
+        r"ranks \[2, 3\] on rank 3",
+        "'data'",
     ),
     Case(
         "init/uneven_columns",
