@@ -131,7 +131,9 @@ def _has_accelerator() -> bool:
 
 def _limited(item: pytest.Item, stage: str) -> Generator[None, Any, Any]:
     mark = item.get_closest_marker("hang_after")
-    seconds = float(mark.args[0]) if mark else HANG_SECONDS.get(_tier(item) or "", 60.0)
+    # In the full profile a property has thirty times as many examples.
+    explores = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+    seconds = float(mark.args[0]) if mark else HANG_SECONDS.get(_tier(item) or "", 60.0) * (20 if explores else 1)
     if item.config.getoption("--record-behaviours"):
         case = recording.case_of_item(item)
         if case is not None and case.only_when_written:

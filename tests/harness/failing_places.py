@@ -119,8 +119,8 @@ def _tensor_hook(module: nn.Module, error: Error) -> Disarm:
 
 def _node_hook(module: nn.Module, error: Error) -> Disarm:
     def hook(out: Tensor) -> None:
-        assert out.grad_fn is not None
-        out.grad_fn.register_hook(raising(error))
+        # A module that returns what it was given may return a leaf, whose node outlives this backward.
+        (out if out.grad_fn is None else out.grad_fn).register_hook(raising(error))
 
     return _of_output(hook)(module)
 

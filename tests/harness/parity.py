@@ -230,6 +230,7 @@ def train_beside_oracle(
     *,
     local: bool = True,
     replicas: int = 1,
+    reordered: bool = False,
     disturb: Callable[[Any, int, int], None] | None = None,
     lasting: bool = False,
     prepare: Callable[[Any, int], None] | None = None,
@@ -238,7 +239,8 @@ def train_beside_oracle(
     """Train on this rank; rank 0 compares with the oracle at every step. What training left, full, on every rank.
 
     `disturb(model, step, rank)` is called before the micro-batches of a step; `prepare(model, step)` before that, for
-    the oracle's models too. `lasting`: what is frozen may stay full between steps. `fully_shard`: as `Ours` takes it.
+    the oracle's models too. `reordered`: gradients are not added rank after rank. `lasting`: what is frozen may stay
+    full between steps. `fully_shard`: as `Ours` takes it.
     """
     ours = Ours(spec, local=local, replicas=replicas, fully_shard=fully_shard)
     oracle = Oracle(spec, world, replicas) if rank == 0 else None
@@ -262,7 +264,7 @@ def train_beside_oracle(
             assert not missing, f"step {step}: gradients of {sorted(missing)} on one side only"
             for name, gradient in expected.items():
                 allowed = max(eps, oracle.rounding)
-                if (replicas > 1 or oracle.rounding) and gradient.numel():
+                if (replicas > 1 or reordered or oracle.rounding) and gradient.numel():
                     # Added or rounded in another order than the oracle's: what counts is the size of what is added,
                     # which may be much larger than the sum.
                     allowed *= max(1.0, 2 * oracle.largest[name] / max(gradient.abs().max().item(), 1e-30))

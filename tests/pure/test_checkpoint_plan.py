@@ -125,7 +125,8 @@ def test_what_is_taken_puts_a_wanted_part_together(data: st.DataObject) -> None:
     wanted = Box(offsets, lengths)
     full = torch.arange(math.prod(shape)).view(shape)
     parts = sorted({local_box(shape, mesh, c, cuts) for c in itertools.product(*map(range, mesh))})
-    memory = [full[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in parts]
+    # As in files: `reshape` alone leaves one column where it is.
+    memory = [full[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].contiguous().reshape(-1) for box in parts]
     out = torch.full(lengths, -1)
     for take in takes(wanted, parts):
         read = memory[take.part][take.first : take.stop]

@@ -80,11 +80,11 @@ class Executor:
                 self._checker.command(command.kind, command.unit.name)
             for listener in self.listeners:
                 listener(command)
-            for domain in self.domains:
-                domain.doing = command.told
-                if domain.failure is not None:
-                    domain.refuse_failure()
             try:
+                for domain in self.domains:
+                    domain.doing = command.told
+                    if domain.failure is not None:
+                        domain.refuse_failure()
                 if profiling():
                     with record_function(f"fullshard::{command.kind} ({command.unit.name})"):
                         self._actions[command.kind](self.units[command.unit.index])
@@ -99,18 +99,21 @@ class Executor:
     def _unwind(self, commands: Sequence[Command]) -> None:
         """The first of `commands` failed; the rules have noted all of them as done, and so does who checks them.
 
-        A failed step is discarded by the next report. Only what belongs to the end of a backward has no other
-        report to wait for: for the rules that backward is over.
+        A failed step is discarded by the next report, which goes by what was noted. So what is noted as given back is
+        given back, the first one too, which may have been refused because a peer failed; and of what is noted as
+        having arrived no message stays, which the next gather would wait for. The end of a backward has no other report
+        to wait for: for the rules that backward is over.
         """
         if self._checker is not None:
             for command in commands[1:]:
                 self._checker.command(command.kind, command.unit.name)
-        if commands[-1].kind != "finish":
-            return
-        for command in commands[1:]:
+        for command in commands:
             if command.kind in ("free", "drop", "shelve"):
                 self._actions[command.kind](self.units[command.unit.index])
-        self._discard(self.units[commands[-1].unit.index])
+            elif command.kind == "wait":
+                self._drop(self.units[command.unit.index])
+        if commands[-1].kind == "finish":
+            self._discard(self.units[commands[-1].unit.index])
 
     def hop_nbytes(self, hop: Hop) -> int:
         """Bytes of messages that follow a first one and are under way: between nodes, or the ranks that replicate."""
