@@ -85,7 +85,8 @@ _items = st.lists(
         Item,
         st.sampled_from([UNIT, PARAMETER]),
         st.text(max_size=3),
-        st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=3).map(
+        # A fact has a name: without one a difference is of the item as a whole.
+        st.dictionaries(st.text(min_size=1, max_size=3), st.text(max_size=3), max_size=3).map(
             lambda facts: dict(sorted(facts.items()))
         ),
     ),
