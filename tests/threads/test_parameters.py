@@ -468,3 +468,11 @@ def test_backwards_that_reach_a_sharded_parameter_are_autograds() -> None:
             torch.autograd.grad(x.sum(), list(plain.parameters()))
 
     run_ranks(WORLD, job)
+
+
+def test_a_trace_of_torchs_leaves_backwards_followed() -> None:
+    """torch.compiler patches the same function, and puts back what `torch.autograd.graph` had."""
+    run_ranks(1, lambda rank: sharded() and None)
+    followed = torch.autograd._engine_run_backward
+    assert torch.autograd.graph._engine_run_backward is followed
+    assert followed.__module__.startswith("fullshard.")

@@ -18,8 +18,9 @@ def watch_backwards(
     """From now on each backward that is called from Python, by `backward` or `autograd.grad`, is told of: before it,
     `begins(outputs, inputs)`, where it is asked for the gradients of `inputs`, and may be refused there; and
     `raised(error)` when it ended so, in the thread that called it. `outputs`: tensors or graph edges."""
-    module: Any = torch.autograd
-    run: Callable[..., Any] | None = getattr(module, "_engine_run_backward", None)
+    # In both modules that have it: torch's tracing puts another one there for a while, and back what the second had.
+    modules: tuple[Any, ...] = (torch.autograd, torch.autograd.graph)
+    run: Callable[..., Any] | None = getattr(torch.autograd, "_engine_run_backward", None)
     if run is None:
         return
 
@@ -34,7 +35,8 @@ def watch_backwards(
             raised(error)
             raise
 
-    module._engine_run_backward = ran
+    for module in modules:
+        module._engine_run_backward = ran
 
 
 def reaches(outputs: Sequence[Any], tensors: Iterable[Tensor]) -> bool:
