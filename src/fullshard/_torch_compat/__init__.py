@@ -20,13 +20,13 @@
     ProcessGroup._get_backend, Backend.         memory that a backend wants its messages in is had from 2.13
     supports_tensor_alloc, .allocate_tensor     it alone
     distributed_c10d._get_default_store         the one thing that all ranks share and that is no       2.13
-                                                collective (comm/control.py)
+                                                collective (guard/watch.py)
     ProcessGroup(store, rank, size),            groups that can be replaced when a peer failed; those of    2.13
     ._register_backend, ._set_default_backend,  new_group live under names that may come again with
-    ._set_group_name, ._device_types, .options  what older ones left in the store (comm/lines.py)
+    ._set_group_name, ._device_types, .options  what older ones left in the store (comm/data_group.py)
     _C._distributed_c10d._dump_fr_trace_json,   what a process is in, where a rank waits in a collective    2.13
     ProcessGroup._get_sequence_number_for_      of the user's that the others do not take: read when it
-    group, distributed_c10d._world.pg_names     waits, so nothing is wrapped (comm/elsewhere.py)
+    group, distributed_c10d._world.pg_names     waits, so nothing is wrapped (guard/watch.py)
     tensor._post_accumulate_grad_hooks,         hooks of the sharded parameter are ours to run          2.13
     ._backward_hooks
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
@@ -110,10 +110,10 @@ from .dtensor import (
 )
 from .groups import (
     Recorded,
+    active_collectives,
     allocate_for,
     default_store,
-    issued_at_most,
-    issued_collectives,
+    issued_by_group,
     known_groups,
     launch_together,
     same_group,
@@ -140,6 +140,7 @@ __all__ = [
     "TorchMixedPrecisionPolicy",
     "TorchOffloadPolicy",
     "TorchUnshardHandle",
+    "active_collectives",
     "all_hold",
     "allocate_for",
     "applied_apis",
@@ -157,8 +158,7 @@ __all__ = [
     "hand_over_hooks",
     "in_transform",
     "is_view_of_its_input",
-    "issued_at_most",
-    "issued_collectives",
+    "issued_by_group",
     "keeping_versions",
     "keeps_graph",
     "known_groups",

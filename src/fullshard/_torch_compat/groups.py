@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -51,10 +51,13 @@ def timeout_of(process_group: ProcessGroup) -> float:
     return 1800.0
 
 
-def same_group(like: ProcessGroup, ranks: Sequence[int], device: torch.device, name: str) -> ProcessGroup:
+def same_group(
+    like: ProcessGroup, ranks: Sequence[int], device: torch.device, store: dist.Store, name: str, seconds: float
+) -> ProcessGroup:
     """A process group of `ranks`, those of `like`, with connections of its own, known to nobody but the caller: it ends
-    with its last reference. `name`: never used before, the same on all of its ranks. gloo and NCCL."""
-    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    with its last reference. `name`: never used before, the same on all of its ranks; `store`: through which they find
+    each other; `seconds`: its time limit. gloo and NCCL."""
+    store = dist.PrefixStore(name, store)
     rank, size = like.rank(), len(ranks)
     made = cast(Any, ProcessGroup)(store, rank, size)
     kinds = ProcessGroup.BackendType
@@ -62,8 +65,8 @@ def same_group(like: ProcessGroup, ranks: Sequence[int], device: torch.device, n
         options = cast(Any, like._get_backend(device)).options
         backend, kind = cast(Any, dist).ProcessGroupNCCL(store, rank, size, options), kinds.NCCL
     else:
-        timeout = cast(Any, like._get_backend(device)).options._timeout
-        backend, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, timeout), kinds.GLOO
+        limit = timedelta(seconds=seconds)
+        backend, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, limit), kinds.GLOO
     backend._set_sequence_number_for_group()
     made._register_backend(device, kind, backend)
     made._set_default_backend(kind)
@@ -72,43 +75,54 @@ def same_group(like: ProcessGroup, ranks: Sequence[int], device: torch.device, n
 
 
 class Recorded(NamedTuple):
-    """A collective that this process issued, over the process group of that name, by that thread (its `get_ident`): the
-    `number`th of the group. Only collectives count, so it has that number on all ranks of the group. `call`: as the
-    backend names it, "all_gather". `is_over`: the backend has finished it."""
+    """A collective that this process issued and that is not over, over the process group of that name, by that thread
+    (its `get_ident`): the `number`th of the group, as on all of its ranks. `call`: as the backend names it."""
 
     group: str
     number: int
     call: str
     thread: int
-    is_over: bool
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it ends on no rank before all have come."""
+        return self.call in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
-def issued_collectives() -> list[Recorded]:
-    """The last collectives of this process over gloo (2,000 of them, TORCH_FR_BUFFER_SIZE), oldest first. Empty where
-    torch does not record them. Some 40 ms when there are so many."""
+def _recorded(*, active: bool) -> list[dict[str, Any]]:
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    entries = json.loads(dump()).get("entries", ()) if dump is not None else ()
+    entries = json.loads(dump(True, active)).get("entries", ()) if dump is not None else ()
+    return [entry for entry in entries if not entry["is_p2p"]]
+
+
+def active_collectives() -> list[Recorded]:
+    """The collectives of this process that are not over, oldest first, as torch's flight recorder has them (gloo; empty
+    with TORCH_FR_BUFFER_SIZE=0)."""
     return [
         Recorded(
             entry["process_group"][0],
             entry["collective_seq_id"],
             entry["profiling_name"].rpartition(":")[2],
             int(entry["thread_id"]),
-            entry["retired"],
         )
-        for entry in entries
-        if not entry["is_p2p"]
+        for entry in _recorded(active=True)
+        if not entry["retired"]
     ]
 
 
-def issued_at_most(process_group: ProcessGroup) -> int:
-    """How many collectives this process issued over the host's backend of `process_group`; gloo counts messages to one
-    rank with them. Very many where that is not known."""
-    try:
-        backend = cast(Any, process_group._get_backend(torch.device("cpu")))
-        return int(backend._get_sequence_number_for_group())
-    except RuntimeError:
-        return sys.maxsize
+def issued_by_group() -> dict[str, int]:
+    """How many collectives this process has issued over each group that torch.distributed made, at most."""
+    recorded = {entry["process_group"][0]: int(entry["collective_seq_id"]) for entry in _recorded(active=False)}
+    found = {}
+    for name, group in known_groups().items():
+        try:
+            backend = cast(Any, group._get_backend(torch.device("cpu")))
+            # gloo counts messages to one rank with them; the recorder may have dropped some.
+            counted = int(backend._get_sequence_number_for_group())
+        except RuntimeError:
+            continue
+        found[name] = min(counted, recorded.get(name, counted))
+    return found
 
 
 def known_groups() -> dict[str, ProcessGroup]:

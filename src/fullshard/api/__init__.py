@@ -1,7 +1,7 @@
 """The public surface: thin, and the only place that raises errors about what the caller gave."""
 
-from ..comm import PeerFailed as PeerFailed
-from ..comm import RanksDisagree as RanksDisagree
+from ..guard import PeerFailed as PeerFailed
+from ..guard import RanksDisagree as RanksDisagree
 from .check_gradients import GradientCheck as GradientCheck
 from .check_gradients import NonFiniteError as NonFiniteError
 from .check_gradients import check_gradients as check_gradients

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import published_state
-from ..comm import attend, block_of, has_peers, mesh_links
+from ..comm import attend, block_of, mesh_links
+from ..guard import watch
 from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
-from ..runtime.announced import expect
 from ..runtime.by_hand import own_parameters
 from ..runtime.direct_calls import name_direct_calls
 from ..runtime.hooks import UnitHooks
@@ -111,15 +111,15 @@ def fully_shard(
         parts = [_kept_in_blocks(part, degree) for part in parts]
     move_unsharded(modules, ignored, device)
     validate.mark_owner(found, name)
+    guarded = watch()
     unit = Unit(
         roots,
         parts,
         device=device,
         policy=mp_policy,
         reshard_after_forward=reshard,
-        note_values=options.agree == "all" and has_peers(),
+        note_values=guarded is not None and guarded.settings.mode == "full",
     )
-    expect(unit)
     own_parameters(unit)
     UnitHooks(unit)
     note_replaced(unit, found)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm import RanksDisagree, ask, broadcast_over, domain_of, sum_over, tell
-from ..layout import Item, first_difference, structure
+from ..comm import broadcast_over, sum_over
+from ..guard import Item, RanksDisagree, ask, first_difference, scope_of, structure, tell
 from ..param import can_digest, local_data
 from ..runtime.describe import ranks_of
 from ..runtime.drift import Drift as Drift
@@ -116,8 +116,8 @@ def _check_kinds(tensors: dict[str, Tensor]) -> None:
 
 
 def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
-    domain = domain_of(ranks_of(mesh))
-    if domain is None:
+    scope = scope_of(ranks_of(mesh))
+    if scope is None:
         return
     items = [
         Item("tensor", name, {"shape": str(tuple(local.shape)), "dtype": str(local.dtype).removeprefix("torch.")})
@@ -125,8 +125,8 @@ def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
         for local in (local_data(tensor),)
     ]
     text = structure.dumps(items)
-    if ask(domain, "the tensors of sync_module_states", text) is not None:
-        told = tell(domain, "these tensors in full", text)
+    if ask(scope, "the tensors of sync_module_states", text) is not None:
+        told = tell(scope, "these tensors in full", text)
         difference = first_difference({rank: structure.loads(text) for rank, text in told.items()})
         assert difference is not None
         raise RanksDisagree(difference.text, what=difference.item.name)

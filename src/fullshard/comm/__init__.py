@@ -4,29 +4,19 @@
 nodes), `hierarchical` (reductions over these), `gather` and `reduce` (strategies over them), `reduction` (what these
 make), `replicate` (what follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small
 messages by which ranks come to one answer), `broadcast` (tensors of one rank to all), `messages` (texts, on a group of
-their own), `control` (what ranks tell each other besides tensors, when they fail or have to agree; no collective),
-`asking` (the same about long texts), `roster` (what a rank trains, for those who wait for it in vain).
+their own), `data_group` (process groups that can be cut when a peer failed).
 """
 
 from .agree import agreed as agreed
+from .agree import alike as alike
 from .agree import joining_groups as joining_groups
 from .agree import least_over as least_over
 from .agree import sum_over as sum_over
 from .agree import told_by_one as told_by_one
-from .asking import ask as ask
-from .asking import tell as tell
 from .blocks import block_of as block_of
 from .broadcast import broadcast_over as broadcast_over
-from .control import control as control
-from .control import domain_of as domain_of
-from .control import has_peers as has_peers
-from .control import is_current as is_current
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
-from .domain import Domain as Domain
-from .errors import PeerFailed as PeerFailed
-from .errors import RanksDisagree as RanksDisagree
-from .errors import shown_ranks as shown_ranks
 from .extension import ExtensionGather as ExtensionGather
 from .gather import CastGather as CastGather
 from .gather import GatherChannel as GatherChannel
@@ -56,4 +46,3 @@ from .reduction import Dtypes as Dtypes
 from .reduction import Hop as Hop
 from .reduction import ReduceChannel as ReduceChannel
 from .reduction import Reduction as Reduction
-from .roster import Absence as Absence

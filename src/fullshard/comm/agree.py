@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..guard import Scope
+from .data_group import DataGroup
 from .group import all_reduce_over
 
 _TEXT_NBYTES = 1000
@@ -33,6 +36,25 @@ def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType) 
         if mesh.size(axis) > 1:
             all_reduce_over(values, mesh.get_group(axis), op)
     return values
+
+
+def alike(scope: Scope, said: str) -> bool | None:
+    """Whether `said` is the same on all ranks of `scope`, all of which make this call: by 16 bytes over each axis of
+    its mesh. None where there are no connections for that: on a device, where the host would have to wait for all that
+    is under way there, and before a root formed.
+    """
+    groups = [group for group in scope.groups.values() if isinstance(group, DataGroup) and group.purpose == "check"]
+    if not groups:
+        return None
+    value = int.from_bytes(hashlib.blake2s(said.encode(), digest_size=8).digest(), "big") >> 2
+    extremes = torch.tensor([value, -value])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    # Along one axis after the other; data groups were opened in the order of the mesh's axes.
+    for group in groups:
+        group.issue(group.group.allreduce, [extremes], options).wait()
+    most, least = extremes.tolist()
+    return bool(most == -least)
 
 
 def least_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .asking import ask
-from .control import domain_of
+from ..guard import ask, scope_of
 from .group import Block, ShardGroup, other_backend
 
 # By the process group of the axis that shards, with which they go; then by ranks and degree.
@@ -38,10 +37,10 @@ def block_of(mesh: DeviceMesh, degree: int, device: torch.device) -> Block:
 
 def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> DeviceMesh:
     # Ranks that made no groups would be waited for.
-    domain = domain_of(tuple(sorted(ranks.flatten().tolist())))
+    scope = scope_of(tuple(sorted(ranks.flatten().tolist())))
     degree = ranks.size(1)
-    if domain is not None:
-        ask(domain, f"fully_shard(..., reshard_after_forward={degree})", "")
+    if scope is not None:
+        ask(scope, f"fully_shard(..., reshard_after_forward={degree})", "")
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     # Only the members take part, so a mesh over some ranks (a pipeline stage) needs nothing of the others.
     groups = [

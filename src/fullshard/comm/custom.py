@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..policy import CustomComm
+from .data_group import DataGroup
 from .group import SUM, ShardGroup, Work
-from .lines import Line
 from .pool import BufferPool, Slot
 
 
@@ -26,9 +26,9 @@ class CustomGroup(ShardGroup):
         self._comm = comm
 
     @property
-    def line(self) -> Line | None:  # type: ignore[override]
+    def data_group(self) -> DataGroup | None:  # type: ignore[override]
         """That of the same ranks."""
-        return self._inner.line
+        return self._inner.data_group
 
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         # From this rank's place in the output: both ends of the message are memory that `comm` allocated.

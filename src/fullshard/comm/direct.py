@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..layout import ReduceLayout, launches
 from ..policy import Scale
+from .data_group import drain
 from .group import Message, ShardGroup, Work
-from .lines import drain
 from .message import MessageReduce, sum_of_rows
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .data_group import drain
 from .group import ShardGroup, Work
-from .lines import drain
 
 
 class Extension(Protocol):

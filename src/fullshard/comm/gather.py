@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..layout import GatherPlan, Pack
+from .data_group import drain
 from .group import ShardGroup, Work
-from .lines import drain
 from .pool import BufferPool, Slot
 
 

@@ -30,12 +30,10 @@ from torch.distributed.distributed_c10d import (
 )
 
 from .._torch_compat import launch_together
+from ..guard import Scope, scope_of
 from ..layout import NodeGrid, groups_messages, joins_exchanges, sends_in_pairs
 from . import pairs
-from .control import control, domain_of
-from .domain import Domain
-from .lines import Line, can_cut, open_line, stand_in
-from .monitor import watch_over
+from .data_group import DataGroup, can_cut, data_group, open_data_group
 from .pairs import Work as Work
 
 # Dtypes that every backend has collectives for; others (float8 and int16 weights, complex numbers on NCCL) travel as
@@ -74,7 +72,7 @@ class ShardGroup:
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         # The mesh's, or made in its place for a purpose.
         self.origin = process_group
-        self.line: Line | None = None
+        self.data_group: DataGroup | None = None
         self.device = device
         self.world = process_group.size()
         self.rank = process_group.rank()
@@ -87,17 +85,20 @@ class ShardGroup:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """What messages go over now: the line's, where one was opened."""
-        return self.origin if self.line is None else self.line.group
+        return self.origin if self.data_group is None else self.data_group.group
 
-    def open_line(self, domain: Domain, purpose: str = "data") -> None:
+    def open(self, scope: Scope, purpose: str = "data") -> None:
         """From now on messages go over connections that can be cut. All ranks of the group make this call."""
-        self.line = open_line(domain, self.origin, self.device, self.backend, purpose)
+        self.data_group = open_data_group(scope, self.origin, self.device, self.backend, purpose)
         if purpose == "data":
-            # Apart, because ranks may be at different messages of the model when one of them sends a small one.
-            open_line(domain, self.origin, self.device, self.backend, "small")
+            # Apart, because ranks may be at different messages of the model when one of them sends a small one; and
+            # what is compared before a message has one size, whatever the message is.
+            open_data_group(scope, self.origin, self.device, self.backend, "small")
+            if self.device.type == "cpu":
+                open_data_group(scope, self.origin, self.device, self.backend, "check")
 
     def _send(self, call: Callable[..., Any], *args: Any) -> Work:
-        return call(*args) if self.line is None else self.line.issue(call, *args)
+        return call(*args) if self.data_group is None else self.data_group.issue(call, *args)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -127,9 +128,9 @@ class ShardGroup:
         return self._send_each(pairs.exchange_each, arriving, leaving, tag)
 
     def _send_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
-        if self.line is None:
+        if self.data_group is None:
             return call(self.process_group, *args)
-        return self.line.issue_each(call, self.process_group, *args)
+        return self.data_group.issue_each(call, self.process_group, *args)
 
     def exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int] = ()) -> Work:
         """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r.
@@ -196,7 +197,7 @@ class Alone(ShardGroup):
     """This rank by itself, for parameters that are not cut: there is nobody to send anything to."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
-        self.line = None
+        self.data_group = None
         self.device = device
         self.world, self.rank = 1, 0
         self.backend = backend
@@ -245,18 +246,18 @@ class Links(NamedTuple):
         """The group over which gradients are cut."""
         return self.reduce or self.shard
 
-    def open(self, domain: Domain) -> None:
-        """Open the lines of all of its groups."""
+    def open(self, scope: Scope) -> None:
+        """Open the data groups of all of its groups."""
         for group in (self.shard, self.replicate):
             if group is not None and group.world > 1:
-                group.open_line(domain)
+                group.open(scope)
         if self.block is not None:
-            self.block.group.open_line(domain, "block")
+            self.block.group.open(scope, "block")
         if self.reduce is not None:
-            self.reduce.open_line(domain, "reduce")
+            self.reduce.open(scope, "reduce")
         if self.nodes is not None:
-            self.nodes.within.open_line(domain, "within")
-            self.nodes.across.open_line(domain, "across")
+            self.nodes.within.open(scope, "within")
+            self.nodes.across.open(scope, "across")
 
     @property
     def ranks(self) -> int:
@@ -279,10 +280,10 @@ def mesh_links(mesh: DeviceMesh, device: torch.device, *, shards: bool = True) -
 
 def attend(links: Links) -> None:
     """From now on the others can tell when this process ends, or gives no sign of life: also before its first step."""
-    here = control()
-    if here is not None and can_cut(links.shard.backend):
-        domain_of(links.everyone)
-        watch_over(here)
+    if can_cut(links.shard.backend):
+        scope = scope_of(links.everyone)
+        if scope is not None:
+            scope.watch.begin()
 
 
 def all_reduce_over(
@@ -295,18 +296,32 @@ def all_reduce_over(
     """
     elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
     moved = tensor if elsewhere is None else tensor.to(elsewhere)
-    # Over the line in its place: with a peer that failed this raises, where the mesh's group would wait for it.
-    line = stand_in(process_group)
-    if line is None or line.device.type != moved.device.type:
+    # Over the data group in its place: with a peer that failed this raises, where the mesh's group would wait for it.
+    group = _small(process_group, moved.device)
+    if group is None:
         dist.all_reduce(moved, op=op, group=process_group)
     else:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
-        doing, line.domain.doing = line.domain.doing, line.domain.doing or what
-        line.issue(line.group.allreduce, [moved], options).wait()
-        line.domain.doing = doing
+        doing, group.scope.doing = group.scope.doing, group.scope.doing or what
+        try:
+            group.issue(group.group.allreduce, [moved], options).wait()
+        finally:
+            group.scope.doing = doing
     if elsewhere is not None:
         tensor.copy_(moved)
+
+
+def _small(process_group: dist.ProcessGroup, device: torch.device) -> DataGroup | None:
+    """The data group for small messages of `device` in the place of `process_group`: its ranks make the first call
+    together."""
+    found = data_group(process_group)
+    if found is None:
+        scope = scope_of(dist.get_process_group_ranks(process_group))
+        if scope is None:
+            return None
+        found = open_data_group(scope, process_group, device, _backend_name(process_group, device), "small")
+    return found if found is not None and found.device.type == device.type else None
 
 
 def message_device(backend_config: str, device: torch.device) -> str | None:

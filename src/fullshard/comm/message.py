@@ -12,8 +12,8 @@ from torch import Tensor
 from ..layout import ReduceLayout, contiguous_stride
 from ..layout.chunks import SendRegion
 from ..policy import Scale
+from .data_group import drain
 from .group import ShardGroup, Work
-from .lines import drain
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, Reduction
 from .replicate import AfterSum, StagedReduction

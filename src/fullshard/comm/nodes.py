@@ -9,10 +9,8 @@ import weakref
 
 import torch.distributed as dist
 
+from ..guard import RanksDisagree, ask, scope_of, shown_ranks
 from ..layout import NodeGrid, node_grid, reduces_in_hops
-from .asking import ask
-from .control import domain_of
-from .errors import RanksDisagree, shown_ranks
 from .group import Links, NodeLinks, ShardGroup
 
 # By the process group of the ranks that share, with which they go.
@@ -67,9 +65,9 @@ def _agreed_grid(links: Links, local_world: int | None, *, required: bool) -> No
             grid = node_grid(links.shard.ranks, local_world)
         except ValueError as error:
             problem = error
-    domain = domain_of(links.everyone)
+    scope = scope_of(links.everyone)
     here = "unknown" if local_world is None else f"{local_world} (uneven)" if grid is None else str(local_world)
-    answers = None if domain is None else domain.agree("the ranks of a node", here)
+    answers = None if scope is None else scope.agree("the ranks of a node", here)
     if answers is not None:
         asked_else = any(": " in answer for answer in answers.values())
         if required or asked_else:
@@ -94,10 +92,10 @@ def _groups(links: Links, grid: NodeGrid) -> tuple[ShardGroup, ShardGroup]:
     shard = links.shard
     known = _made.setdefault(shard.origin, {})
     if grid not in known:
-        domain = domain_of(links.everyone)
-        if domain is not None:
+        scope = scope_of(links.everyone)
+        if scope is not None:
             # Ranks that made no groups would be waited for.
-            ask(domain, f"reductions in two hops, {grid.nodes} nodes of {grid.local} ranks", "")
+            ask(scope, f"reductions in two hops, {grid.nodes} nodes of {grid.local} ranks", "")
         node, place = divmod(shard.rank, grid.local)
         within = shard.ranks[node * grid.local : (node + 1) * grid.local]
         across = shard.ranks[place :: grid.local]

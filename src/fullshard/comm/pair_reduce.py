@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..layout import ReduceLayout
 from ..policy import Scale
+from .data_group import drain
 from .group import ShardGroup, Work
-from .lines import drain
 from .message import MessageReduce
 from .pairs import GRADIENTS_TAG
 from .pool import BufferPool, Slot

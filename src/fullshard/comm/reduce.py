@@ -34,10 +34,10 @@ from torch import Tensor
 from ..layout import Pack, ReduceLayout, sends_directly
 from ..policy import Controls, resolve_scale
 from .custom import CustomBuffers, CustomGroup
+from .data_group import drain
 from .direct import DirectReduce
 from .group import MEAN, SUM, Links, Work
 from .hierarchical import HierarchicalReduce
-from .lines import drain
 from .message import BothEnds, MessageReduce, sum_in_order
 from .pair_reduce import PairReduce
 from .pool import BufferPool, Slot

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..layout import ReduceLayout
 from ..policy import Scale
+from .data_group import drain
 from .group import MEAN, SUM, ShardGroup, Work
-from .lines import drain
 from .reduction import Dtypes, FirstStage, Hop
 
 

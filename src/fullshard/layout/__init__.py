@@ -46,10 +46,5 @@ from .region import routes as routes
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride
-from .structure import Difference as Difference
-from .structure import Item as Item
-from .structure import first_difference as first_difference
-from .structure import shown_ranks as shown_ranks
-from .structure import variants as variants
 from .unit_memory import Term as Term
 from .unit_memory import UnitMemory as UnitMemory

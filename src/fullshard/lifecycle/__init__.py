@@ -14,13 +14,6 @@ from .events import Command as Command
 from .events import Event as Event
 from .events import parse_command as parse_command
 from .events import parse_event as parse_event
-from .order import Action as Action
-from .order import Order as Order
-from .order import Question as Question
-from .order import deviation as deviation
-from .order import disagreement as disagreement
-from .order import parse_action as parse_action
-from .order import parse_question as parse_question
 from .state import NOWHERE as NOWHERE
 from .state import Full as Full
 from .state import Phase as Phase

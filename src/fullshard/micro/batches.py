@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import guard
-from ..comm import PeerFailed, shown_ranks
+from ..guard import PeerFailed, shown_ranks
 from ..runtime import root_of, unit_of
 from ..runtime.forming import module_units
 from ..runtime.peers import peers_below

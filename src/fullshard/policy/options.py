@@ -17,12 +17,6 @@ FULLSHARD_WATCH           "auto" (default): saved weights are watched in a unit'
 FULLSHARD_EVAL_ROOT       "free" (default): a root that stays full between forward and backward by default (not by an
                           explicit reshard_after_forward=False) is freed after a forward that no backward can follow;
                           "keep": it stays, as in FSDP2, for the next forward
-FULLSHARD_SILENCE         a process without a sign of life for so many seconds is given up by those who wait for it
-                          (default 20; 0: never)
-FULLSHARD_AGREE           "all" (default): before the first message ranks compare what they are about to train, units,
-                          parameters, policies and initial values; "structure": all but the values; "none"
-FULLSHARD_ORDER           "check" (default): what a rank is about to send is compared with what its peers agreed on;
-                          "trust": it is sent
 FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
 """
 
@@ -37,8 +31,6 @@ COMMUNICATION = ("auto", "torch", "all-to-all", "hierarchical")
 PARTIAL_SUMS = ("sum", "wire")
 WATCH = ("auto", "always", "never")
 EVAL_ROOT = ("free", "keep")
-AGREE = ("all", "structure", "none")
-ORDER = ("check", "trust")
 
 
 @dataclass(frozen=True)
@@ -54,9 +46,6 @@ class Options:
     partial_sums: str = "sum"
     watch: str = "auto"
     eval_root: str = "free"
-    silence_seconds: int = 20
-    agree: str = "all"
-    order: str = "check"
     check: bool = False
 
     @classmethod
@@ -73,9 +62,6 @@ class Options:
             partial_sums=_choice(source, "FULLSHARD_PARTIAL_SUMS", PARTIAL_SUMS),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
             eval_root=_choice(source, "FULLSHARD_EVAL_ROOT", EVAL_ROOT),
-            silence_seconds=_count(source, "FULLSHARD_SILENCE", 20, at_least=0),
-            agree=_choice(source, "FULLSHARD_AGREE", AGREE),
-            order=_choice(source, "FULLSHARD_ORDER", ORDER),
             check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
         )
 

@@ -1,7 +1,6 @@
 """Ranks agree at the beginning: what is about to be trained is the same on all of them, or an error says what is not.
 
     structure    when a root forms, before connections are made; of a unit that `unshard` gathers earlier: describe.py.
-                 Ranks whose meshes are of other ranks never ask each other: announced.py
     values       in the first forward of the root: the digests of full parameters that `fully_shard` noted
                  (param/initial.py), but for those whose shards were written since, on any rank
     buffers      in the first forward, where other numbers are an error, and other integers (indices, masks, which ranks
@@ -21,10 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Domain, RanksDisagree, ask, domain_of, sum_over, tell
-from ..layout import first_difference, shown_ranks, structure, variants
+from ..comm import sum_over
+from ..guard import RanksDisagree, Scope, ask, first_difference, scope_of, shown_ranks, structure, tell, variants
 from ..param import ShardedParam, full_digests, is_written
-from .announced import announced
 from .describe import describe, meshes_of, ranks_of
 from .drift import Drift, buffers_on, differing, shown
 from .names import parameter_names
@@ -36,27 +34,27 @@ if TYPE_CHECKING:
 _FIRST_LOOK, _LOOKS = 2, 8
 
 
-class _Scope(NamedTuple):
+class _OnMesh(NamedTuple):
     """A mesh of the root, and its ranks as those who answer."""
 
     mesh: DeviceMesh
     ranks: tuple[int, ...]
-    domain: Domain
+    scope: Scope
 
 
 class _Looks:
     """When the buffers of a scope are looked at again, at the same forward on all of its ranks: after a failure these
     may have begun other numbers of forwards, and therefore count from their last meeting on."""
 
-    def __init__(self, scope: _Scope) -> None:
-        self.scope = scope
-        self._epoch = scope.domain.epoch
+    def __init__(self, on: _OnMesh) -> None:
+        self.on = on
+        self._epoch = on.scope.epoch
         self._trained, self._next = 0, _FIRST_LOOK
 
     def is_due(self) -> bool:
         """A forward that trains begins; whether it is one of those."""
-        if self._epoch != self.scope.domain.epoch:
-            self._epoch = self.scope.domain.epoch
+        if self._epoch != self.on.scope.epoch:
+            self._epoch = self.on.scope.epoch
             self._trained, self._next = 0, _FIRST_LOOK
         self._trained += 1
         due = self._trained == self._next
@@ -70,20 +68,17 @@ class Agreement:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        kind = root.options.agree
-        meshes = meshes_of(root.units) if kind != "none" else {}
-        found = ((mesh, ranks, domain_of(ranks)) for ranks, mesh in meshes.items())
-        self._scopes = [_Scope(mesh, ranks, domain) for mesh, ranks, domain in found if domain is not None]
-        self._values = kind == "all" and bool(self._scopes)
+        kind, meshes = root.guard_mode, meshes_of(root.units)
+        found = ((mesh, ranks, scope_of(ranks)) for ranks, mesh in meshes.items())
+        self._scopes = [_OnMesh(mesh, ranks, scope) for mesh, ranks, scope in found if scope is not None]
+        self._values = kind == "full" and bool(self._scopes)
         # Of those whose buffers were equal so far.
-        self._looks = [_Looks(scope) for scope in self._scopes] if kind == "all" else []
+        self._looks = [_Looks(scope) for scope in self._scopes] if kind == "full" else []
 
     def refuse_other_structure(self) -> None:
-        """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh, and
-        on those that have the same root on another one."""
-        with announced(self._root):
-            self._root.peers.meet()
-            self._for_each_scope(_refuse_other_structure)
+        """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh."""
+        self._root.peers.meet()
+        self._for_each_scope(_refuse_other_structure)
 
     def forward_begins(self, *, trains: bool) -> bool:
         """A forward begins, and everything has a value; whether anything is left to be compared in later ones.
@@ -99,25 +94,25 @@ class Agreement:
                     param.initial = None
         for looks in list(self._looks) if trains else ():
             if looks.is_due():
-                found = self._differing_buffers(looks.scope)
-                self._warn_of(looks.scope, found, "since the training began: nothing averages them")
+                found = self._differing_buffers(looks.on)
+                self._warn_of(looks.on, found, "since the training began: nothing averages them")
         return bool(self._looks)
 
-    def _for_each_scope(self, refuse: Callable[[Root, _Scope], None]) -> None:
+    def _for_each_scope(self, refuse: Callable[[Root, _OnMesh], None]) -> None:
         for scope in self._scopes:
             try:
                 refuse(self._root, scope)
             except RanksDisagree as error:
                 # Those of the other meshes have nothing to object to, and wait.
                 for other in self._scopes:
-                    if other is not scope and not other.domain.must_meet:
-                        other.domain.publish("disagree", str(error))
+                    if other is not scope and not other.scope.must_meet:
+                        other.scope.publish("disagree", str(error))
                 raise
 
-    def _differing_buffers(self, scope: _Scope) -> list[Drift]:
-        return differing(scope.domain, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
+    def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
+        return differing(scope.scope, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
 
-    def _refuse_other_buffers(self, root: Root, scope: _Scope) -> None:
+    def _refuse_other_buffers(self, root: Root, scope: _OnMesh) -> None:
         found = self._differing_buffers(scope)
         buffers = buffers_on(root.units[0].module, scope.ranks)
         refused = [one for one in found if buffers[one.name].is_floating_point() or buffers[one.name].is_complex()]
@@ -125,15 +120,15 @@ class Agreement:
             raise RanksDisagree(
                 f"{shown(refused)}: expected the same values of a buffer on every rank, found others; call "
                 f"torch.manual_seed with the same number on all ranks before the model is built, or "
-                f"fullshard.sync_module_states(model, buffers_only=True) (FULLSHARD_AGREE=structure: do not compare "
+                f"fullshard.sync_module_states(model, buffers_only=True) (FULLSHARD_GUARD=structure: do not compare "
                 f"values)",
                 what=f"{refused[0].name} initial values",
             )
         self._warn_of(scope, found, "from the beginning")
 
-    def _warn_of(self, scope: _Scope, found: Sequence[Drift], when: str) -> None:
+    def _warn_of(self, scope: _OnMesh, found: Sequence[Drift], when: str) -> None:
         if found:
-            self._looks = [looks for looks in self._looks if looks.scope is not scope]
+            self._looks = [looks for looks in self._looks if looks.on is not scope]
             warnings.warn(
                 f"buffers differ between ranks {when}: {shown(found)}. If they should be equal: SyncBatchNorm in the "
                 f"place of BatchNorm, or fullshard.sync_module_states(model, buffers_only=True) before evaluation and "
@@ -142,14 +137,14 @@ class Agreement:
             )
 
 
-def _refuse_other_structure(root: Root, scope: _Scope) -> None:
+def _refuse_other_structure(root: Root, scope: _OnMesh) -> None:
     text = structure.dumps(describe(root, scope.ranks))
-    digests = ask(scope.domain, "the units and parameters of the model", text)
+    digests = ask(scope.scope, "the units and parameters of the model", text)
     if digests is None:
         return
     # One rank of each variant tells what it has.
     tells = {ranks[0] for ranks in variants(digests).values()}
-    told = tell(scope.domain, "units and parameters in full", text if scope.domain.rank in tells else "")
+    told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
     items = {digests[rank]: structure.loads(told[rank]) for rank in tells}
     difference = first_difference({rank: items[digest] for rank, digest in digests.items()})
     assert difference is not None
@@ -160,7 +155,7 @@ def _refuse_other_structure(root: Root, scope: _Scope) -> None:
     )
 
 
-def _refuse_other_values(root: Root, scope: _Scope) -> None:
+def _refuse_other_values(root: Root, scope: _OnMesh) -> None:
     params = [
         (param, group.placing.world)
         for unit in root.units
@@ -169,7 +164,7 @@ def _refuse_other_values(root: Root, scope: _Scope) -> None:
         for param in group.params
     ]
     noted = full_digests([param for param, _ in params])
-    if ask(scope.domain, "the initial values of the model", repr(noted)) is None:
+    if ask(scope.scope, "the initial values of the model", repr(noted)) is None:
         return
     # Not those that some rank wrote since, or had no value of: one without rows of a parameter sees nothing of it.
     mine = torch.tensor([is_written(param) for param, _ in params], dtype=torch.int32)
@@ -179,9 +174,9 @@ def _refuse_other_values(root: Root, scope: _Scope) -> None:
         # Values were loaded. What one rank has alone may have been given the value that it had, which leaves no trace.
         asked = [i for i in asked if not _is_one_rank_s(*params[i], len(scope.ranks))]
     text = ",".join(_hexadecimal(noted[i]) for i in asked)
-    if ask(scope.domain, "initial values that nobody wrote since", text) is None:
+    if ask(scope.scope, "initial values that nobody wrote since", text) is None:
         return
-    told = {rank: values.split(",") for rank, values in tell(scope.domain, "initial values in full", text).items()}
+    told = {rank: values.split(",") for rank, values in tell(scope.scope, "initial values in full", text).items()}
     columns = {i: {rank: values[place] for rank, values in told.items()} for place, i in enumerate(asked)}
     differ = [i for i, values in columns.items() if len(set(values.values())) > 1]
     name = parameter_names(root.units[0].module, root.units)[params[differ[0]][0]]
@@ -192,7 +187,7 @@ def _refuse_other_values(root: Root, scope: _Scope) -> None:
         f"({len(differ)} of {len(params)} parameters differ): the model would be made of pieces of several; call "
         f"torch.manual_seed with the same number on all ranks before the model is built, or "
         f"fullshard.sync_module_states(model) before fully_shard, or load a checkpoint before the first forward "
-        f"(FULLSHARD_AGREE=structure: do not compare values)",
+        f"(FULLSHARD_GUARD=structure: do not compare values)",
         what=f"{name} initial values",
         by_rank=columns[differ[0]],
     )

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import current_backward
-from ..comm import Domain, domain_of
-from ..lifecycle import Action
+from ..guard import Action, Scope, scope_of
 from ..param import Owner, ShardedParam, claim
-from ..policy import Options
 from .backward_calls import follow_backwards
 from .named_refusals import name_refusals
 from .names import clean_name, dotted_name
@@ -60,10 +58,10 @@ class _Owned(Owner):
         unit = self._unit()
         if unit is None:
             return
-        domain = domain_of(unit.links[self._position].everyone)
-        if domain is not None and set(domain.ranks) <= _ranks_over(parameter, axes):
+        scope = scope_of(unit.links[self._position].everyone)
+        if scope is not None and set(scope.ranks) <= _ranks_over(parameter, axes):
             shape = "x".join(map(str, parameter.shape)) or "1"
-            _compare(unit, domain, Action("full", 0, 0, self.name(), shape))
+            _compare(unit, scope, Action("full", 0, 0, self.name(), shape))
 
 
 def own_parameters(unit: Unit) -> None:
@@ -79,15 +77,15 @@ def own_parameters(unit: Unit) -> None:
 def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
     """`units`, of `model`, are about to be gathered for `full_params`, on every rank. Raises as `compare`."""
     names = {module: clean_name(name) or "root" for name, module in model.named_modules()}
-    opened: dict[Domain, list[Unit]] = {}
+    opened: dict[Scope, list[Unit]] = {}
     for unit in units:
-        for domain in dict.fromkeys(domain_of(links.everyone) for links in unit.links):
-            if domain is not None:
-                opened.setdefault(domain, []).append(unit)
-    for domain, here in opened.items():
+        for scope in dict.fromkeys(scope_of(links.everyone) for links in unit.links):
+            if scope is not None:
+                opened.setdefault(scope, []).append(unit)
+    for scope, here in opened.items():
         known = [names.get(unit.module, "?") for unit in here]
         digest = hashlib.blake2s("\n".join(known).encode(), digest_size=6).hexdigest()
-        _compare(here[0], domain, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
+        _compare(here[0], scope, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
 
 
 def _ranks_over(parameter: DTensor, axes: Sequence[int]) -> set[int]:
@@ -100,15 +98,14 @@ def _ranks_over(parameter: DTensor, axes: Sequence[int]) -> set[int]:
     return set(ranks.flatten().tolist())
 
 
-def _compare(unit: Unit, domain: Domain, action: Action) -> None:
+def _compare(unit: Unit, scope: Scope, action: Action) -> None:
     root = unit.root
-    options = root.options if root is not None else Options.from_environment()
     # Another thread's messages have no place in the order of those of the one that runs the model.
-    if options.order != "check" or (root is not None and root.thread != threading.get_ident()):
+    if scope.watch.settings.mode == "off" or (root is not None and root.thread != threading.get_ident()):
         return
     if current_backward() == -1:
         if root is not None:
             root.meet_by_hand()
-        elif domain.must_meet:
-            domain.meet()
-    compare(domain, action)
+        elif scope.must_meet:
+            scope.meet()
+    compare(scope, action)

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..layout import Item
-from ..layout.structure import PARAMETER, SETTINGS, UNIT
+from ..guard import Item
+from ..guard.structure import PARAMETER, SETTINGS, UNIT
 from ..lifecycle import UnitRecord
 from ..param import ExtensionGroup, ParamGroup, ShardedParam, full_digests
-from ..policy import Options
 from .names import parameter_names
 from .unit import Unit
 
@@ -33,12 +33,11 @@ _SETTINGS = {
     "communication": "FULLSHARD_COMMUNICATION",
     "partial_sums": "FULLSHARD_PARTIAL_SUMS",
     "eval_root": "FULLSHARD_EVAL_ROOT",
-    "agree": "FULLSHARD_AGREE",
 }
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks of `mesh` in the default group, lowest first: the domain of what is on it."""
+    """The ranks of `mesh` in the default group, lowest first: the scope of what is on it."""
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
@@ -65,10 +64,12 @@ def mesh_of(unit: Unit) -> DeviceMesh | None:
 
 def describe(root: Root, ranks: tuple[int, ...]) -> list[Item]:
     """What of `root` is on the mesh of these ranks: settings, units, then parameters in the order of the model."""
-    units, options = root.units, root.options
+    units = root.units
     own = [unit for unit in units if (mesh := mesh_of(unit)) is not None and ranks_of(mesh) == ranks]
     names = parameter_names(units[0].module, units)
-    items = [Item(SETTINGS, "", _settings(options))]
+    items = [Item(SETTINGS, "", _settings(root))]
+    if root.guard_mode == "off":
+        return items  # its own setting is all that is compared
     items += [Item(UNIT, unit.record.name, _unit_facts(unit, own)) for unit in own]
     for unit in units:
         for group in unit.groups:
@@ -79,8 +80,15 @@ def describe(root: Root, ranks: tuple[int, ...]) -> list[Item]:
     return items
 
 
-def _settings(options: Options) -> dict[str, str]:
-    return {variable: str(getattr(options, field)) for field, variable in _SETTINGS.items()}
+def _settings(root: Root) -> dict[str, str]:
+    options = root.options
+    facts = {"FULLSHARD_GUARD": root.guard_mode}
+    facts |= {variable: str(getattr(options, field)) for field, variable in _SETTINGS.items()}
+    if root.guard_mode == "off":
+        return {"FULLSHARD_GUARD": "off"}
+    # Whether this rank will ask the others how they lie on nodes.
+    several = options.local_world is not None and options.local_world < dist.get_world_size()
+    return facts | {"answer to 'are there several nodes?' (LOCAL_WORLD_SIZE)": str(several)}
 
 
 def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:

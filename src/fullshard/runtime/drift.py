@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Domain, ask, domain_of, tell
-from ..layout import shown_ranks, variants
+from ..guard import Scope, ask, scope_of, shown_ranks, tell, variants
 from ..param import can_digest, digest, local_data
 from .describe import mesh_of, meshes_of, ranks_of
 from .names import clean_name, parameter_names
@@ -75,17 +74,17 @@ def _buffers(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def differing(domain: Domain, kind: str, tensors: Mapping[str, Tensor]) -> list[Drift]:
-    """Those of `tensors` that have other values, shapes or dtypes on some rank of `domain`, all of which call this.
+def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Drift]:
+    """Those of `tensors` that have other values, shapes or dtypes on some rank of `scope`, all of which call this.
 
     Names that some ranks do not have are left out. One question where all are equal, two otherwise.
     """
     values = _values(tensors)
     text = json.dumps(values, separators=(",", ":"))
     what = f"{kind}s"
-    if ask(domain, what, text) is None:
+    if ask(scope, what, text) is None:
         return []
-    by_rank = {rank: json.loads(told) for rank, told in tell(domain, f"{what} in full", text).items()}
+    by_rank = {rank: json.loads(told) for rank, told in tell(scope, f"{what} in full", text).items()}
     common = [name for name in values if all(name in known for known in by_rank.values())]
     found = []
     for name in sorted(common):
@@ -124,9 +123,9 @@ def find_drift(units: Sequence[Unit], top: nn.Module) -> list[Drift]:
     questions += [(ranks, "replica", shards) for ranks, shards in sorted(_replicas(units, top).items())]
     found: list[Drift] = []
     for ranks, kind, tensors in questions:
-        domain = domain_of(ranks)
-        if domain is not None:
-            found += differing(domain, kind, tensors)
+        scope = scope_of(ranks)
+        if scope is not None:
+            found += differing(scope, kind, tensors)
     return found
 
 

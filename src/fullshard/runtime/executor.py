@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from torch.profiler import record_function
 
 from .._torch_compat import profiling, with_tensor_hooks
-from ..comm import Domain, GatherChannel, Hop
+from ..comm import GatherChannel, Hop
+from ..guard import Scope
 from ..lifecycle import Command, CommandChecker
 from ..param import ShardedParam
 from .open_windows import note_window
@@ -52,7 +53,7 @@ class Executor:
         self._carrying: dict[Unit, None] = {}
         self._checker = CommandChecker() if check else None
         # Of all messages of these units; they are told what is being done, for when it fails.
-        self.domains: list[Domain] = []
+        self.scopes: list[Scope] = []
         self._order = order
         self.stepping = Stepping()
         # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
@@ -81,10 +82,10 @@ class Executor:
             for listener in self.listeners:
                 listener(command)
             try:
-                for domain in self.domains:
-                    domain.doing = command.told
-                    if domain.failure is not None:
-                        domain.refuse_failure()
+                for scope in self.scopes:
+                    scope.doing = command.told
+                    if scope.failure is not None:
+                        scope.refuse_failure()
                 if profiling():
                     with record_function(f"fullshard::{command.kind} ({command.unit.name})"):
                         self._actions[command.kind](self.units[command.unit.index])
@@ -93,8 +94,8 @@ class Executor:
             except BaseException:
                 self._unwind(commands[position:])
                 raise
-        for domain in self.domains:
-            domain.doing = ""
+        for scope in self.scopes:
+            scope.doing = ""
 
     def _unwind(self, commands: Sequence[Command]) -> None:
         """The first of `commands` failed; the rules have noted all of them as done, and so does who checks them.

@@ -1,6 +1,6 @@
 """What the units of one root are about to send, compared with what its ranks agreed on before it is sent.
 
-`lifecycle/order.py` decides what is expected; here actions are made of units, and the others are asked. Each mesh has
+`guard/order.py` decides what is expected; here actions are made of units, and the others are asked. Each mesh has
 an order of its own: the ranks of a pipeline stage, or of an expert, agree among themselves alone. Roots on one mesh
 share its order, because a message of one waits for those of the other.
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Domain, Links, RanksDisagree, domain_of, is_current
-from ..lifecycle import Action, Order, deviation, disagreement, parse_question
+from ..comm import Links, alike
+from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
 from ..param import PendingGrad
 from .optimizer_steps import optimizer_steps
 
@@ -34,12 +34,12 @@ _REMEMBERED = 50_000
 _MOST_STEPS = 16
 
 
-class _DomainOrder:
-    """The order of one domain: that of this epoch, and what the next action has to say. Does not keep its domain."""
+class _ScopeOrder:
+    """The order of one scope: that of this epoch, and what the next action has to say. Does not keep its scope."""
 
-    def __init__(self, domain: Domain) -> None:
-        domain.explained_by["order"] = _while_waiting
-        self._epoch = domain.epoch
+    def __init__(self, scope: Scope) -> None:
+        scope.explained_by["order"] = _while_waiting
+        self._epoch = scope.epoch
         self.order = Order()
         # Optimizer steps since the last action.
         self.stepped = 0
@@ -94,38 +94,41 @@ def _while_waiting(question: str, asking: Sequence[int], here: int) -> str:
     return deviation(parse_question(question), asking, here)
 
 
-_orders: weakref.WeakKeyDictionary[Domain, _DomainOrder] = weakref.WeakKeyDictionary()
+_orders: weakref.WeakKeyDictionary[Scope, _ScopeOrder] = weakref.WeakKeyDictionary()
 
 
-def _shared_order(domain: Domain) -> _DomainOrder:
-    return _orders.get(domain) or _orders.setdefault(domain, _DomainOrder(domain))
+def _shared_order(scope: Scope) -> _ScopeOrder:
+    return _orders.get(scope) or _orders.setdefault(scope, _ScopeOrder(scope))
 
 
-def _ask(domain: Domain, order: Order, action: Action) -> None:
+def _compare(scope: Scope, order: Order, action: Action) -> None:
     """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
-    answers = domain.agree("order", str(order.question(action)))
+    if order.expected is None and alike(scope, f"{order.place}: {action}"):
+        order.enter(action)
+        return
+    answers = scope.agree("order", str(order.question(action)))
     if answers is None:
         order.enter(action)
         return
     # Some may have sent what others did not.
-    domain.must_meet = True
+    scope.must_meet = True
     raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
 
 
-def compare(domain: Domain, action: Action) -> None:
-    """`action`, of no root, is about to be sent. Raises `RanksDisagree` on all ranks of `domain` when one of them is
+def compare(scope: Scope, action: Action) -> None:
+    """`action`, of no root, is about to be sent. Raises `RanksDisagree` on all ranks of `scope` when one of them is
     about to send something else, and `PeerFailed` when one does not come because it failed."""
-    order = _shared_order(domain).current(domain.epoch)
+    order = _shared_order(scope).current(scope.epoch)
     if not order.follows(action):
-        _ask(domain, order, action)
+        _compare(scope, order, action)
 
 
 class _Lane:
-    """The units of one root in one domain: `members[unit]` are the positions of its groups there."""
+    """The units of one root in one scope: `members[unit]` are the positions of its groups there."""
 
-    def __init__(self, domain: Domain, first: Unit, members: dict[Unit, list[int]]) -> None:
-        self.domain = domain
-        self.shared = _shared_order(domain)
+    def __init__(self, scope: Scope, first: Unit, members: dict[Unit, list[int]]) -> None:
+        self.scope = scope
+        self.shared = _shared_order(scope)
         # Of the root.
         self._first = first
         self._members = members
@@ -146,7 +149,7 @@ class _Lane:
             sizes = self._sizes[key] = _sizes(unit, self._members[unit], kind, keep="keep" in flags)
         if sizes:
             if kind == "reduce":
-                self.shared.current(self.domain.epoch)
+                self.shared.current(self.scope.epoch)
                 flags += self.shared.grad_flag(self._is_added(unit))
             self._next(kind, unit.record.index, unit.record.name, sizes, flags)
 
@@ -167,7 +170,7 @@ class _Lane:
 
     def _next(self, kind: str, index: int, name: str, sizes: str, flags: tuple[str, ...]) -> None:
         shared = self.shared
-        order = shared.current(self.domain.epoch)
+        order = shared.current(self.scope.epoch)
         if order is not self._order:
             self._introduce(order)
         if shared.stepped or shared.begun is not None:
@@ -179,7 +182,7 @@ class _Lane:
                 self._actions.clear()
             action = self._actions[key] = Action(kind, self._family, index, name, sizes, flags)
         if not order.follows(action):
-            _ask(self.domain, order, action)
+            _compare(self.scope, order, action)
 
     def _introduce(self, order: Order) -> None:
         known = [
@@ -188,12 +191,12 @@ class _Lane:
             for kind in ("gather", "widen", "reduce")
             if (sizes := _sizes(unit, positions, kind, now=False))
         ]
-        form, actions = order.introduce(self._first.record.name, known)
+        form = order.introduce(self._first.record.name, known)
         if not order.follows(form):
-            _ask(self.domain, order, form)
-        order.introduced(actions)
+            _compare(self.scope, order, form)
+        order.introduced()
         self._order, self._family = order, form.family
-        self._actions = {(action.kind, action.unit, action.sizes, ()): action for action in actions}
+        self._actions = {}
 
 
 def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = False, now: bool = True) -> str:
@@ -237,23 +240,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class MessageOrder:
-    """What the units of one root are about to send, for all of their domains. Call each method before it is sent.
+    """What the units of one root are about to send, for all of their scopes. Call each method before it is sent.
 
-    Raises `RanksDisagree` on every rank of a domain when one of them is about to send something else, and `PeerFailed`
+    Raises `RanksDisagree` on every rank of a scope when one of them is about to send something else, and `PeerFailed`
     when one does not come because it failed. Where nobody is to be asked nothing is done.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        members: dict[Domain, dict[Unit, list[int]]] = {}
+        members: dict[Scope, dict[Unit, list[int]]] = {}
         for unit in units:
             for position, links in enumerate(unit.links):
-                domain = domain_of(links.everyone)
-                if domain is not None:
-                    members.setdefault(domain, {}).setdefault(unit, []).append(position)
+                scope = scope_of(links.everyone)
+                if scope is not None:
+                    members.setdefault(scope, {}).setdefault(unit, []).append(position)
         self._units = list(units)
         # Runs the model, and steps it. What a backward reports may come from a thread of the engine.
         self._thread = threading.get_ident()
-        self._lanes = [_Lane(domain, units[0], here) for domain, here in members.items()]
+        self._lanes = [_Lane(scope, units[0], here) for scope, here in members.items()]
         self._of = {
             unit: tuple(lane for lane, here in zip(self._lanes, members.values(), strict=True) if unit in here)
             for unit in units
@@ -289,7 +292,7 @@ class MessageOrder:
     def forward_begins(self, *, grad: bool) -> None:
         """An outermost forward does; `grad`: a backward may follow."""
         for lane in self._lanes:
-            lane.shared.current(lane.domain.epoch)
+            lane.shared.current(lane.scope.epoch)
             lane.shared.begun = grad
 
     def forward_ends(self) -> None:
@@ -302,7 +305,7 @@ class MessageOrder:
         """Parameters of the root took an optimizer step, the last one of the thread that runs it."""
         step = optimizer_steps(self._thread)
         for lane in self._lanes:
-            lane.shared.current(lane.domain.epoch)
+            lane.shared.current(lane.scope.epoch)
             # Told once by each root on the mesh, also by one that gave way to another and still exists.
             if lane.shared.last_step != step:
                 lane.shared.last_step = step
@@ -311,7 +314,7 @@ class MessageOrder:
     def optimizer_stepped(self, optimizer: Optimizer) -> bool:
         """`optimizer` took a step, in the thread that runs the model. Whether later ones are of interest: not where
         nobody is asked, or the process group is gone."""
-        if not self._lanes or not is_current(self._lanes[0].domain.control):
+        if not self._lanes or not is_current(self._lanes[0].scope.watch):
             return False
         if _changes_parameters(optimizer):
             ours = {id(param.sharded) for unit in self._units for param in unit.params}

@@ -8,70 +8,88 @@ from functools import partial
 
 from torch import nn
 
-from ..comm import Domain, PeerFailed, domain_of
+from ..comm import alike
+from ..guard import PeerFailed, RanksDisagree, Scope, scope_of
 from .optimizer_steps import optimizer_steps
 from .unit import Unit, unit_of
 
 
 class Peers:
-    """The domains of `units`, whose root is run by `thread`. `open` connects them."""
+    """The scopes of `units`, whose root is run by `thread`. `open` connects them."""
 
-    def __init__(self, units: Iterable[Unit], thread: int, *, silence_seconds: float) -> None:
-        self.domains: list[Domain] = []
+    def __init__(self, units: Iterable[Unit], thread: int) -> None:
+        self.scopes: list[Scope] = []
         for links in (links for unit in units for links in unit.links):
-            domain = domain_of(links.everyone)
-            if domain is not None and domain not in self.domains:
-                domain.step = partial(_steps_since, optimizer_steps(thread), thread)
-                domain.silence_seconds = silence_seconds
-                self.domains.append(domain)
+            scope = scope_of(links.everyone)
+            if scope is not None and scope not in self.scopes:
+                scope.step = partial(_steps_since, optimizer_steps(thread), thread)
+                self.scopes.append(scope)
 
     def open(self, unit: Unit) -> None:
         """Connections for the groups of `unit` that have none yet; every rank of each of them makes this call."""
         for links in unit.links:
-            domain = domain_of(links.everyone)
-            if domain is not None:
-                links.open(domain)
+            scope = scope_of(links.everyone)
+            if scope is not None:
+                links.open(scope)
 
     def publish(self, error: BaseException | None, where: str) -> None:
-        """Tell that this rank failed: the others raise when they wait for what it has not sent."""
+        """Tell that this rank failed: the others raise when they wait for what it has not sent. Nothing is told of what
+        only followed from another rank's failure: that one is known."""
         text = f"{where} ended with an exception" if error is None else f"{type(error).__name__}: {error}"
-        # Of a backward that ended only that is known; where a wait of it was in vain, it is the peer that failed.
-        waited = error is None and any(domain.failure is not None for domain in self.domains)
-        kind = "followed" if waited or isinstance(error, PeerFailed) else "raised"
-        for domain in self.domains:
-            doing, domain.doing = domain.doing, domain.doing or where
-            domain.publish(kind, text)
-            domain.doing = doing
+        for scope in self.scopes:
+            scope.must_meet = scope.has_raised = True
+        if any(scope.failure is not None or scope.causes() for scope in self.scopes) and self._follows(error):
+            return
+        for scope in self.scopes:
+            doing, scope.doing = scope.doing, scope.doing or where
+            try:
+                scope.publish("raised", text)
+            finally:
+                scope.doing = doing
+
+    def _follows(self, error: BaseException | None) -> bool:
+        # Those who wait in a scope where nobody was told have to hear of it.
+        known = all(scope.causes() for scope in self.scopes)
+        return known and (error is None or isinstance(error, PeerFailed | RanksDisagree))
 
     def attempt_failed(self, error: BaseException, where: str) -> None:
         """`publish` for a block that all ranks enter equally often."""
-        for domain in self.domains:
-            domain.attempts += 1
+        for scope in self.scopes:
+            scope.attempts += 1
         self.publish(error, where)
 
     def come_together(self, what: str) -> None:
-        """Wait until all ranks are here. Raises `PeerFailed` when one of them will not come."""
-        for domain in self.domains:
-            doing, domain.doing = domain.doing, what
-            domain.come_together(what)
-            domain.doing = doing
+        """Wait until all ranks are here. Raises `PeerFailed` when one of them will not come, and `RanksDisagree` when
+        one is somewhere else."""
+        for scope in self.scopes:
+            doing, scope.doing = scope.doing, what
+            try:
+                # By messages where there are connections on the host, else through the store.
+                if not alike(scope, what):
+                    answers = scope.agree("what ranks come together for", what)
+                    if answers is not None:
+                        raise RanksDisagree(
+                            f"expected all ranks at {what}, found {answers}", what=what, by_rank=answers
+                        )
+            finally:
+                scope.doing = doing
 
     def compare(self, what: str, said: str, weight: Callable[[str], int]) -> dict[int, str]:
-        """What every rank says of `what`, by rank. Of ranks in several domains the rest hears the heaviest. Every rank
+        """What every rank says of `what`, by rank. Of ranks in several scopes the rest hears the heaviest. Every rank
         makes this call. Raises `PeerFailed` when one of them will not come."""
         found: dict[int, str] = {}
-        # Twice, so that what is said in one domain comes to the ranks of the others.
-        for domain in self.domains * min(len(self.domains), 2):
-            answers = domain.agree(what, said) or dict.fromkeys(domain.ranks, said)
+        # Twice, so that what is said in one scope comes to the ranks of the others.
+        for scope in self.scopes * min(len(self.scopes), 2):
+            answers = scope.agree(what, said) or dict.fromkeys(scope.ranks, said)
             found |= {rank: answer for rank, answer in answers.items() if weight(answer) >= weight(found.get(rank, ""))}
             said = max(found.values(), key=weight)
         return found
 
     def meet(self) -> bool:
         """After a failure all ranks come together before anything is sent. Whether they were not equally far."""
-        for domain in self.domains:
-            domain.refuse_failure()
-        return any([domain.meet() for domain in self.domains if domain.must_meet])
+        for scope in self.scopes:
+            scope.refuse_failure()
+        return any([scope.meet() for scope in self.scopes if scope.must_meet])
 
 
 def _steps_since(before: int, thread: int) -> int:
@@ -93,9 +111,9 @@ def peers_below(*models: nn.Module) -> Peers:
             )
         units += below
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
-    found = Peers((), threading.get_ident(), silence_seconds=0)
-    domains = [domain for root in roots for domain in root.peers.domains]
-    if not domains:  # nothing ran yet
-        domains = [domain for unit in units for links in unit.links if (domain := domain_of(links.everyone))]
-    found.domains = list(dict.fromkeys(domains))
+    found = Peers((), threading.get_ident())
+    scopes = [scope for root in roots for scope in root.peers.scopes]
+    if not scopes:  # nothing ran yet
+        scopes = [scope for unit in units for links in unit.links if (scope := scope_of(links.everyone))]
+    found.scopes = list(dict.fromkeys(scopes))
     return found

@@ -22,6 +22,7 @@ from .._torch_compat import (
     without_transforms,
 )
 from ..comm import OnNodes
+from ..guard import watch
 from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..param import ShardedParam
 from ..policy import Controls, Options
@@ -48,7 +49,10 @@ class Root:
         self.options = options = Options.from_environment()
         device = self.units[0].device
         self.shared = self.units[0].shared or Shared(keep=device.type == "cpu")
-        self.order = MessageOrder(self.units) if options.order == "check" else None
+        here = watch()
+        # What ranks compare: settings.py of the guard.
+        self.guard_mode = here.settings.mode if here is not None else "off"
+        self.order = MessageOrder(self.units) if self.guard_mode != "off" else None
         self.executor = Executor(
             self.units,
             self.shared,
@@ -77,14 +81,14 @@ class Root:
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
             unit.record.name = name
-        self.peers = Peers(self.units, self.thread, silence_seconds=options.silence_seconds)
+        self.peers = Peers(self.units, self.thread)
         # What is to be compared with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self)
         self.agreement.refuse_other_structure()
         self._on_nodes = OnNodes(options.local_world, narrow_partials=options.partial_sums == "wire")
         for unit in self.units:
             self.settle_links(unit, unit.controls)
-        self.executor.domains = self.peers.domains
+        self.executor.scopes = self.peers.scopes
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
         for unit in self.units:
@@ -101,7 +105,7 @@ class Root:
     def meet_by_hand(self) -> None:
         """Outside of a step something is about to be sent: after a failure all ranks come together first, as they do
         at a forward."""
-        if any(domain.must_meet for domain in self.peers.domains) and (self.peers.meet() or self.run.has_leftovers):
+        if any(scope.must_meet for scope in self.peers.scopes) and (self.peers.meet() or self.run.has_leftovers):
             self.abandon()
 
     # ---- forward -------------------------------------------------------------------------------------------
@@ -111,7 +115,7 @@ class Root:
         whether another forward of `unit` is running."""
         if not self._agreed and not self.provisional:
             # Which of them look has to be the same on all ranks: some may have memory without values, others values.
-            self.unproven = agree_what_is_unproven(self.peers.domains, self.units, self.unproven)
+            self.unproven = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven)
             self._agreed = True  # behind it: when a peer fails before it comes here, all ask again
         if self.unproven:
             prove_initialized(self.units)

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import non_persistent_buffers
-from ..comm import Domain, sum_over
+from ..comm import sum_over
+from ..guard import Scope
 from ..param import are_poisoned, is_poisoned, local_data, poison
 from .names import clean_name, parameter_names
 from .unit import Unit
@@ -215,20 +216,20 @@ def _to_judge(units: Sequence[Unit], top: nn.Module) -> list[_Judged]:
     return list(judged.values())
 
 
-def agree_what_is_unproven(domains: Sequence[Domain], units: Sequence[Unit], unproven: bool) -> bool:
+def agree_what_is_unproven(scopes: Sequence[Scope], units: Sequence[Unit], unproven: bool) -> bool:
     """Look at a unit on all ranks where one of them has to; whether anything has to be looked at.
 
     Ranks may differ in what they know: rank 0 built the model with its values, the others on the meta device. Called by
-    all ranks in the first forward of a root, once; equal ranks pay one question for each domain.
+    all ranks in the first forward of a root, once; equal ranks pay one question for each scope.
     """
     mine = "".join("01"[unit.unproven] for unit in units)
-    for domain in domains:
-        differing = domain.agree("units with memory that was made without values", f"{int(unproven)} {mine}")
+    for scope in scopes:
+        differing = scope.agree("units with memory that was made without values", f"{int(unproven)} {mine}")
         for theirs in (differing or {}).values():
             any_, _, bits = theirs.partition(" ")
             unproven = unproven or any_ == "1"
             for unit, bit in zip(units, bits, strict=False):
-                # Units of this domain alone: another one's may be other units.
+                # Units of this scope alone: another one's may be other units.
                 unit.unproven = unit.unproven or bit == "1"
     return unproven
 

@@ -1,12 +1,10 @@
-"""What is raised when ranks do not agree, or when one of them is gone: ordinary `RuntimeError`s, on every rank."""
+"""What is raised when ranks disagree, or when one of them is gone: ordinary `RuntimeError`s, on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
-
-from ..layout import shown_ranks as shown_ranks
 
 
 class PeerFailed(RuntimeError):

@@ -4,21 +4,14 @@ Messages of one group match by their place in its order and by nothing else. Two
 in another order exchange wrong values without a word; with unequal sizes, or one message more, they abort or hang.
 
     action     one message, as a value with a text form:  gather 0.3 layers.2 float32*1024 stepped
-    place      how many actions went before it
-    expected   what the ranks did when they were last at this point; or, at a point where they never were, a guess
-    question   what a rank asks the others, with its place, before an action that was not expected
+    start      an action after an optimizer step, or the first of an evaluation: the program begins anew
+    script     the actions from one start to the next, as they were done when the ranks were last there
+    expected   the next action of the script. Every rank has the same one: it follows from the actions before
+    question   what a rank asks the others through the store, because it is about to do something else
 
-An action that is expected is issued and nobody is asked: in the steady state nothing is sent. What is expected is a
-function of the actions before, which are the same on every rank. So of the actions at one place at most one is issued
-unasked; and a rank about to do anything else asks first, and finds that the others are elsewhere.
-
-    history    a graph of nodes: one for each sequence of actions since the last start. An optimizer step, or a forward
-               without gradients, leads back to a start, so programs that repeat themselves stay in it.
-    guess      at a node without a sequel: what followed the last actions elsewhere (in another micro-batch). Or units
-               follow each other as they did behind messages of the same kinds, as far apart: the second layer of a
-               stack asks, the others do not.
-
-Nothing here depends on how good expectations are, but the number of questions.
+What is expected is sent, and nobody is asked: a program that repeats itself costs nothing. Where a script is known and
+a rank deviates, it has to ask through the store: the others may wait for its message. Where none is known, none is
+known on any rank, so all compare what they are about to send by a small message (`Order.expected` is None).
 """
 
 from __future__ import annotations
@@ -44,8 +37,8 @@ FLAGS = (
 _STARTS = ("stepped", "eval", "train")
 # What programs gather themselves, outside of the units' own messages.
 _BY_HAND = ("full", "open")
-# So many actions of the past are looked at for a guess.
-_TRAIL = 3
+# So many different sequences from one start are remembered.
+_VARIANTS = 8
 
 
 class Action(NamedTuple):
@@ -84,182 +77,156 @@ def parse_action(text: str) -> Action:
 
 
 class Question(NamedTuple):
-    """What a rank is about to do at a place; `expected`: what it would not have asked about, if anything; `guessed`:
-    the ranks did not do that when they were last at this point, because they never were."""
+    """What a rank is about to do at a place; `expected`: what it would not have asked about, if anything."""
 
     place: int
     action: Action
     expected: Action | None
-    guessed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.action}; {'guessed' if self.guessed else 'expected'}: {self.expected or 'nothing'}"
+        return f"{self.place}: {self.action}; expected: {self.expected or 'nothing'}"
 
 
 def parse_question(text: str) -> Question:
     """The reverse of `str(question)`; `ValueError` for another form."""
-    found = re.fullmatch(r"(\d+): ([^;]+); (expected|guessed): ([^;]+)", text)
+    found = re.fullmatch(r"(\d+): ([^;]+); expected: ([^;]+)", text)
     if found is None:
         raise ValueError(f"question: expected 'PLACE: ACTION; expected: ACTION', found {text!r}")
-    place, action, how, expected = found.groups()
-    return Question(
-        int(place),
-        parse_action(action),
-        None if expected == "nothing" else parse_action(expected),
-        how == "guessed",
-    )
+    place, action, expected = found.groups()
+    return Question(int(place), parse_action(action), None if expected == "nothing" else parse_action(expected))
 
 
-class _Node:
-    """A point in the program. `expected` leads to `next`; `others` are sequels that were agreed on too."""
+class _Script:
+    """A sequence of actions, the first of which is a start; `then`: the start that followed it the last time."""
 
-    __slots__ = ("challenger", "expected", "next", "others", "trail")
+    __slots__ = ("actions", "then")
 
-    def __init__(self, trail: tuple[Action, ...]) -> None:
-        # The actions that lead here, the latest first; at a start that one alone, whatever led to it.
-        self.trail = trail
-        self.expected: Action | None = None
-        self.next: _Node | None = None
-        self.others: dict[Action, _Node] = {}
-        # The sequel that was taken the last time in the place of the expected one.
-        self.challenger: Action | None = None
+    def __init__(self, actions: list[Action]) -> None:
+        self.actions = actions
+        self.then: Action | None = None
 
 
 class Order:
     """The place of one rank in the order of a set of ranks.
 
         if not order.follows(action):
-            ...  # ask the others, with order.question(action); if all of them ask the same:
+            ...  # compare it with the others; if all of them do the same:
             order.enter(action)
 
-    `limit`: how many nodes are kept (some 300 bytes each). When there are more all are forgotten, on all ranks at the
-    same place.
+    `limit`: how many actions are kept. When there are more all scripts are forgotten, on all ranks at the same place.
     """
 
     def __init__(self, *, limit: int = 20_000) -> None:
-        # How many actions went before.
-        self.place = 0
-        # How many roots came up.
-        self.families = 0
+        # How many actions went before; how many roots came up.
+        self.place = self.families = 0
         self._limit = limit
-        self._node = _Node(())
-        self._nodes = 1
-        self._starts: dict[Action, _Node] = {}
-        # By kind, family and unit: actions of a root as all ranks have them, with nothing special about them.
-        self._plain: dict[tuple[str, int, int], Action] = {}
-        # What followed these actions.
-        self._seen: dict[tuple[Action, ...], Action] = {}
-        # What followed some actions, as these look from any unit: its kind, and its unit counted from the last one.
-        self._habits: dict[tuple[object, ...], tuple[str, int]] = {}
+        self._kept = 0
+        # By what they start with: the last ones, the latest first.
+        self._scripts: dict[Action, list[_Script]] = {}
+        # What this rank follows, and how far it is; or what it does where it follows none.
+        self._script: _Script | None = None
+        self._at = 0
+        self._new: list[Action] = []
 
     @property
     def expected(self) -> Action | None:
-        """What is issued without a question; None: nothing is."""
-        return self._node.expected or self._guess()
+        """What is sent without a question; None: nothing is, on any rank."""
+        script = self._script
+        if script is None:
+            return None
+        return script.actions[self._at] if self._at < len(script.actions) else script.then
 
     def follows(self, action: Action) -> bool:
         """Whether `action` is what is expected here; if so it is done."""
-        node = self._node
-        # Actions are made once, so what is expected is nearly always the same object.
-        if node.expected is action and node.next is not None:
-            self._node = node.next
-            self.place += 1
-            if node.challenger is not None:
-                node.challenger = None
-            return True
-        if action != self.expected:
+        script = self._script
+        if script is None:
             return False
-        if node.expected is None:
-            self.enter(action)
+        actions, at = script.actions, self._at
+        if at < len(actions):
+            # Actions are made once, so what is expected is nearly always the same object.
+            if actions[at] is not action:
+                if actions[at] != action:
+                    return False
+                actions[at] = action
+            self._at = at + 1
+            self.place += 1
             return True
-        node.expected = action  # an equal one; the next time this very object comes
-        return self.follows(action)
+        if script.then != action:
+            return False
+        self._begin(action)
+        return True
 
     def question(self, action: Action) -> Question:
         """What to ask before `action`, which is not expected."""
-        known = self._node.expected
-        return Question(self.place, action, known or self._guess(), known is None)
+        return Question(self.place, action, self.expected)
 
     def enter(self, action: Action) -> None:
-        """All ranks do `action` here."""
-        node = self._node
-        self._learn(node.trail, action)
+        """All ranks do `action` here, which was not expected."""
+        script, at = self._script, self._at
+        if action.starts:
+            if script is None:
+                self._keep()
+            elif at < len(script.actions):
+                self._new = script.actions[:at]
+                self._keep()
+            self._begin(action)
+            return
         self.place += 1
-        if self._nodes >= self._limit:
-            # Guesses go on: not everything is asked again.
-            self._starts.clear()
-            self._nodes = 1
-            self._node = _Node((action, *node.trail)[:_TRAIL])
+        if script is None:
+            self._new.append(action)
             return
-        if node.expected is None:
-            node.expected, node.next = action, self._sequel(node, action)
-            self._node = node.next
-            return
-        sequel = node.others.get(action)
-        if sequel is None:
-            sequel = node.others[action] = self._sequel(node, action)
-        if node.challenger == action and node.next is not None:
-            # Twice in a row: the program is another one from now on.
-            del node.others[action]
-            node.others[node.expected] = node.next
-            node.expected, node.next, node.challenger = action, sequel, None
-        else:
-            node.challenger = action
-        self._node = sequel
+        # The others of this start: one may go on like this.
+        done = script.actions[:at]
+        for other in self._scripts.get(_start_of(script.actions[0]), ()):
+            if len(other.actions) > at and other.actions[at] == action and other.actions[:at] == done:
+                self._script, self._at = other, at + 1
+                return
+        self._script, self._new = None, [*done, action]
 
-    def introduce(self, name: str, plain: Iterable[tuple[str, int, str, str]]) -> tuple[Action, list[Action]]:
-        """A root comes up; `plain`: kind, index, name and sizes of all that its units send.
-
-        The action that introduces it, to be agreed on like any other, and its plain actions, in the order given.
-        """
+    def introduce(self, name: str, plain: Iterable[tuple[str, int, str, str]]) -> Action:
+        """A root comes up; `plain`: kind, index, name and sizes of all that its units send. The action that introduces
+        it, to be agreed on like any other."""
         family = self.families
-        actions = [Action(kind, family, index, unit_name, sizes) for kind, index, unit_name, sizes in plain]
-        digest = hashlib.sha256("\n".join(map(str, actions)).encode()).hexdigest()[:16]
-        return Action("form", family, 0, name, f"{len(actions)}*{digest}"), actions
+        lines = [str(Action(kind, family, index, unit_name, sizes)) for kind, index, unit_name, sizes in plain]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return Action("form", family, 0, name, f"{len(lines)}*{digest}")
 
-    def introduced(self, actions: Sequence[Action]) -> None:
-        """All ranks introduced that root, with these plain actions."""
+    def introduced(self) -> None:
+        """All ranks introduced that root."""
         self.families += 1
-        if len(self._plain) + len(actions) > self._limit:
-            self._plain.clear()
-        self._plain.update({(action.kind, action.family, action.unit): action for action in actions})
 
-    def _sequel(self, node: _Node, action: Action) -> _Node:
-        if not action.starts:
-            self._nodes += 1
-            return _Node((action, *node.trail)[:_TRAIL])
-        # One start for the first step, for one behind a step and for one behind an evaluation.
-        start = action._replace(flags=tuple(flag for flag in action.flags if flag not in ("stepped", "train")))
-        if start not in self._starts:
-            self._nodes += 1
-            self._starts[start] = _Node((start,))
-        return self._starts[start]
+    def _keep(self) -> None:
+        """Remember what was done since the last start."""
+        if not self._new:
+            return
+        if self._kept + len(self._new) > self._limit:
+            self._scripts.clear()
+            self._kept = 0
+        self._kept += len(self._new)
+        known = self._scripts.setdefault(_start_of(self._new[0]), [])
+        known.insert(0, _Script(self._new))
+        for dropped in known[_VARIANTS:]:
+            self._kept -= len(dropped.actions)
+        del known[_VARIANTS:]
+        self._script, self._new = known[0], []
 
-    def _guess(self) -> Action | None:
-        trail = self._node.trail
-        for length in range(len(trail), 0, -1):
-            seen = self._seen.get(trail[:length])
-            if seen is not None:
-                return seen
-            habit = self._habits.get(_seen_from_anywhere(trail[:length]))
-            if habit is not None:
-                return self._plain.get((habit[0], trail[0].family, trail[0].unit + habit[1]))
-        return None
-
-    def _learn(self, trail: tuple[Action, ...], action: Action) -> None:
-        if len(self._seen) + _TRAIL > self._limit or len(self._habits) + _TRAIL > self._limit:
-            self._seen.clear()
-            self._habits.clear()
-        near = bool(trail) and trail[0].family == action.family and not action.flags
-        for length in range(len(trail), 0, -1):
-            self._seen[trail[:length]] = action
-            if near:
-                self._habits[_seen_from_anywhere(trail[:length])] = (action.kind, action.unit - trail[0].unit)
+    def _begin(self, start: Action) -> None:
+        """The program begins anew, after what is now the latest script."""
+        if self._script is not None:
+            self._script.then = start
+            known = self._scripts.get(_start_of(self._script.actions[0]), [])
+            if self._script in known and known[0] is not self._script:
+                known.remove(self._script)
+                known.insert(0, self._script)
+        self.place += 1
+        scripts = self._scripts.get(_start_of(start))
+        self._script = scripts[0] if scripts else None
+        self._at, self._new = 1, [] if scripts else [start]
 
 
-def _seen_from_anywhere(trail: Sequence[Action]) -> tuple[object, ...]:
-    """Actions by kind, and by how far their units are from that of the first one."""
-    return tuple((action.kind, action.flags, action.unit - trail[0].unit) for action in trail)
+def _start_of(action: Action) -> Action:
+    """One start for the first step, for one after a step and for one after an evaluation."""
+    return action._replace(flags=tuple(flag for flag in action.flags if flag not in ("stepped", "train")))
 
 
 # ---- when ranks disagree --------------------------------------------------------------------------------------
@@ -284,7 +251,7 @@ def disagreement(questions: Mapping[int, Question]) -> str:
     usual = max(doing, key=lambda action: (len(doing[action]), action == expected))
     others = {action: ranks for action, ranks in doing.items() if action != usual}
     odd = next(iter(others), usual)
-    before = ", as in the steps before" if usual == expected and not asked.guessed else ""
+    before = ", as in the steps before" if usual == expected else ""
     found = " and ".join(f"{_ranks(ranks)} about to {_phrase(action)}" for action, ranks in others.items())
     return (
         f"{odd.name}: expected all ranks to {_phrase(usual)}{before} ({_ranks(doing[usual])}), found {found}; "
@@ -297,7 +264,7 @@ def deviation(question: Question, asking: Sequence[int], here: int) -> str:
     expected = question.expected
     as_before = "to go on as before"
     if expected is not None:
-        as_before = f"to {_phrase(expected)}{'' if question.guessed else ', as in the steps before'}"
+        as_before = f"to {_phrase(expected)}, as in the steps before"
     advice = _advice(expected, [question.action]) if expected is not None else _advice(question.action, [])
     return (
         f"{question.action.name}: expected {_ranks(asking)} {as_before} (as rank {here}), found "

@@ -1,0 +1,35 @@
+"""Ranks agree on what they do, failures have names, waits end. Knows neither units nor checkpoints.
+
+`watch` (one for a process: signs of life, waits, who finds out), `scope` (the ranks of a mesh: questions, failures,
+meetings), `wait` (the one way to wait), `diagnosis` (why waits last), `store` (what stands in the store), `process`
+(what can be seen of one from outside), `fault` and `errors` (what is told and raised), `order` (the order of messages,
+pure), `structure` (what a model is, pure), `question` (questions about long texts), `settings` (what users choose).
+"""
+
+from . import structure as structure
+from .errors import PeerFailed as PeerFailed
+from .errors import RanksDisagree as RanksDisagree
+from .fault import Fault as Fault
+from .order import Action as Action
+from .order import Order as Order
+from .order import Question as Question
+from .order import deviation as deviation
+from .order import disagreement as disagreement
+from .order import parse_action as parse_action
+from .order import parse_question as parse_question
+from .question import ask as ask
+from .question import tell as tell
+from .scope import Scope as Scope
+from .settings import Settings as Settings
+from .structure import Difference as Difference
+from .structure import Item as Item
+from .structure import first_difference as first_difference
+from .structure import shown_ranks as shown_ranks
+from .structure import variants as variants
+from .wait import Wait as Wait
+from .wait import wait_until as wait_until
+from .watch import Watch as Watch
+from .watch import has_peers as has_peers
+from .watch import is_current as is_current
+from .watch import scope_of as scope_of
+from .watch import watch as watch

@@ -1,0 +1,248 @@
+"""Why ranks wait in vain, found in their records by one of them. Decides; asks nobody.
+
+    what is seen                                                    fault
+    a record says that its rank failed, or that its process ended   what that rank says
+    a process of this machine is gone                               lost
+    no new record for the seconds of silence; of this machine:      lost
+        stopped, or exists and used no processor time meanwhile
+    ranks that wait, each for one of them: the greatest such set     disagree: a proof, nobody of them can go on
+    somebody waits for longer than the process group allows         late: names who has not come, and where that rank is
+
+A record may be old when it is read. For a false proof *all* ranks of a cycle would have to have gone on without a new
+record: what one of them waits for, and has got, another one has sent, which its record would say. So a proof counts
+when two readings show the same waits. And who looks late itself accuses nobody of silence (`Reader.forget`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .fault import Fault
+from .process import condition
+from .store import ranks_of
+from .structure import shown_ranks
+
+# How many waits a text names.
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank says of itself. See `Watch.record`."""
+
+    rank: int
+    said: Mapping[str, Any]
+
+    @property
+    def wait(self) -> Mapping[str, Any] | None:
+        """What it waits for; None: it goes on, as far as anybody knows."""
+        found: Mapping[str, Any] | None = self.said.get("wait")
+        return found
+
+    @property
+    def place(self) -> str:
+        """Where it is, in the user's words."""
+        at = self.said.get("at") or ""
+        return f" ({at})" if at else ""
+
+    def far(self, scope: str) -> Mapping[str, Any] | None:
+        """How far it has come in that scope; None: it never was there."""
+        found: Mapping[str, Any] | None = self.said.get("far", {}).get(scope)
+        return found
+
+    def has_come(self, wait: Mapping[str, Any]) -> bool:
+        """Whether it has done what another rank, which is in `wait`, waits for."""
+        if wait["kind"] == "torch":
+            issued = self.said.get("torch", {}).get(wait["name"])
+            return issued is None or issued >= wait["number"]
+        far = self.far(wait["scope"])
+        if far is None or far["epoch"] < wait["epoch"]:
+            return False
+        if far["epoch"] > wait["epoch"]:
+            return True
+        own = self.wait
+        if wait["kind"] == "message":
+            return bool(far["issued"].get(wait["name"], -1) >= wait["number"])
+        if wait["kind"] == "ask":
+            return bool(far["asked"] > wait["number"])
+        if wait["kind"] == "meet":
+            return own is not None and own["kind"] == "meet" and own["scope"] == wait["scope"]
+        return wait["name"] in far["issued"] or (own is not None and own["name"] == wait["name"])
+
+
+class Reader:
+    """What one rank has seen of the others' records, on its own clock."""
+
+    def __init__(self) -> None:
+        # Of each rank its last record, since when it is the last, and the processor time it had used then.
+        self._seen: dict[int, tuple[str, float, int]] = {}
+        self._stuck: frozenset[tuple[int, float]] = frozenset()
+
+    def forget(self) -> None:
+        """This rank was late itself: begin to count anew."""
+        self._seen.clear()
+        self._stuck = frozenset()
+
+    def read(self, texts: Mapping[int, str], now: float) -> dict[int, Record]:
+        """The records among `texts`: one that is mail to its rank is what it was before."""
+        found = {}
+        for rank, text in texts.items():
+            known = self._seen.get(rank)
+            if known is None or known[0] != text:
+                said = _loads(text)
+                used = condition(said["process"])[1] if said is not None else 0
+                if said is None and known is not None:
+                    text = known[0]
+                else:
+                    self._seen[rank] = (text, now, used)
+            said = _loads(text)
+            if said is not None:
+                found[rank] = Record(rank, said)
+        return found
+
+    def lost(self, record: Record, silence: float, now: float) -> str:
+        """What is wrong with the process of `record`; "": nothing."""
+        what, used = condition(record.said["process"])
+        if what == "gone" and "ended" not in record.said:
+            return "gave no sign of life since its process has ended"
+        text, since, used_then = self._seen[record.rank]
+        silent = now - since
+        if not silence or silent < silence:
+            return ""
+        if what == "exists" and used > used_then:
+            # It computes: some call holds the interpreter lock, and nothing else is wrong.
+            self._seen[record.rank] = (text, now, used)
+            return ""
+        how = {"stopped": "it is stopped", "exists": "it exists and does nothing", "gone": "it has ended"}
+        return f"gave no sign of life for {silence:g} s: {how.get(what, 'killed, stopped or hanging')}{record.place}"
+
+    def stuck(self, records: Mapping[int, Record]) -> dict[int, Record]:
+        """Ranks that wait for each other, seen twice."""
+        found = stuck(records)
+        waits = frozenset((rank, record.said["wait"]["since"]) for rank, record in found.items())
+        before, self._stuck = self._stuck, waits
+        return found if waits and waits == before else {}
+
+
+def _loads(text: str) -> dict[str, Any] | None:
+    """A record; None for mail."""
+    said: dict[str, Any] = json.loads(text) if text else {"mail": []}
+    return None if "mail" in said else said
+
+
+def missing(wait: Mapping[str, Any], records: Mapping[int, Record], own: int) -> list[int]:
+    """The ranks that `wait`, of rank `own`, is for and that have not come."""
+    return [rank for rank in ranks_of(wait["ranks"]) if rank != own and not _has_come(rank, wait, records)]
+
+
+def _has_come(rank: int, wait: Mapping[str, Any], records: Mapping[int, Record]) -> bool:
+    return rank in records and records[rank].has_come(wait)
+
+
+def stuck(records: Mapping[int, Record]) -> dict[int, Record]:
+    """The greatest set of ranks each of which waits for one of the set: nobody of them can go on."""
+    waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record)}
+    needs = {rank: set(missing(record.said["wait"], records, rank)) for rank, record in waiting.items()}
+    while True:
+        free = [rank for rank in waiting if not needs[rank] & waiting.keys()]
+        if not free:
+            return waiting
+        for rank in free:
+            del waiting[rank]
+
+
+def _proves(record: Record) -> bool:
+    """Whether its wait is the only thing that the rank does, and will not be ended anyway."""
+    wait = record.said["wait"]
+    if record.said.get("beside"):
+        return False  # another thread of it sends, too
+    failed = record.said.get("failed", {}).get(wait["scope"])
+    return wait["kind"] in ("torch", "meet") or failed is None or failed["epoch"] != wait["epoch"]
+
+
+def disagreement(found: Mapping[int, Record], explain: Callable[[Mapping[int, Record]], str | None]) -> str:
+    """The error of ranks that wait for each other. `explain`: a better text for questions that have one."""
+    better = explain(found)
+    if better is not None:
+        return better
+    alone = {rank: record for rank, record in found.items() if record.said["wait"]["kind"] == "torch"}
+    if alone:
+        return _alone(alone, found)
+    by_what: dict[str, list[int]] = {}
+    for rank, record in sorted(found.items()):
+        by_what.setdefault(record.said["wait"]["what"], []).append(rank)
+    told = " and ".join(f"{shown_ranks(ranks)} waiting in {what}" for what, ranks in list(by_what.items())[:_SHOWN])
+    return (
+        f"expected all ranks to do the same, found {told}: none of them can go on; make all ranks take the same calls "
+        f"in the same order"
+    )
+
+
+def _alone(alone: Mapping[int, Record], found: Mapping[int, Record]) -> str:
+    first = next(iter(alone.values()))
+    wait = first.said["wait"]
+    ranks = [rank for rank, record in alone.items() if _same(record.said["wait"], wait)]
+    others = [record for rank, record in sorted(found.items()) if rank not in alone]
+    needs = shown_ranks(ranks_of(wait["ranks"]))
+    waits = f"{shown_ranks([others[0].rank])} waits in {others[0].said['wait']['what']}" if others else "others wait"
+    return (
+        f"expected all ranks to take the same calls, found {shown_ranks(ranks)} in {wait['what']}{first.place}, which "
+        f"needs {needs}, while {waits}: neither can go on; let {needs} make that call at the same place, or none of "
+        f"them (not under `if rank == ...`)"
+    )
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return (one["name"], one["number"]) == (other["name"], other["number"])
+
+
+def late(wait: Mapping[str, Any], records: Mapping[int, Record], own: int, seconds: float) -> Fault:
+    """What to say of a wait that has lasted as long as the process group allows."""
+    absent = missing(wait, records, own) or [rank for rank in ranks_of(wait["ranks"]) if rank != own] or [own]
+    told = [_whereabouts(rank, records.get(rank)) for rank in absent[:_SHOWN]]
+    more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+    others = f"; nor did {', '.join(told[1:])}{more}" if len(told) > 1 else ""
+    text = (
+        f"did not come to {wait['what']} for {seconds:.0f} s, the time limit of the process group: it is "
+        f"{told[0]}{others}"
+    )
+    return Fault(absent[0], "late", text, wait["scope"], wait["epoch"])
+
+
+def _whereabouts(rank: int, record: Record | None) -> str:
+    if record is None:
+        return f"rank {rank}, which has not begun to train"
+    if record.wait is not None:
+        return f"rank {rank} in {record.wait['what']}{record.place}"
+    doing = record.said.get("doing") or "no call of fullshard's"
+    return f"rank {rank} in {doing}{record.place}"
+
+
+def published(records: Iterable[Record], scopes: Sequence[str]) -> list[Fault]:
+    """What ranks say of themselves, in these scopes."""
+    found = []
+    for record in records:
+        for scope, said in record.said.get("failed", {}).items():
+            if scope in scopes:
+                found.append(Fault(**said))
+        if "ended" in record.said:
+            for scope in scopes:
+                far = record.far(scope)
+                if far is not None:
+                    found.append(
+                        Fault(
+                            record.rank,
+                            "ended",
+                            record.said["ended"],
+                            scope,
+                            far["epoch"],
+                            record.said.get("step", -1),
+                            record.said.get("doing", ""),
+                            far["issued"],
+                            far["asked"],
+                        )
+                    )
+    return found

@@ -1,0 +1,79 @@
+"""What a rank says to the others when it fails, or what is found out about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from .errors import PeerFailed, RanksDisagree
+
+# A longer text is cut before it is told: it is for an error message.
+TEXT_CHARACTERS = 2000
+# What somebody else finds out about a rank, and not the rank itself: it holds for every wait of the epoch.
+_FOUND = ("lost", "late", "disagree")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why waits for `rank` are in vain. `kind`:
+
+        raised     an exception left a step of that rank
+        ended      its process ended
+        lost       it is gone, stopped or silent: found by another rank
+        late       it did not come within the time limit of the process group: found by another rank
+        disagree   ranks do different things: found by another rank
+
+    `scope`, `epoch`: where it counts (scope.py). `issued`: how many messages the rank had sent over each data group of
+    that scope, `asked`: how many questions it had answered. Who waits for one of these will get it.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    scope: str = ""
+    epoch: int = 0
+    step: int = -1
+    doing: str = ""
+    issued: Mapping[str, int] = field(default_factory=dict)
+    asked: int = 0
+    # How many of the rank's guarded blocks had failed, with this one.
+    attempts: int = 0
+    # Ranks wait for each other, and none of them can go on: also those who meet after a failure.
+    proof: bool = False
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def loads(text: str | bytes) -> Fault:
+        return Fault(**json.loads(text))
+
+    @property
+    def is_found(self) -> bool:
+        """Whether another rank found it out, so that it holds whatever the rank had sent."""
+        return self.kind in _FOUND
+
+    @property
+    def message(self) -> str:
+        if self.kind in ("lost", "late"):
+            return f"rank {self.rank} {self.text}"
+        step = f" at step {self.step}" if self.step >= 0 else ""
+        doing = f" in {self.doing}" if self.doing else ""
+        return f"rank {self.rank} {'ended' if self.kind == 'ended' else 'raised'}{step}{doing}: {self.text}"
+
+    def withholds(self, group: str, number: int) -> bool:
+        """Whether message `number` of the data group of that name will not be sent by the rank that failed."""
+        return self.is_found or self.issued.get(group, number) < number
+
+    def error(self, waiting: str = "") -> RuntimeError:
+        """What the others raise; `waiting`: what this rank is waiting for."""
+        if self.kind == "disagree":
+            return RanksDisagree(self.text)
+        return PeerFailed(
+            f"expected every rank to take part in {waiting or 'its next message'}, found that {self.message}",
+            rank=self.rank,
+            step=self.step,
+            unit=self.doing,
+            text=self.text,
+        )

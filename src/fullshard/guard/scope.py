@@ -1,0 +1,290 @@
+"""The ranks of one mesh: they answer questions together, hear of each other's failures, and meet after one.
+
+    agree      all ranks compare a value; nobody goes on before all have asked
+    publish    this rank failed: how far it had come, and why
+    meet       all ranks come together after a failure, wherever each of them was; an *epoch* ends, the next one begins
+
+Everything is counted from the last meeting on: a failure before it is none after it. An exception at any line leaves
+the scope in an epoch that is over (`must_meet`), and all ranks hear of it: nobody can be one question ahead for ever.
+
+A question costs each rank three requests and one for each look at the answer. Where all agree nothing else is read;
+where not, one rank of each answer writes it down, and the last one to ask puts all together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .fault import TEXT_CHARACTERS, Fault
+from .store import ranks_of, runs
+from .wait import Wait, wait_until
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+_AFTER = "the next step after a failure"
+# So many ranks tell all others that they failed. Later ones say it in their own record: somebody reads that.
+_TELLERS = 3
+
+
+class Group(Protocol):
+    """A data group, as its scope knows it (comm/data_group.py)."""
+
+    name: str
+    issued: int
+    is_cut: bool
+
+    def cut(self) -> None: ...
+    def expire(self) -> None: ...
+
+
+class Scope:
+    """Methods that wait do so in the thread that calls them, and raise `PeerFailed` or `RanksDisagree` in vain."""
+
+    def __init__(self, watch: Watch, ranks: tuple[int, ...]) -> None:
+        self.watch, self.ranks, self.rank = watch, ranks, watch.rank
+        self.name = hashlib.blake2s(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()
+        self.epoch = self.renewed = self.asked = self.attempts = 0
+        # What is being done, for the text of an error, or what tells it; and the optimizer steps taken.
+        self.doing: str | Callable[[], str] = ""
+        self.step: Callable[[], int] = lambda: -1
+        self.groups: dict[str, Group] = {}
+        self._named: Counter[str] = Counter()
+        # What this rank published in this epoch, and what it heard in any, since when.
+        self.failed: Fault | None = None
+        self.heard: list[tuple[Fault, float]] = []
+        # Why the data groups were cut; and whether that was raised.
+        self.failure: Fault | None = None
+        self.has_raised = False
+        # Before anything is sent all ranks come together.
+        self.must_meet = False
+        # By what is asked: the error of ranks that wait for each other while some of them ask that.
+        self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
+        # Held while data groups are cut or made anew.
+        self._cutting = threading.RLock()
+
+    @property
+    def told(self) -> str:
+        """What this rank does, in words."""
+        return self.doing if isinstance(self.doing, str) else self.doing()
+
+    @property
+    def base(self) -> str:
+        """Of the keys of this epoch."""
+        return f"{self.watch.records.prefix}/{self.name}/{self.epoch}"
+
+    @property
+    def issued(self) -> dict[str, int]:
+        """How many messages this rank sent, by data group."""
+        return {name: group.issued for name, group in list(self.groups.items())}
+
+    @property
+    def far(self) -> dict[str, Any]:
+        """How far this rank has come, for its record."""
+        return {"epoch": self.epoch, "asked": self.asked, "issued": self.issued}
+
+    def group_name(self, name: str) -> str:
+        """`name`, told from those of data groups before it."""
+        self._named[name] += 1
+        return f"{name} #{self._named[name]}" if self._named[name] > 1 else name
+
+    # ---- agreement -----------------------------------------------------------------------------------------
+
+    def agree(self, what: str, value: str) -> dict[int, str] | None:
+        """Compare `value` on all ranks, which all make this call, in the same order with the same `what`.
+
+        None where all are equal; else what each rank has, the same on all of them ("what: value" where they ask
+        different things).
+        """
+        try:
+            return self._agree(what, value)
+        except BaseException as error:
+            self.interrupted(error, what)
+            raise
+
+    def _agree(self, what: str, value: str) -> dict[int, str] | None:
+        store, number = self.watch.records.store, self.asked
+        key = f"{self.base}/ask/{number}"
+        digest = hashlib.blake2s(f"{what}\0{value}".encode(), digest_size=12).hexdigest()
+        if store.add(f"{key}/{digest}", 1) == 1:
+            store.set(f"{key}/text/{digest}", json.dumps([what, value]))
+        last = store.add(f"{key}/all", 1) == len(self.ranks)
+        # After the vote: who is interrupted before it counts as one who did not come.
+        self.asked = number + 1
+        if last:
+            same = store.add(f"{key}/{digest}", 0) == len(self.ranks)
+            self._give_up_keys(number)
+            store.set(f"{key}/verdict", f"same {digest}" if same else "differ")
+        else:
+            self._wait_for(f"{key}/verdict", number, what, value)
+        if store.get(f"{key}/verdict") != b"differ":
+            return None
+        self.watch.records.append(f"{key}/who", f"{self.rank}:{digest} ")
+        if last:
+            found: dict[str, list[int]] = {}
+            wait = Wait("ask", self, what, name=what, number=number, also=value[:TEXT_CHARACTERS])
+            wait_until(lambda: self._all_told(key, found), wait)
+            answers = [[runs(ranks), *json.loads(store.get(f"{key}/text/{one}"))] for one, ranks in found.items()]
+            store.set(f"{key}/answer", json.dumps(answers))
+        else:
+            self._wait_for(f"{key}/answer", number, what, value)
+        answers = json.loads(store.get(f"{key}/answer"))
+        several = len({asked for _, asked, _ in answers}) > 1
+        told = {
+            rank: f"{asked}: {text}" if several else text for ranks, asked, text in answers for rank in ranks_of(ranks)
+        }
+        return dict(sorted(told.items()))
+
+    def _all_told(self, key: str, found: dict[str, list[int]]) -> bool:
+        pairs = dict(pair.split(":") for pair in self.watch.records.read(f"{key}/who").split())
+        if len(pairs) < len(self.ranks):
+            return False
+        for rank in self.ranks:
+            found.setdefault(pairs[str(rank)], []).append(rank)
+        return True
+
+    def _give_up_keys(self, number: int) -> None:
+        """Of the question before: everybody has read its answer, who is here. A store would keep them for ever."""
+        store, key = self.watch.records.store, f"{self.base}/ask/{number - 1}"
+        if number and store.check([f"{key}/verdict"]):
+            digest = store.get(f"{key}/verdict").decode().removeprefix("same ")
+            if digest != "differ":
+                for old in (f"{key}/all", f"{key}/{digest}", f"{key}/text/{digest}", f"{key}/verdict"):
+                    store.delete_key(old)
+
+    def _wait_for(self, key: str, number: int, what: str, value: str) -> None:
+        wait = Wait("ask", self, what, name=what, number=number, also=value[:TEXT_CHARACTERS])
+        wait_until(lambda: self.watch.records.store.check([key]), wait)
+
+    # ---- failures ------------------------------------------------------------------------------------------
+
+    def publish(self, kind: str, text: str, *, attempts: bool = True) -> None:
+        """Say that this rank failed. Everybody who waits for what it has not sent hears of it."""
+        self.must_meet = True
+        if self.failed is not None and self.failed.attempts >= self.attempts:
+            return
+        fault = Fault(
+            self.rank,
+            kind,
+            text[:TEXT_CHARACTERS],
+            self.name,
+            self.epoch,
+            self.step(),
+            self.told,
+            self.issued,
+            self.asked,
+            self.attempts if attempts else 0,
+        )
+        self.failed = fault
+        # When the store ended with the process that served it, nobody is left to be told.
+        with suppress(RuntimeError, OSError):
+            self.watch.post()
+            if self.watch.records.store.add(f"{self.base}/told", 1) <= _TELLERS:
+                self.watch.records.tell(self.ranks, self.telling(fault))
+
+    def interrupted(self, error: BaseException, where: str) -> None:
+        """An exception left a wait of this scope: the epoch is over. Others are told, unless it was one of theirs that
+        failed first."""
+        self.must_meet = self.has_raised = True
+        if not self.causes():
+            doing, self.doing = self.doing, self.told or where
+            try:
+                self.publish("raised", f"{type(error).__name__}: {error}")
+            finally:
+                self.doing = doing
+
+    def causes(self) -> list[Fault]:
+        """What was heard of others in this epoch, in order."""
+        return [fault for fault, _ in list(self.heard) if fault.epoch == self.epoch and self.is_of_others(fault)]
+
+    def telling(self, fault: Fault) -> list[str]:
+        """`fault` as it is told, after what was heard before: who tells overwrites what others have told."""
+        known = [heard for heard, _ in list(self.heard)[-3:] if heard.epoch == self.epoch and heard != fault]
+        return [one.dumps() for one in (*known, fault)]
+
+    def is_of_others(self, fault: Fault) -> bool:
+        """Whether it is a reason for this rank to end its waits."""
+        return fault.rank != self.rank or fault.is_found
+
+    def hear(self, fault: Fault, now: float) -> None:
+        """From any thread."""
+        if fault.epoch >= self.epoch and all(known != fault for known, _ in list(self.heard)):
+            self.heard.append((fault, now))
+            if fault.epoch == self.epoch and fault.is_found:
+                self.must_meet = True
+
+    def end(self, wait: Wait, fault: Fault) -> None:
+        """`wait` is in vain. From any thread."""
+        wait.fault = fault
+        if wait.kind == "message":
+            self.fail(fault)
+
+    def fail(self, fault: Fault) -> None:
+        """Cut all data groups because of `fault`."""
+        with self._cutting:
+            self.failure, self.must_meet = fault, True
+            for group in list(self.groups.values()):
+                group.cut()
+
+    def refuse_failure(self) -> None:
+        """Raise why the data groups were cut, or what was found out about this rank, when that was not done yet."""
+        fault = self.failure or next((fault for fault in self.causes() if fault.kind == "disagree"), None)
+        if fault is not None and not self.has_raised:
+            self.has_raised = self.must_meet = True
+            raise fault.error(self.told)
+
+    # ---- together again ------------------------------------------------------------------------------------
+
+    def meet(self) -> bool:
+        """After a failure: wait for all ranks, and begin a new epoch with them. Whether new connections are needed.
+
+        Ranks that failed come by themselves, at their next forward; the others when they wait in vain for those. Where
+        all were equally far (they raised at the same place), connections stay as they are. Raises `PeerFailed` when a
+        rank ended or is lost, or failed in this attempt before it came. May be tried again after any exception.
+        """
+        if self.failed is None and not self.causes():
+            # An exception came before anybody was told.
+            self.publish("raised", "it left its step")
+        records = self.watch.records
+        key = f"{self.base}/meet"
+        cut = any(group.is_cut for group in list(self.groups.values()))
+        mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
+        records.append(key, f"{self.rank}:{'cut' if cut else mine} ")
+        wait = Wait("meet", self, _AFTER)
+        if self.rank == self.ranks[0]:
+            found: dict[str, str] = {}
+            wait_until(lambda: self._all_here(key, found), wait)
+            renews = len(set(found.values())) > 1 or "cut" in found.values()
+            records.store.set(f"{key}/done", "renew" if renews else "same")
+        else:
+            wait_until(lambda: records.store.check([f"{key}/done"]), wait)
+        renews = records.store.get(f"{key}/done") == b"renew"
+        with self._cutting:
+            if renews:
+                self.renewed += 1
+                for group in list(self.groups.values()):
+                    group.expire()
+            self.epoch, self.asked, self.attempts = self.epoch + 1, 0, 0
+            self.failed = self.failure = None
+            self.has_raised = self.must_meet = False
+            self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
+        return renews
+
+    def _all_here(self, key: str, found: dict[str, str]) -> bool:
+        pairs = (pair.partition(":") for pair in self.watch.records.read(key).split())
+        found.update({rank: how for rank, _, how in pairs})
+        return len(found) == len(self.ranks)
+
+
+def by_value(answers: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks of each answer."""
+    found: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        found.setdefault(answer, []).append(rank)
+    return found

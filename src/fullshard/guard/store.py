@@ -1,0 +1,149 @@
+"""What ranks keep in the store through which their process group was made: one record each, which is a mailbox too.
+
+A rank writes its record again and again, each time in exchange for the one that it wrote last (`compare_set`). So one
+request is a sign of life, says what the rank does, and brings what somebody else left there for it:
+
+    the rank     post('{"n": 7, ...}')     finds its own record: written
+    another one  tell([3], "mail")         overwrites it
+    the rank     post('{"n": 8, ...}')     finds the mail, and writes after it has read it
+
+Two who tell one rank something at the same time overwrite each other. So what must not get lost stands in the teller's
+own record as well, where the rank that looks for causes (watch.py) finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+_MAIL = '{"mail":'
+
+
+class Store(Protocol):
+    """What is used of torch's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def has_extended_api(self) -> bool: ...
+    def append(self, key: str, value: str) -> None: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def multi_set(self, keys: list[str], values: list[str]) -> None: ...
+
+
+class Records:
+    """The records of all ranks, from the side of `rank`. `store`: of the thread that runs the model; `beside`: another
+    connection to it, so that a sign of life waits for nobody's question."""
+
+    def __init__(self, store: Store, beside: Store, rank: int) -> None:
+        self.store, self._beside, self.rank = store, beside, rank
+        # A process group may be made again over the same store: all ranks do so equally often.
+        self.prefix = f"fullshard/{store.add(f'fullshard/made/{rank}', 1)}"
+        self._last = ""
+        # Held while the record is exchanged: two threads would overwrite each other's.
+        self._posting = threading.Lock()
+
+    def key(self, rank: int) -> str:
+        """Of the record of `rank`."""
+        return f"{self.prefix}/rank/{rank}"
+
+    def join(self) -> None:
+        """Say, once, that this rank has a record."""
+        self.append(f"{self.prefix}/ranks", f"{self.rank} ")
+
+    def post(self, record: str) -> list[str]:
+        """Write this rank's record; what others left in its place."""
+        mail: list[str] = []
+        with self._posting:
+            for _ in range(8):
+                found = _text(self._beside.compare_set(self.key(self.rank), self._last, record))
+                if found == record:
+                    self._last = record
+                    break
+                self._last = found  # mail; or our own last one, where an exception came before it was noted
+                if found.startswith(_MAIL):
+                    mail += json.loads(found)["mail"]
+        return mail
+
+    def tell(self, ranks: Iterable[int], texts: Sequence[str]) -> None:
+        """Leave `texts` for `ranks`: one request."""
+        keys = [self.key(rank) for rank in ranks if rank != self.rank]
+        mail = f"{_MAIL}{json.dumps(list(texts))}}}"
+        if keys and self._beside.has_extended_api():
+            self._beside.multi_set(keys, [mail] * len(keys))
+        elif keys:
+            for key in keys:
+                self._beside.set(key, mail)
+
+    def joined(self) -> frozenset[int]:
+        """The ranks that have a record."""
+        return frozenset(map(int, self.read(f"{self.prefix}/ranks", self._beside).split()))
+
+    def of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The records of `ranks`, all of which have joined. One request."""
+        keys = [self.key(rank) for rank in ranks]
+        if not self._beside.has_extended_api():
+            return {rank: _text(self._beside.get(key)) for rank, key in zip(ranks, keys, strict=True)}
+        found = self._beside.multi_get(keys) if keys else []
+        return {rank: _text(value) for rank, value in zip(ranks, found, strict=True)}
+
+    def claim(self, key: str, before: str = "") -> str:
+        """Who holds `key`: this rank, if it was held by `before`."""
+        return _text(self._beside.compare_set(key, before, str(self.rank)))
+
+    def release(self, key: str) -> None:
+        """Let others claim it."""
+        self._beside.set(key, "")
+
+    # ---- lists ---------------------------------------------------------------------------------------------
+
+    def append(self, key: str, text: str) -> None:
+        """Add `text` to what is at `key`."""
+        if self.store.has_extended_api():
+            self.store.append(key, text)
+        else:  # a file
+            self.store.set(f"{key}/{self.store.add(key, 1)}", text)
+
+    def read(self, key: str, store: Store | None = None) -> str:
+        """All that was appended at `key`, at least once."""
+        store = store or self.store
+        if store.has_extended_api():
+            return _text(store.get(key))
+        parts = [f"{key}/{number}" for number in range(1, store.add(key, 0) + 1)]
+        return "".join(_text(store.get(part)) for part in parts if store.check([part]))
+
+
+def _text(found: bytes | str) -> str:
+    return found if isinstance(found, str) else found.decode()
+
+
+def dumps(record: Mapping[str, Any]) -> str:
+    """A record as its text, on one line."""
+    return json.dumps(record, separators=(",", ":"))
+
+
+def runs(ranks: Sequence[int]) -> list[list[int]]:
+    """`ranks` as (first, count, step): ten thousand of them have to fit into a record.
+
+    >>> runs([0, 4, 8, 9]), ranks_of(runs([0, 4, 8, 9]))
+    ([[0, 3, 4], [9, 1, 1]], [0, 4, 8, 9])
+    """
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == 1 and rank > found[-1][0]:
+            found[-1][1:] = [2, rank - found[-1][0]]
+        elif found and rank == found[-1][0] + found[-1][1] * found[-1][2]:
+            found[-1][1] += 1
+        else:
+            found.append([rank, 1, 1])
+    return found
+
+
+def ranks_of(found: Iterable[Sequence[int]]) -> list[int]:
+    """The reverse of `runs`."""
+    return [first + step * i for first, count, step in found for i in range(count)]

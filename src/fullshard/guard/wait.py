@@ -1,0 +1,132 @@
+"""The one way to wait. Whatever a rank waits for, its record says so after a second, and somebody finds out why it
+lasts.
+
+    kind       the rank waits for                                   ended by the watch (watch.py)
+    message    a message over a data group, in its backend          the data groups of the scope are cut
+    ask        the answer to a question of its scope                the loop below raises
+    meet       all ranks of its scope, after a failure              the loop below raises
+    connect    the others, to make a data group with them           the loop below raises, inside of the backend's store
+    torch      others in a collective of torch's own                nobody: it is the user's; others hear of it
+
+A message is waited for in its backend (`DataGroup`, comm/data_group.py): only that wakes up the moment it comes. What
+is in the store is asked for, with growing pauses: often at first, and at last so rarely that ten thousand ranks do no
+harm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .fault import Fault
+from .store import runs
+
+if TYPE_CHECKING:
+    from .scope import Scope
+
+# A rank that waits for no longer tells nobody.
+PATIENCE_SECONDS = 1.0
+# An epoch in which somebody failed is over for everybody: who still waits after so long gives up.
+GRACE_SECONDS = 2.0
+# Requests of all ranks together that a store answers while they wait (it can do about ten times as many).
+_REQUESTS_PER_SECOND = 2000
+_QUICK_RANKS = 64
+
+
+def pace(ranks: int) -> float:
+    """Seconds between two requests of a rank that waits, of so many.
+
+    >>> [pace(n) for n in (2, 8, 64, 1000, 10_000)]
+    [0.25, 0.25, 1.0, 1.0, 5.0]
+    """
+    return max(0.25, min(ranks / _QUICK_RANKS, 1.0), ranks / _REQUESTS_PER_SECOND)
+
+
+def pauses(ranks: int) -> Iterator[float]:
+    """Seconds to sleep between two looks into the store, for a rank of so many: begins at once, ends at `pace`."""
+    last = max(0.05, pace(ranks) if ranks > 8 else 0.0)
+    pause = max(0.0002, 20e-6 * ranks)
+    yield 0.0
+    while True:
+        yield min(pause, last)
+        pause *= 1.6 if ranks <= 8 else 3.0
+
+
+class Wait:
+    """Something that a rank waits for, as its record tells it. `needs` and `number` depend on the kind: the ranks of
+    the group (message, connect, torch) and the number of the message or question."""
+
+    __slots__ = ("also", "fault", "kind", "name", "number", "ranks", "scope", "since", "what")
+
+    def __init__(
+        self,
+        kind: str,
+        scope: Scope | None,
+        what: str | Callable[[], str],
+        *,
+        name: str = "",
+        number: int = 0,
+        ranks: Sequence[int] = (),
+        also: str = "",
+    ) -> None:
+        self.kind, self.scope, self.what = kind, scope, what
+        self.name, self.number, self.ranks, self.also = name, number, ranks, also
+        self.since = time.monotonic()
+        # Why it is in vain.
+        self.fault: Fault | None = None
+
+    @property
+    def doing(self) -> str:
+        """What is waited for, as a text says it."""
+        return self.what if isinstance(self.what, str) else self.what()
+
+    def is_ended_by(self, fault: Fault, since: float) -> bool:
+        """Whether it is in vain because of `fault`, of its own scope and epoch, known for `since` seconds."""
+        if fault.kind in ("lost", "late") or fault.proof:
+            return True
+        if self.kind == "meet":
+            # Who meets has failed, as that rank has. But one that ended does not come; and one that failed once more
+            # often did so in the attempt that this rank wants to begin.
+            return fault.kind == "ended" or (self.scope is not None and fault.attempts > self.scope.attempts)
+        return fault.is_found or self._is_withheld(fault) or since > GRACE_SECONDS
+
+    def _is_withheld(self, fault: Fault) -> bool:
+        if self.kind == "message":
+            return fault.rank in self.ranks and fault.withholds(self.name, self.number)
+        if self.kind == "ask":
+            return fault.asked <= self.number
+        return True
+
+    def told(self) -> dict[str, Any]:
+        """For the record."""
+        scope = self.scope
+        return {
+            "kind": self.kind,
+            "scope": "" if scope is None else scope.name,
+            "epoch": 0 if scope is None else scope.epoch,
+            "name": self.name,
+            "number": self.number,
+            "ranks": runs(self.ranks or (() if scope is None else scope.ranks)),
+            "what": self.doing,
+            "also": self.also,
+            "since": self.since,
+        }
+
+
+def wait_until(is_there: Callable[[], bool], wait: Wait) -> None:
+    """Return when `is_there()`, which asks the store. Raises what the watch finds out, `PeerFailed` or
+    `RanksDisagree`."""
+    scope = wait.scope
+    assert scope is not None
+    watch = scope.watch
+    with watch.waits(wait):
+        for pause in pauses(len(scope.ranks)):
+            if pause:
+                time.sleep(pause)
+            if is_there():
+                return
+            watch.look_unless_watched()
+            if wait.fault is not None:
+                scope.has_raised = True
+                raise wait.fault.error(wait.doing)

@@ -1,0 +1,553 @@
+"""The watch of one process: gives signs of life, looks after its waits, and where it is its turn finds out why they
+last.
+
+A thread of its own does that (`begin`); where there is none (ranks that are threads of a test), the loops that wait do.
+Per rank and second it costs
+
+    at rest             one request each five seconds: the record, which is the sign of life (store.py)
+    while it waits      one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000
+    the one that reads  one more each second: all records of the scope at once (diagnosis.py). Whoever waits elects it
+
+It sends no message and raises nothing: a wait in vain is ended, and the wait raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .._torch_compat import active_collectives, default_store, issued_by_group, known_groups, timeout_of
+from . import diagnosis, process
+from .diagnosis import Reader, Record
+from .fault import Fault
+from .scope import Scope
+from .settings import Settings
+from .store import Records, Store, dumps, ranks_of
+from .wait import PATIENCE_SECONDS, Wait, pace
+
+_log = logging.getLogger("fullshard")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
+# The thread looks so often; a request is far rarer.
+_TICK_SECONDS = 0.25
+# Who was so late itself saw nothing of the others meanwhile.
+_LATE_SECONDS = 2.0
+# So many looks in a row without the store: the process that served it is gone.
+_STORE_FAILURES = 4
+# How long the process that serves the store waits at its end for others to read why.
+_LAST_SECONDS = 6.0
+# A rank that waits tries so seldom to become the one that reads: as a part of its requests.
+_CLAIM_EACH = 4
+
+
+class Waiting(Protocol):
+    """What `Watch.waits` takes: a `Wait`, or what makes one when somebody asks."""
+
+    since: float
+
+    @property
+    def wait_described(self) -> Wait: ...
+
+
+class Watch:
+    """Of one process (in tests: of one thread), which is `rank` of the default process group."""
+
+    def __init__(self, store: Store, beside: Store, rank: int, settings: Settings) -> None:
+        self.rank, self.settings = rank, settings
+        self.records = Records(store, beside, rank)
+        self.scopes: dict[tuple[int, ...], Scope] = {}
+        # The thread that runs the model. What it waits for, and what others do (a save in the background).
+        self.model_thread = threading.get_ident()
+        self._waits: dict[int, Any] = {}
+        # Threads of this process that send messages beside the model's.
+        self.beside = 0
+        self.ended: str | None = None
+        self._process = os.getpid()
+        self._thread: _Thread | None = None
+        self._looking = threading.Lock()
+        self._reader = Reader()
+        self._count = 0
+        self._looked = self._posted = self._read = 0.0
+        self._posted_wait: object = None
+        self._requests = 0
+        self._leads: dict[str, Scope] = {}
+        self._idle_reads = 0
+        self._told: set[tuple[object, ...]] = set()
+        # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
+        self._claimed_for: object = None
+        self._takeovers: dict[str, int] = {}
+        # Of the wait that the record tells: what this process had issued over groups of the user's.
+        self._issued: dict[str, int] | None = None
+        self._torch: Wait | None = None
+        self._torch_looked = 0.0
+        self._warned = False
+
+    def scope(self, ranks: Sequence[int]) -> Scope:
+        """The scope of these ranks of the default group. Every one of them makes this call at its first time."""
+        key = tuple(sorted(ranks))
+        if key not in self.scopes:
+            if not self.scopes:
+                self.post()
+                self.records.join()
+            self.scopes[key] = Scope(self, key)
+        return self.scopes[key]
+
+    def begin(self) -> None:
+        """Look after the waits of this process in a thread from now on. The caller's thread runs the model."""
+        self.model_thread = threading.get_ident()
+        if self._thread is None:
+            self._thread = _Thread(self)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """No look from now on."""
+        if self._thread is not None:
+            self._thread.ends.set()
+
+    def join(self, seconds: float) -> None:
+        """Until the thread is over."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    # ---- waits ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def waits(self, wait: Wait) -> Iterator[None]:
+        """This thread waits inside."""
+        thread = threading.get_ident()
+        before = self._waits.get(thread)
+        self._waits[thread] = wait
+        try:
+            yield
+        finally:
+            self.over(thread, before)
+
+    def enter(self, waiting: Waiting) -> int:
+        """As `waits`, for what is often done: `over` with what this returns ends it."""
+        thread = threading.get_ident()
+        self._waits[thread] = waiting
+        return thread
+
+    def over(self, thread: int, before: object = None) -> None:
+        """The wait of that thread is over."""
+        if before is None:
+            self._waits.pop(thread, None)
+        else:
+            self._waits[thread] = before
+
+    def _oldest(self) -> Wait | None:
+        """What the thread of the model waits for, else any other, else what a device does."""
+        waits = dict(self._waits)
+        found = waits.get(self.model_thread) or next(iter(waits.values()), None)
+        if found is None:
+            under_way = [one for scope in list(self.scopes.values()) for one in _under_way(scope)]
+            found = min(under_way, key=lambda one: one.since, default=None)
+        return None if found is None else _wait(found)
+
+    def look_unless_watched(self) -> None:
+        """What the thread does, now and then, where there is none."""
+        if self._thread is None and time.monotonic() - self._looked > _TICK_SECONDS / 5:
+            self.look()
+
+    def look(self) -> None:
+        """Once for each tick. Raises what the store raises."""
+        with self._looking:
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        if self._looked and now - self._looked > _LATE_SECONDS:
+            self._reader.forget()
+        self._looked = now
+        for waiting in list(self._waits.values()):
+            self._end_by_what_is_known(_wait(waiting), now)
+        wait = self._oldest()
+        if wait is not None and not self._waits:
+            self._end_by_what_is_known(wait, now)
+        if wait is not None and now - wait.since < self._patience(wait):
+            wait = None
+        told = wait or self._in_torch(now)
+        ranks = len(wait.scope.ranks) if wait is not None and wait.scope is not None else 1
+        due = self._posted + (pace(ranks) if wait is not None else self.settings.beat_seconds)
+        if now >= due or (told is not self._posted_wait and (told is None or now >= self._posted + pace(ranks))):
+            self._requests += 1
+            if wait is not None and self._claims(wait):
+                self._claim(wait, now)
+                self._posted = now
+            else:
+                self._post(told, now)
+        if self._leads and now - self._read >= self._reading_seconds():
+            self._read = now
+            for scope in list(self._leads.values()):
+                self._lead(scope, wait, now)
+
+    def _reading_seconds(self) -> float:
+        return 0.5 if max(len(scope.ranks) for scope in self._leads.values()) <= 8 else 1.0
+
+    def _claims(self, wait: Wait) -> bool:
+        """Whether this request is for becoming the one that reads."""
+        if wait.scope is None or wait.scope.name in self._leads or wait is not self._posted_wait:
+            return False
+        first, self._claimed_for = self._claimed_for is not wait, wait
+        return first or self._requests % _CLAIM_EACH == 0
+
+    def _patience(self, wait: Wait) -> float:
+        if wait.also == "closed":
+            return 0.0
+        scope = wait.scope
+        ranks = 1 if scope is None else len(scope.ranks)
+        # Ten thousand ranks do not all begin in the same moment.
+        return PATIENCE_SECONDS if ranks < 2000 else pace(ranks) * ((self.rank * 37) % 101) / 101
+
+    def _end_by_what_is_known(self, wait: Wait, now: float) -> None:
+        scope = wait.scope
+        if scope is None or wait.fault is not None:
+            return
+        for fault, since in list(scope.heard):
+            counts = fault.epoch == scope.epoch and scope.is_of_others(fault)
+            if counts and wait.is_ended_by(fault, now - max(since, wait.since)):
+                scope.end(wait, fault)
+                return
+
+    # ---- this rank's record --------------------------------------------------------------------------------
+
+    def record(self, wait: Wait | None) -> dict[str, Any]:
+        """What this rank says of itself."""
+        self._count += 1
+        scopes = list(self.scopes.values())
+        found: dict[str, Any] = {
+            "n": self._count,
+            "process": process.identity(),
+            "at": process.place(self.model_thread, _TORCH),
+            "far": {scope.name: scope.far for scope in scopes},
+        }
+        for scope in scopes:
+            if scope.failed is not None:
+                found.setdefault("failed", {})[scope.name] = json.loads(scope.failed.dumps())
+            if scope.told:
+                found["doing"] = scope.told
+        if scopes:
+            found["step"] = scopes[0].step()
+        if wait is not None:
+            found["wait"] = wait.told()
+            if wait is not self._posted_wait or self._issued is None:
+                self._issued = issued_by_group()
+            found["torch"] = self._issued
+        if self.beside or len(self._waits) > 1:
+            found["beside"] = 1
+        if self.ended is not None:
+            found["ended"] = self.ended
+        return found
+
+    def post(self) -> None:
+        """Write the record now."""
+        self._post(None, time.monotonic())
+
+    def _post(self, wait: Wait | None, now: float) -> None:
+        text = dumps(self.record(wait))
+        self._posted, self._posted_wait = now, wait
+        for mail in self.records.post(text):
+            self._hear(Fault.loads(mail), now)
+
+    def _hear(self, fault: Fault, now: float) -> None:
+        for scope in list(self.scopes.values()):
+            if scope.name == fault.scope:
+                scope.hear(fault, now)
+        if self._torch is not None and fault.kind == "disagree" and not self._warned:
+            # Nobody can end that wait: it is in a group of the user's.
+            self._warned = True
+            _log.error("rank %d waits in %s for ever: %s", self.rank, self._torch.doing, fault.text)
+        for waiting in list(self._waits.values()):
+            self._end_by_what_is_known(_wait(waiting), now)
+
+    # ---- a collective of torch's ---------------------------------------------------------------------------
+
+    def _in_torch(self, now: float) -> Wait | None:
+        """The collective of torch's own that the model's thread has been in for a while."""
+        if self.model_thread in self._waits or not process.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
+            self._torch = None
+            return None
+        if now - self._torch_looked < PATIENCE_SECONDS:
+            return self._torch if self._torch is not None and now - self._torch.since > PATIENCE_SECONDS else None
+        self._torch_looked = now
+        groups = known_groups()
+        active = [one for one in active_collectives() if one.thread == self.model_thread and one.group in groups]
+        if len({one.group for one in active}) != 1:
+            self._torch = None
+            return None
+        first, before = active[0], self._torch
+        if before is None or (before.name, before.number) != (first.group, first.number):
+            ranks = dist.get_process_group_ranks(groups[first.group])
+            if len(ranks) > 2 and not first.needs_all:
+                return None  # who is needed is not recorded
+            self._warned = False
+            call = process.called(self.model_thread, _TORCH) or first.call
+            self._torch = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks)
+            return None
+        return before
+
+    # ---- who finds out -------------------------------------------------------------------------------------
+
+    def _claim(self, wait: Wait, now: float) -> None:
+        scope = wait.scope
+        assert scope is not None
+        key = f"{scope.base}/reader"
+        holder = self.records.claim(key)
+        # A reader that is gone reads nothing: whoever has waited for so long takes its place.
+        patience = self.settings.silence_seconds + self.settings.beat_seconds
+        if holder != str(self.rank) and self.settings.silence_seconds and now - wait.since > patience:
+            turn = int((now - wait.since) / patience)
+            if self._takeovers.get(key, 0) < turn:
+                self._takeovers[key] = turn
+                holder = self.records.claim(key, holder)
+        if holder == str(self.rank):
+            self._leads[scope.name] = scope
+            self._idle_reads = 0
+            self._read = 0.0
+
+    def _lead(self, scope: Scope, own: Wait | None, now: float) -> None:
+        """Read the records of `scope`, and tell its ranks what they show."""
+        joined = self.records.joined()
+        wanted = {rank for rank in scope.ranks if rank in joined}
+        records = self._reader.read(self.records.of(sorted(wanted)), now)
+        more = self._needed(records) & joined - wanted
+        if more:
+            records |= self._reader.read(self.records.of(sorted(more)), now)
+        waiting = [rank for rank in scope.ranks if rank in records and records[rank].wait is not None]
+        if not waiting and (own is None or own.scope is not scope):
+            self._idle_reads += 1
+            if self._idle_reads > 2:
+                del self._leads[scope.name]
+                self.records.release(f"{scope.base}/reader")
+            return
+        self._idle_reads = 0
+        for fault in diagnosis.published(records.values(), [scope.name]):
+            if fault.epoch == scope.epoch:
+                self._deliver(scope, fault, now)
+        closed = own is not None and own.also == "closed"
+        silence = self.settings.silence_seconds
+        if closed and silence:
+            silence = min(silence, self.settings.beat_seconds + PATIENCE_SECONDS)
+        for rank in scope.ranks:
+            if rank != self.rank and rank in records and (text := self._reader.lost(records[rank], silence, now)):
+                self._deliver(scope, self._found(scope, rank, "lost", text, records), now)
+        stuck = self._reader.stuck(records)
+        if stuck and not any(fault.epoch == scope.epoch for fault in scope.causes() if fault.is_found):
+            self._disagree(stuck, now)
+        if own is not None and own.scope is scope and now - own.since > self.settings.limit_seconds:
+            self._deliver(scope, diagnosis.late(own.told(), records, self.rank, now - own.since), now)
+
+    def _needed(self, records: Mapping[int, Record]) -> set[int]:
+        return {
+            rank for record in records.values() if record.wait is not None for rank in ranks_of(record.wait["ranks"])
+        }
+
+    def _found(self, scope: Scope, rank: int, kind: str, text: str, records: Mapping[int, Record]) -> Fault:
+        record = records.get(rank)
+        step = record.said.get("step", -1) if record is not None else -1
+        doing = record.said.get("doing", "") if record is not None else ""
+        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing)
+
+    def _disagree(self, found: Mapping[int, Record], now: float) -> None:
+        """Tell all scopes in which somebody of `found` waits."""
+        text = diagnosis.disagreement(found, self._explained)
+        first = min(found)
+        told: dict[tuple[str, int], list[int]] = {}
+        for rank, record in found.items():
+            wait = record.said["wait"]
+            told.setdefault((wait["scope"], wait["epoch"]), []).extend(
+                ranks_of(wait["ranks"]) if wait["kind"] == "torch" else [rank]
+            )
+        by_name = {scope.name: scope for scope in list(self.scopes.values())}
+        for (name, epoch), ranks in told.items():
+            fault = Fault(first, "disagree", text, name, epoch, proof=True)
+            scope = by_name.get(name)
+            if scope is not None and scope.epoch == epoch:
+                self._deliver(scope, fault, now)
+            else:
+                self.records.tell(ranks, [fault.dumps()])
+
+    def _explained(self, found: Mapping[int, Record]) -> str | None:
+        """The words of a question for why some ask it while others wait elsewhere."""
+        for _, record in sorted(found.items()):
+            wait = record.said["wait"]
+            for scope in list(self.scopes.values()):
+                explain = scope.explained_by.get(wait["name"]) if wait["kind"] == "ask" else None
+                if explain is None or scope.name != wait["scope"]:
+                    continue
+                asking = [
+                    other
+                    for other, its in sorted(found.items())
+                    if its.said["wait"]["kind"] == "ask" and its.said["wait"]["also"] == wait["also"]
+                ]
+                others = [other for other in sorted(found) if other not in asking]
+                if others:
+                    return explain(wait["also"], asking, others[0])
+        return None
+
+    def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:
+        known = (fault.rank, fault.kind, fault.scope, fault.epoch, fault.attempts)
+        if known not in self._told:
+            self._told.add(known)
+            scope.hear(fault, now)
+            self.records.tell(scope.ranks, scope.telling(fault))
+            for waiting in list(self._waits.values()):
+                self._end_by_what_is_known(_wait(waiting), now)
+
+    # ---- the end -------------------------------------------------------------------------------------------
+
+    def end(self, text: str) -> None:
+        """The process ends, and says so."""
+        self.ended = text
+        with suppress(Exception):
+            self.post()
+            # A few tell everybody; who ends later is found by its record.
+            if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
+                ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
+                texts = [text for scope in self.scopes.values() for text in scope.telling(self._end_of(scope))]
+                self.records.tell(ranks, texts)
+
+    def _end_of(self, scope: Scope) -> Fault:
+        text = self.ended or ""
+        return Fault(
+            self.rank, "ended", text, scope.name, scope.epoch, scope.step(), scope.told, scope.issued, scope.asked
+        )
+
+    def wait_for_readers(self, seconds: float) -> None:
+        """Until all others have ended or read why this process ends: it serves the store."""
+        begun = time.monotonic()
+        with suppress(Exception):
+            while time.monotonic() - begun < seconds:
+                texts = self.records.of(sorted(self.records.joined() - {self.rank}))
+                if all('"ended":' in text for text in texts.values()):
+                    return
+                if not any(text.startswith('{"mail":') for text in texts.values()) and time.monotonic() - begun > 0.5:
+                    return
+                time.sleep(0.05)
+
+    def without_store(self) -> None:
+        """End all waits: nobody can say any more why they last."""
+        text = (
+            "gave no sign of life since the store through which ranks meet is gone, with the process that served it "
+            "(rank 0, or a launcher)"
+        )
+        for scope in list(self.scopes.values()):
+            fault = Fault(scope.ranks[0], "lost", text, scope.name, scope.epoch)
+            for waiting in list(self._waits.values()):
+                wait = _wait(waiting)
+                if wait.scope is scope and wait.fault is None:
+                    scope.end(wait, fault)
+
+
+def _wait(waiting: Any) -> Wait:
+    return waiting if isinstance(waiting, Wait) else waiting.wait_described
+
+
+def _under_way(scope: Scope) -> list[Any]:
+    found = (getattr(group, "oldest", None) for group in list(scope.groups.values()))
+    return [one for one in (find() for find in found if find is not None) if one is not None]
+
+
+class _Thread(threading.Thread):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(name="fullshard watch", daemon=True)
+        self._watch = weakref.ref(watch)
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        failures = 0
+        while not self.ends.wait(_TICK_SECONDS):
+            watch = self._watch()
+            if watch is None or not is_current(watch):
+                return  # the process group was destroyed
+            try:
+                watch.look()
+                failures = 0
+            except Exception as error:
+                failures += 1
+                if failures == 1:
+                    _log.debug("rank %d: a look into the store failed: %s", watch.rank, error)
+                if failures == _STORE_FAILURES:
+                    watch.without_store()
+            del watch
+
+
+# ---- of the process group that is there now --------------------------------------------------------------------
+
+_watches: dict[int, tuple[weakref.ref[dist.ProcessGroup], Watch | None]] = {}
+# The last one that was made: it says that the process ends, also where the process group was destroyed before.
+_latest: list[Watch] = []
+
+
+def watch() -> Watch | None:
+    """This process's; None where nobody is to be told anything (no process group, a fake one, a world of one)."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    key = id(world)
+    known = _watches.get(key)
+    if known is not None and known[0]() is world:
+        return known[1]
+    silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
+    made = None
+    if not silent:
+        made = Watch(default_store(), default_store(), dist.get_rank(world), Settings.read(timeout_of(world)))
+    _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
+    if made is not None:
+        _latest[:] = [made]
+    return made
+
+
+def is_current(which: Watch) -> bool:
+    """Whether `which` is of the process group that is there now. From any thread."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = None if world is None else _watches.get(id(world))
+    return known is not None and known[0]() is world and known[1] is which
+
+
+def scope_of(ranks: Sequence[int]) -> Scope | None:
+    """The scope of these ranks; None where they have nobody to ask."""
+    here = watch()
+    return None if here is None or len(ranks) < 2 else here.scope(ranks)
+
+
+def has_peers() -> bool:
+    """Whether this process has somebody to ask."""
+    return watch() is not None
+
+
+def _forked() -> None:
+    """A forked child is no rank: it has no thread, and must not speak in its parent's name."""
+    _watches.clear()
+    _latest.clear()
+
+
+def _end() -> None:
+    known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
+    ending = [made for made in dict.fromkeys(known) if made.scopes]
+    for one in ending:
+        one.stop()
+    for one in ending:
+        one.join(2)
+    error = getattr(sys, "last_value", None)
+    text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
+    for one in ending:
+        one.end(text)
+        if one.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            one.wait_for_readers(_LAST_SECONDS)
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_end)
