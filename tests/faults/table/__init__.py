@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.cases import Case
-from tests.faults.table import divergence, exceptions, initialisation, misuse, numbers, processes
+from tests.faults.table import divergence, exceptions, initialisation, misuse, numbers, optimizers, outside, processes
 
 # Class -> what it is about, in the order of the documents.
 CLASSES: dict[str, str] = {
@@ -13,6 +13,8 @@ CLASSES: dict[str, str] = {
     "misuse": "autograd and API misuse",
     "numbers": "numbers: NaN, stale state, what must be equal",
     "processes": "processes: killed, stopped, slow",
+    "optimizers": "optimizers: what ranks do to their shards, and the update inside of a guard",
+    "outside": "outside: what no unit has, replicas, loads and initial values",
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
 OPEN: dict[str, str] = {}
@@ -23,4 +25,6 @@ CASES: tuple[Case, ...] = (
     *misuse.CASES,
     *numbers.CASES,
     *processes.CASES,
+    *optimizers.CASES,
+    *outside.CASES,
 )
