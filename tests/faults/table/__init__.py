@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from tests.faults.cases import Case
-from tests.faults.table import divergence, exceptions, initialisation, misuse, numbers, optimizers, outside, processes
+from tests.faults.table import (
+    divergence,
+    exceptions,
+    initialisation,
+    misuse,
+    numbers,
+    optimizers,
+    outside,
+    processes,
+    waits,
+)
 
 # Class -> what it is about, in the order of the documents.
 CLASSES: dict[str, str] = {
@@ -15,6 +25,9 @@ CLASSES: dict[str, str] = {
     "processes": "processes: killed, stopped, slow",
     "optimizers": "optimizers: what ranks do to their shards, and the update inside of a guard",
     "outside": "outside: what no unit has, replicas, loads and initial values",
+    "waits": "waits: first contacts, collective calls, settings, the limit",
+    "signals": "signals that reach a rank while it waits",
+    "checkpoints": "checkpoints: saves and loads of several ranks",
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
 OPEN: dict[str, str] = {}
@@ -27,4 +40,7 @@ CASES: tuple[Case, ...] = (
     *processes.CASES,
     *optimizers.CASES,
     *outside.CASES,
+    *waits.CASES,
+    *signals.CASES,
+    *checkpoints.CASES,
 )

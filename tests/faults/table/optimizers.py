@@ -340,14 +340,6 @@ SETTINGS = (
         setup=replace(FOUR, world=4, options=do.hsdp),
     ),
     _fact(
-        "sum_only",
-        "rank 1 reduces by sums and a division of its own from step 1 on",
-        1,
-        "step",
-        do.setting("set_force_sum_reduction_for_comms", True),
-        "sum|divide|reduction",
-    ),
-    _fact(
         "all_reduce_hook",
         "one rank of a 2 x 2 mesh has an all-reduce hook",
         1,
@@ -356,12 +348,13 @@ SETTINGS = (
         "hook",
         setup=replace(FOUR, world=4, options=do.hsdp),
     ),
-    _legal(
+    _fact(
         "reshard_after_backward",
-        "rank 1 alone keeps parameters after backward, in the last step",
-        3,
+        "rank 1 alone keeps parameters after backward from step 1 on",
+        1,
         "step",
         do.setting("set_reshard_after_backward", False),
+        r"reshard|layers|root",
     ),
 )
 
@@ -407,15 +400,14 @@ CLIPPING = (
         before=(at(1, "step", do.clip_parts("layers.0", "layers.1")),),
         setup=CLIPS,
     ),
-    _fact(
+    _case(
         "clip_of_torch",
         "rank 1 clips by torch's function, which sends other messages",
+        Raises("RanksDisagree", ("rank 1", "clip", TO_DO), on=(0,), within=8.0),
         1,
         "step",
         do.clip_of_torch,
-        "clip",
         setup=CLIPS,
-        within=8.0,
     ),
     _fact(
         "clip_of_replicas",
@@ -462,20 +454,22 @@ SCALING = (
     ),
     _fact(
         "growth_factor",
-        "rank 1's scale grows by another factor, one day",
+        "rank 1's scale grows by another factor",
         -1,
         "ready",
-        do.scaler(growth_factor=4.0),
-        "growth",
+        do.scaler(growth_factor=4.0, growth_interval=1),
+        "growth|scale",
+        before=(at(-1, "ready", do.scaler(growth_interval=1), rank=0),),
         setup=SCALES,
     ),
     _fact(
         "backoff_factor",
-        "rank 1's scale would shrink by another factor",
+        "rank 1's scale shrinks by another factor, when all skip an update",
         -1,
         "ready",
         do.scaler(backoff_factor=0.25),
-        "backoff",
+        "backoff|scale",
+        before=(at(1, "gradients", do.infs_everywhere),),
         setup=SCALES,
     ),
     _fact(
@@ -488,25 +482,22 @@ SCALING = (
         setup=SCALES,
         within=8.0,
     ),
-    _fact(
+    _case(
         "scaler_never_updated",
-        "rank 1 does not update its scaler, whose scale grows",
+        "rank 1 does not update its scaler, which torch refuses in the next step",
+        Raises("PeerFailed", ("rank 1", "update"), on=(0,)),
         0,
         "step",
         do.scaler_never_updated,
-        "scale|growth",
-        before=(at(-1, "ready", do.scaler(growth_interval=1)),),
         setup=SCALES,
     ),
-    _fact(
+    _legal(
         "unscale",
-        "rank 1 alone unscales before its step",
+        "rank 1 unscales before its step, the others in it: the same messages",
         1,
         "gradients",
         do.unscale,
-        "scale",
         setup=SCALES,
-        within=8.0,
     ),
     _case(
         "unscale_twice",
