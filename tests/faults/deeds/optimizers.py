@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -462,9 +461,3 @@ def no_update(run: Run) -> None:
         del run.update  # type: ignore[attr-defined]
 
     run.update = update  # type: ignore[method-assign]
-
-
-def loss_with_dropout(run: Run, tokens: Tensor) -> Tensor:
-    """Ranks drop other elements, as each draws its own."""
-    found: Tensor = torch.dropout(run.model(tokens), 0.1, True).pow(2).mean()
-    return found

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from tests.faults.cases import Case
 from tests.faults.table import (
+    checkpoints,
     divergence,
     exceptions,
+    forks,
     initialisation,
     misuse,
     numbers,
     optimizers,
     outside,
     processes,
+    signals,
     waits,
 )
 
@@ -27,6 +30,7 @@ CLASSES: dict[str, str] = {
     "outside": "outside: what no unit has, replicas, loads and initial values",
     "waits": "waits: first contacts, collective calls, settings, the limit",
     "signals": "signals that reach a rank while it waits",
+    "forks": "forks, collected models, and who ends first",
     "checkpoints": "checkpoints: saves and loads of several ranks",
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
@@ -42,5 +46,6 @@ CASES: tuple[Case, ...] = (
     *outside.CASES,
     *waits.CASES,
     *signals.CASES,
+    *forks.CASES,
     *checkpoints.CASES,
 )

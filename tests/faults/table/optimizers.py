@@ -604,12 +604,6 @@ GUARDED = (
         (at(1, "gradients", do.infs_everywhere),),
         replace(STEP_GUARD, scaler=True, catches=0),
     ),
-    Case(
-        "optimizers/dropout",
-        "each rank drops elements of its own",
-        Equal(),
-        setup=replace(FOUR, loss=do.loss_with_dropout),
-    ),
 )
 
 CASES: tuple[Case, ...] = (*HYPER, *STATE, *WRITES, *SETTINGS, *CLIPPING, *SCALING, *GUARDED)
