@@ -224,7 +224,6 @@ LEGAL = (
         "save_of_all",
         "all ranks save in each step",
         *(at(s, "step", do.save) for s in range(4)),
-        expected=Equal(),
         fast=True,
     ),
     _legal(
