@@ -25,8 +25,11 @@ from tests.harness.models import seeded
 from tests.threads.programs import Model, batch, shard
 
 
-def child(body: Callable[[Run], None]) -> Action:
-    """A forked process that does `body` and ends as an interpreter does, with its exit handlers."""
+def child(body: Callable[[Run], None], *, pause: float = 0.0) -> Action:
+    """A forked process that does `body` and ends as an interpreter does, with its exit handlers.
+
+    `pause`: seconds that this rank then takes, in which the others wait for it and look for what became of it.
+    """
 
     def action(run: Run) -> None:
         pid = os.fork()
@@ -39,6 +42,7 @@ def child(body: Callable[[Run], None]) -> Action:
                 atexit._run_exitfuncs()
                 os._exit(code)
         os.waitpid(pid, 0)
+        time.sleep(pause)
 
     return action
 

@@ -31,25 +31,61 @@ def _each_step(name: str, does: str, action: Action, **more: Any) -> Case:
 
 
 CHILDREN = (
-    _legal("ends", "a forked child of rank 1 ends with its exit handlers", 1, "step", do.child(do.nothing), fast=True),
-    _legal("ends_in_forward", "a forked child of rank 1 ends in a forward", 1, "before layers.1", do.child(do.nothing)),
     _legal(
-        "ends_in_backward", "a forked child of rank 1 ends in a backward", 1, "backward layers.1", do.child(do.nothing)
+        "ends",
+        "a forked child of rank 1 ends with its exit handlers",
+        1,
+        "step",
+        do.child(do.nothing, pause=2.0),
+        fast=True,
     ),
-    _legal("ends_first", "a forked child of rank 1 ends before the first forward", -1, "ready", do.child(do.nothing)),
     _legal(
-        "ends_before_all", "a forked child of rank 1 ends before anything is built", -1, "start", do.child(do.nothing)
+        "ends_in_forward",
+        "a forked child of rank 1 ends in a forward",
+        1,
+        "before layers.1",
+        do.child(do.nothing, pause=2.0),
     ),
-    _legal("ends_last", "a forked child of rank 1 ends after the last step", 2, "end", do.child(do.nothing)),
-    _legal("throws", "a forked child of rank 1 ends with an exception", 1, "step", do.child(do.throws), fast=True),
-    _legal("leaves", "a forked child of rank 1 leaves by os._exit(3)", 1, "step", do.child(do.leaves(3))),
-    _legal("collects", "a forked child of rank 1 gives the model up and ends", 1, "loss", do.child(do.collects)),
+    _legal(
+        "ends_in_backward",
+        "a forked child of rank 1 ends in a backward",
+        1,
+        "backward layers.1",
+        do.child(do.nothing, pause=2.0),
+    ),
+    _legal(
+        "ends_first",
+        "a forked child of rank 1 ends before the first forward",
+        -1,
+        "ready",
+        do.child(do.nothing, pause=2.0),
+    ),
+    _legal(
+        "ends_before_all",
+        "a forked child of rank 1 ends before anything is built",
+        -1,
+        "start",
+        do.child(do.nothing, pause=2.0),
+    ),
+    _legal("ends_last", "a forked child of rank 1 ends after the last step", 3, "end", do.child(do.nothing)),
+    _legal(
+        "throws",
+        "a forked child of rank 1 ends with an exception",
+        1,
+        "step",
+        do.child(do.throws, pause=2.0),
+        fast=True,
+    ),
+    _legal("leaves", "a forked child of rank 1 leaves by os._exit(3)", 1, "step", do.child(do.leaves(3), pause=2.0)),
+    _legal(
+        "collects", "a forked child of rank 1 gives the model up and ends", 1, "loss", do.child(do.collects, pause=2.0)
+    ),
     _legal(
         "destroys",
         "a forked child of rank 1 destroys the process group and ends",
         1,
         "step",
-        do.child(do.destroys_the_group),
+        do.child(do.destroys_the_group, pause=2.0),
     ),
     _legal("reads", "a forked child of rank 1 reads its shards and ends", 1, "step", do.child(do.reads_shards)),
     _legal(
