@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.faults.actions import Action, local, parameter
 from tests.faults.program import Run
+from tests.faults.ranks import Caught
 
 SECOND = "layers.1."
 
@@ -461,3 +462,21 @@ def no_update(run: Run) -> None:
         del run.update  # type: ignore[attr-defined]
 
     run.update = update  # type: ignore[method-assign]
+
+
+def loads_and_goes_on(run: Run) -> None:
+    """A program that keeps its state before each step; what raised is tried again from there."""
+    run.build()
+    run.step = 0
+    while run.step < run.setup.steps:
+        keep_state(run)
+        try:
+            run.one_step()
+        except Exception as error:
+            assert run.told is not None
+            run.told.caught.append(Caught.of(error))
+            run.optimizer.zero_grad()
+            load_model_kept(run)
+            load_optimizer_kept(run)
+            continue
+        run.step += 1

@@ -77,14 +77,15 @@ def stopped_for_a_while(run: Run) -> None:
 
 
 def tried_again(call: Callable[[Run], None]) -> Action:
-    """`call`; where it raises, once more."""
+    """`call`; where it raises, again, three times at most."""
 
     def action(run: Run) -> None:
-        try:
-            call(run)
-        except BaseException as error:
-            assert run.told is not None
-            run.told.caught.append(Caught.of(error))
-            call(run)
+        for _ in range(2):
+            try:
+                return call(run)
+            except BaseException as error:
+                assert run.told is not None
+                run.told.caught.append(Caught.of(error))
+        call(run)
 
     return action

@@ -348,14 +348,6 @@ SETTINGS = (
         "hook",
         setup=replace(FOUR, world=4, options=do.hsdp),
     ),
-    _fact(
-        "reshard_after_backward",
-        "rank 1 alone keeps parameters after backward from step 1 on",
-        1,
-        "step",
-        do.setting("set_reshard_after_backward", False),
-        r"reshard|layers|root",
-    ),
 )
 
 CLIPPING = (
@@ -560,6 +552,15 @@ GUARDED = (
         "rank 1 raises in the middle of its update, inside a guard of the step",
         do.fails_halfway,
         replace(STEP_GUARD, optimizer=do.halfway),
+    ),
+    Case(
+        "optimizers/guard_loaded",
+        "rank 1 raises after its update, inside a guard of the step, and all go on from the state before",
+        Recovers("RuntimeError", ("rank 1",)),
+        (at(1, "step", do.raise_after_update, rank=1),),
+        ENDS,
+        program=do.loads_and_goes_on,
+        limit=20.0,
     ),
     Case(
         "optimizers/guard_uncaught",

@@ -16,7 +16,7 @@ SILENCE = 4.0
 AFTER_SILENCE = SILENCE + 6.0
 LISTENS = Setup(environment=(("FULLSHARD_SILENCE", f"{SILENCE:g}"),))
 # A process group whose own limit is short, and a rank that is alive and does not come.
-LIMIT = 6.0
+LIMIT = 9.0
 SHORT = Setup(group_seconds=LIMIT)
 ASLEEP = do.sleep(25.0)
 PLACE = r"waits\.py:\d+"
@@ -404,7 +404,7 @@ LIMITS = (
         "limit_nearly",
         "rank 1 sleeps for nearly as long as the process group's limit",
         Equal(),
-        at(1, "step", rank=1, stall=4.0),
+        at(1, "step", rank=1, stall=6.0),
         setup=SHORT,
     ),
 )
