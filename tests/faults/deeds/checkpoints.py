@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +138,24 @@ def save_moved(name: str) -> Action:
     return action
 
 
-def replaced_meanwhile(run: Run) -> None:
-    """Rank 1 comes to the load when another checkpoint stands at the same path."""
+def load_alone_by_rank(run: Run) -> None:
+    """The same, without the others: each rank reads its rows from a checkpoint of its own."""
+    _load(run, "first" if run.rank == 0 else "second", no_dist=True)
+
+
+def load_alone(run: Run) -> None:
+    _load(run, "first", no_dist=True)
+
+
+def save_on_a_full_disk(run: Run) -> None:
+    """Rank 1 may write no file of more than some bytes meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if run.rank == 1:
-        time.sleep(1.0)
-        os.rename(where(run, "first"), where(run, "before"))
-        os.rename(where(run, "second"), where(run, "first"))
-    _load(run, "first")
-
-
-def small_files(run: Run) -> None:
-    """This rank may write no file of more than some bytes, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        save(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def not_writable(run: Run) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import fullshard
 from fullshard import checkpoint
 from tests.faults.actions import Action
-from tests.faults.program import Run
+from tests.faults.program import Run, _full
 from tests.harness.models import seeded
 from tests.threads.programs import Model, batch, shard
 
@@ -192,13 +192,17 @@ def _drop(run: Run, model: list[Any]) -> None:
         run.kept.setdefault("models", []).extend(model)
 
 
+def _look(run: Run, values: Iterable[Any]) -> None:
+    """Keep the full values; they are compared with those of plain training."""
+    run.outputs.extend(_full(value) for value in values)
+
+
 def state_of_a_dropped_model(run: Run) -> None:
     """`make().state_dict()`, and its full values on all ranks."""
     model = [_model(run)]
     state = model[0].state_dict()
     _drop(run, model)
-    if not run.plain:
-        run.outputs.extend(value.full_tensor() for value in state.values())
+    _look(run, state.values())
 
 
 def parameters_of_a_dropped_model(run: Run) -> None:
@@ -206,8 +210,7 @@ def parameters_of_a_dropped_model(run: Run) -> None:
     _step(run, model[0])
     parameters = list(model[0].parameters())
     _drop(run, model)
-    if not run.plain:
-        run.outputs.extend(p.full_tensor().detach() for p in parameters)
+    _look(run, parameters)
 
 
 def optimizer_of_a_dropped_model(run: Run) -> None:
@@ -215,10 +218,7 @@ def optimizer_of_a_dropped_model(run: Run) -> None:
     optimizer = _step(run, model[0])
     _drop(run, model)
     optimizer.step()
-    if not run.plain:
-        run.outputs.extend(
-            value.full_tensor() for state in optimizer.state.values() for name, value in state.items() if name != "step"
-        )
+    _look(run, (value for state in optimizer.state.values() for value in state.values()))
 
 
 def clipping_of_a_dropped_model(run: Run) -> None:
@@ -239,8 +239,7 @@ def model_in_a_cycle(run: Run) -> None:
     del model
     if run.rank == 1:
         gc.collect()
-    if not run.plain:
-        run.outputs.extend(value.full_tensor() for value in state.values())
+    _look(run, state.values())
 
 
 def model_after_model(run: Run) -> None:

@@ -100,13 +100,6 @@ ALONE = (
         words=("save", TO_DO),
     ),
     _disagree(
-        "async_beside_save",
-        "rank 1 saves asynchronously where the others save",
-        at(1, "step", do.save, rank=0),
-        at(1, "step", do.begin_and_finish, rank=1),
-        words=("save", TO_DO),
-    ),
-    _disagree(
         "save_beside_evaluation",
         "rank 1 saves where the others run a forward",
         at(1, "step", waits.forward, rank=0),
@@ -153,13 +146,6 @@ PATHS = (
         setup=Setup(steps=4, how="replicate"),
     ),
     _disagree(
-        "load_replaced",
-        "the checkpoint at the path is replaced while rank 1 is late to load it",
-        *TWO,
-        at(1, "step", do.replaced_meanwhile),
-        words=("checkpoint|manifest|generation|first",),
-    ),
-    _disagree(
         "load_not_there",
         "rank 1 loads a checkpoint that is not there",
         *SAVED,
@@ -183,18 +169,21 @@ PATHS = (
         on=(0,),
     ),
     _disagree(
-        "disk_full",
-        "rank 1 can write no more to its disk",
-        at(1, "step", do.small_files, rank=1),
-        at(1, "step", do.save),
-        words=("rank 1",),
+        "load_alone_other",
+        "each rank loads another checkpoint, by itself (no_dist)",
+        *TWO,
+        at(1, "step", do.load_alone_by_rank),
+        words=("first|second|load|checkpoint", "rank 1", TO_DO),
     ),
     _disagree(
+        "disk_full", "rank 1 can write no more to its disk", at(1, "step", do.save_on_a_full_disk), words=("rank 1",)
+    ),
+    _case(
         "not_a_folder",
         "a file stands where all ranks save",
+        Raises("CheckpointError", ("saved",)),
         at(1, "step", do.not_writable),
         at(1, "step", do.save),
-        words=("saved",),
     ),
 )
 
@@ -235,6 +224,18 @@ LEGAL = (
         "rank 1 alone waits for an asynchronous save of all ranks",
         at(1, "step", do.begin),
         at(3, "step", do.finish, rank=1),
+    ),
+    _legal(
+        "async_beside_save",
+        "rank 1 saves asynchronously where the others save, and waits for it",
+        at(1, "step", do.save, rank=0),
+        at(1, "step", do.begin_and_finish, rank=1),
+    ),
+    _legal(
+        "load_alone",
+        "each rank loads the same checkpoint by itself (no_dist), which all have just saved",
+        at(1, "updated", do.save_to("first")),
+        at(1, "cleared", do.load_alone),
     ),
     _legal(
         "save_late",
