@@ -122,7 +122,7 @@ def train_second_model(run: Run) -> None:
 def fails_in_fully_shard(run: Run) -> None:
     assert run.impl is not None
     run.impl.fully_shard(run.model.layers[0])
-    run.impl.fully_shard(run.model.layers[0], reshard_after_forward="sometimes")
+    run.impl.fully_shard(run.model.layers[1], reshard_after_forward="sometimes")
 
 
 def half_built(then: Action) -> Action:

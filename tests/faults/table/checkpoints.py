@@ -67,7 +67,7 @@ def _fates(name: str, what: str, call: Action, before: tuple[Any, ...] = ()) -> 
 
 
 ALONE = (
-    _disagree("save_on_one", "rank 1 alone saves", at(1, "step", do.save, rank=1), words=("save", TO_DO), fast=True),
+    _disagree("save_on_one", "rank 1 alone saves", at(1, "step", do.save, rank=1), words=("save", TO_DO)),
     _disagree("save_on_rank_0", "rank 0 alone saves", at(1, "step", do.save, rank=0), words=("save", TO_DO)),
     _disagree(
         "save_on_one_of_three",

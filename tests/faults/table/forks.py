@@ -74,7 +74,6 @@ CHILDREN = (
         1,
         "step",
         do.child(do.throws, pause=2.0),
-        fast=True,
     ),
     _legal("leaves", "a forked child of rank 1 leaves by os._exit(3)", 1, "step", do.child(do.leaves(3), pause=2.0)),
     _legal(
@@ -106,7 +105,7 @@ CHILDREN = (
         do.in_another_thread(do.nothing),
     ),
     _legal("many", "ten children of rank 1 come and go", 1, "step", do.many_children),
-    _legal("subprocess", "rank 1 runs another program", 1, "step", do.subprocesses),
+    _legal("subprocess", "rank 1 runs another program", 1, "step", do.subprocesses, fast=True),
     _each_step("workers", "all ranks have worker processes in each step", do.workers),
     _each_step("worker", "all ranks have a worker process in each step", do.worker),
     _each_step("failing_worker", "worker processes of all ranks fail in each step", do.failing_worker),

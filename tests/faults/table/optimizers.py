@@ -328,7 +328,6 @@ SETTINGS = (
         "step",
         do.setting("set_gradient_divide_factor", 3.0),
         "divide",
-        fast=True,
     ),
     _fact(
         "divide_factor_of_sharding",
@@ -431,7 +430,7 @@ SCALING = (
         "scale",
         setup=SCALES,
     ),
-    _fact("scale_set", "rank 1 sets another scale", 1, "step", do.scaler_set, "scale", setup=SCALES, fast=True),
+    _fact("scale_set", "rank 1 sets another scale", 1, "step", do.scaler_set, "scale", setup=SCALES),
     _fact(
         "scale_loaded", "rank 1 loads a scaler with another scale", 1, "step", do.scaler_loaded, "scale", setup=SCALES
     ),

@@ -83,7 +83,6 @@ ALONE = (
         do.moved("head.weight"),
         r"head\.weight",
         setup=IGNORED,
-        fast=True,
     ),
     _differs(
         "ignored_later",

@@ -255,7 +255,6 @@ FIRST = (
         "rank 1 builds its model three seconds later",
         Equal(),
         at(-1, "start", rank=1, stall=3.0),
-        fast=True,
     ),
     _case("first_late_built", "rank 1 runs its model four seconds later", Equal(), at(-1, "ready", rank=1, stall=4.0)),
     _case(
@@ -270,6 +269,7 @@ FIRST = (
         "rank 1 builds a model more, which nobody runs",
         Equal(),
         at(-1, "built", do.second_model, rank=1),
+        fast=True,
     ),
     _case(
         "first_model_more_trained",
