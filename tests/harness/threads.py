@@ -202,13 +202,13 @@ class _Run:
         except BaseException as error:
             self.reports.setdefault(rank, RankReport(rank, "raised", traceback.format_exc(), error, time.monotonic()))
         finally:
-            if self.over.is_set():
-                return  # left behind: what follows would strike another test's ranks
-            if rank in self.reports:
-                self.failed.set()
-                threaded.ProcessLocalGroup.exception_handle(None)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            # A rank that was left behind would strike another test's.
+            if not self.over.is_set():
+                if rank in self.reports:
+                    self.failed.set()
+                    threaded.ProcessLocalGroup.exception_handle(None)
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
     def _report_hung(self) -> None:
         for rank, thread in enumerate(self.threads):
