@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import monitor
+from fullshard.guard.watch import _end as say_the_end
 from tests.faults.cases import GROUP_SECONDS
 from tests.harness.forked import _clear_sharding_prop_cache
 
@@ -204,7 +204,7 @@ def _rank_main(
     environment: tuple[tuple[str, str], ...],
 ) -> None:
     atexit._clear()  # those of the parent: the pool's would end its processes
-    atexit.register(monitor._end)
+    atexit.register(say_the_end)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
