@@ -105,7 +105,7 @@ class Watch:
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
-                self.records.join()
+                self.records.join(self.host.identity().partition(" ")[0])
             self.scopes[key] = Scope(self, *key)
         return self.scopes[key]
 
