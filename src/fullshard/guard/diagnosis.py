@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .fault import Fault
-from .process import condition
+from .process import Host
 from .store import ranks_of
 from .structure import shown_ranks
 
@@ -76,7 +76,8 @@ class Record:
 class Reader:
     """What one rank has seen of the others' records, on its own clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: Host) -> None:
+        self._host = host
         # Of each rank its last record, since when it is the last, and the processor time it had used then.
         self._seen: dict[int, tuple[str, float, int]] = {}
         self._stuck: frozenset[tuple[int, float]] = frozenset()
@@ -93,7 +94,7 @@ class Reader:
             known = self._seen.get(rank)
             if known is None or known[0] != text:
                 said = _loads(text)
-                used = condition(said["process"])[1] if said is not None else 0
+                used = self._host.condition(said["process"])[1] if said is not None else 0
                 if said is None and known is not None:
                     text = known[0]
                 else:
@@ -105,7 +106,7 @@ class Reader:
 
     def lost(self, record: Record, silence: float, now: float) -> str:
         """What is wrong with the process of `record`; "": nothing."""
-        what, used = condition(record.said["process"])
+        what, used = self._host.condition(record.said["process"])
         if what == "gone" and "ended" not in record.said:
             return "gave no sign of life since its process has ended"
         text, since, used_then = self._seen[record.rank]

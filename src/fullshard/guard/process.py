@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -89,3 +90,35 @@ def is_within(thread: int, folder: str, torch: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class Host:
+    """The time, and what is seen of processes, for one `Watch`. Benchmarks and tests give it another one."""
+
+    def now(self) -> float:
+        """Seconds, of a clock that is never put back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let other threads go on."""
+        time.sleep(seconds)
+
+    def identity(self) -> str:
+        """See `identity`."""
+        return identity()
+
+    def condition(self, process: str) -> tuple[str, int]:
+        """See `condition`."""
+        return condition(process)
+
+    def place(self, thread: int, torch: str) -> str:
+        """See `place`."""
+        return place(thread, torch)
+
+    def called(self, thread: int, torch: str) -> str:
+        """See `called`."""
+        return called(thread, torch)
+
+    def is_within(self, thread: int, folder: str, torch: str) -> bool:
+        """See `is_within`."""
+        return is_within(thread, folder, torch)

@@ -69,10 +69,11 @@ class Wait:
         number: int = 0,
         ranks: Sequence[int] = (),
         also: str = "",
+        since: float | None = None,
     ) -> None:
         self.kind, self.scope, self.what = kind, scope, what
         self.name, self.number, self.ranks, self.also = name, number, ranks, also
-        self.since = time.monotonic()
+        self.since = since if since is not None else time.monotonic() if scope is None else scope.watch.host.now()
         # Why it is in vain.
         self.fault: Fault | None = None
 
@@ -123,7 +124,7 @@ def wait_until(is_there: Callable[[], bool], wait: Wait) -> None:
     with watch.waits(wait):
         for pause in pauses(len(scope.ranks)):
             if pause:
-                time.sleep(pause)
+                watch.host.sleep(pause)
             if is_there():
                 return
             watch.look_unless_watched()

@@ -19,7 +19,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -64,20 +63,25 @@ class Waiting(Protocol):
 class Watch:
     """Of one process (in tests: of one thread), which is `rank` of the default process group."""
 
-    def __init__(self, store: Store, beside: Store, rank: int, settings: Settings) -> None:
+    def __init__(
+        self, store: Store, beside: Store, rank: int, settings: Settings, host: process.Host | None = None
+    ) -> None:
         self.rank, self.settings = rank, settings
+        self.host = process.Host() if host is None else host
         self.records = Records(store, beside, rank)
-        self.scopes: dict[tuple[int, ...], Scope] = {}
+        self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
         # The thread that runs the model. What it waits for, and what others do (a save in the background).
         self.model_thread = threading.get_ident()
         self._waits: dict[int, Any] = {}
+        # Whether somebody calls `look` now and then: the thread, if there is one. Otherwise the loops that wait do.
+        self.is_watched = False
         # Threads of this process that send messages beside the model's.
         self.beside = 0
         self.ended: str | None = None
         self._process = os.getpid()
         self._thread: _Thread | None = None
         self._looking = threading.Lock()
-        self._reader = Reader()
+        self._reader = Reader(self.host)
         self._count = 0
         self._looked = self._posted = self._read = 0.0
         self._posted_wait: object = None
@@ -94,14 +98,15 @@ class Watch:
         self._torch_looked = 0.0
         self._warned = False
 
-    def scope(self, ranks: Sequence[int]) -> Scope:
-        """The scope of these ranks of the default group. Every one of them makes this call at its first time."""
-        key = tuple(sorted(ranks))
+    def scope(self, ranks: Sequence[int], apart: str = "") -> Scope:
+        """The scope of these ranks of the default group. Every one of them makes this call at its first time.
+        `apart`: for what is none of a model's business: failures of one are none of the other."""
+        key = tuple(sorted(ranks)), apart
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
                 self.records.join()
-            self.scopes[key] = Scope(self, key)
+            self.scopes[key] = Scope(self, *key)
         return self.scopes[key]
 
     def begin(self) -> None:
@@ -109,6 +114,7 @@ class Watch:
         self.model_thread = threading.get_ident()
         if self._thread is None:
             self._thread = _Thread(self)
+            self.is_watched = True
             self._thread.start()
 
     def stop(self) -> None:
@@ -158,13 +164,13 @@ class Watch:
 
     def look_unless_watched(self) -> None:
         """What the thread does, now and then, where there is none."""
-        if self._thread is None and time.monotonic() - self._looked > _TICK_SECONDS / 5:
+        if not self.is_watched and self.host.now() - self._looked > _TICK_SECONDS / 5:
             self.look()
 
     def look(self) -> None:
         """Once for each tick. Raises what the store raises."""
         with self._looking:
-            self._look(time.monotonic())
+            self._look(self.host.now())
 
     def _look(self, now: float) -> None:
         if self._looked and now - self._looked > _LATE_SECONDS:
@@ -228,8 +234,8 @@ class Watch:
         scopes = list(self.scopes.values())
         found: dict[str, Any] = {
             "n": self._count,
-            "process": process.identity(),
-            "at": process.place(self.model_thread, _TORCH),
+            "process": self.host.identity(),
+            "at": self.host.place(self.model_thread, _TORCH),
             "far": {scope.name: scope.far for scope in scopes},
         }
         for scope in scopes:
@@ -252,7 +258,7 @@ class Watch:
 
     def post(self) -> None:
         """Write the record now."""
-        self._post(None, time.monotonic())
+        self._post(None, self.host.now())
 
     def _post(self, wait: Wait | None, now: float) -> None:
         text = dumps(self.record(wait))
@@ -275,7 +281,7 @@ class Watch:
 
     def _in_torch(self, now: float) -> Wait | None:
         """The collective of torch's own that the model's thread has been in for a while."""
-        if self.model_thread in self._waits or not process.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
+        if self.model_thread in self._waits or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
             self._torch = None
             return None
         if now - self._torch_looked < PATIENCE_SECONDS:
@@ -292,8 +298,8 @@ class Watch:
             if len(ranks) > 2 and not first.needs_all:
                 return None  # who is needed is not recorded
             self._warned = False
-            call = process.called(self.model_thread, _TORCH) or first.call
-            self._torch = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks)
+            call = self.host.called(self.model_thread, _TORCH) or first.call
+            self._torch = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks, since=now)
             return None
         return before
 
@@ -426,15 +432,15 @@ class Watch:
 
     def wait_for_readers(self, seconds: float) -> None:
         """Until all others have ended or read why this process ends: it serves the store."""
-        begun = time.monotonic()
+        begun = self.host.now()
         with suppress(Exception):
-            while time.monotonic() - begun < seconds:
+            while self.host.now() - begun < seconds:
                 texts = self.records.of(sorted(self.records.joined() - {self.rank}))
                 if all('"ended":' in text for text in texts.values()):
                     return
-                if not any(text.startswith('{"mail":') for text in texts.values()) and time.monotonic() - begun > 0.5:
+                if not any(text.startswith('{"mail":') for text in texts.values()) and self.host.now() - begun > 0.5:
                     return
-                time.sleep(0.05)
+                self.host.sleep(0.05)
 
     def without_store(self) -> None:
         """End all waits: nobody can say any more why they last."""
@@ -517,10 +523,10 @@ def is_current(which: Watch) -> bool:
     return known is not None and known[0]() is world and known[1] is which
 
 
-def scope_of(ranks: Sequence[int]) -> Scope | None:
+def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
     """The scope of these ranks; None where they have nobody to ask."""
     here = watch()
-    return None if here is None or len(ranks) < 2 else here.scope(ranks)
+    return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
 
 
 def has_peers() -> bool:
