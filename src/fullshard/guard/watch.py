@@ -507,9 +507,8 @@ def watch() -> Watch | None:
     if known is not None and known[0]() is world:
         return known[1]
     silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
-    made = None
-    if not silent:
-        made = Watch(default_store(), default_store(), dist.get_rank(world), Settings.read(timeout_of(world)))
+    settings = Settings.read(1800.0 if silent else timeout_of(world))
+    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
     _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
     if made is not None:
         _latest[:] = [made]
