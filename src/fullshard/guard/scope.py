@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .fault import TEXT_CHARACTERS, Fault
@@ -49,7 +50,7 @@ class Scope:
 
     def __init__(self, watch: Watch, ranks: tuple[int, ...]) -> None:
         self.watch, self.ranks, self.rank = watch, ranks, watch.rank
-        self.name = hashlib.blake2s(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()
+        self.name = _name(ranks)
         self.epoch = self.renewed = self.asked = self.attempts = 0
         # What is being done, for the text of an error, or what tells it; and the optimizer steps taken.
         self.doing: str | Callable[[], str] = ""
@@ -280,6 +281,12 @@ class Scope:
         pairs = (pair.partition(":") for pair in self.watch.records.read(key).split())
         found.update({rank: how for rank, _, how in pairs})
         return len(found) == len(self.ranks)
+
+
+@cache
+def _name(ranks: tuple[int, ...]) -> str:
+    """The same on all of them."""
+    return hashlib.blake2s(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()
 
 
 def by_value(answers: Mapping[int, str]) -> dict[str, list[int]]:
