@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import fnmatch  # noqa: E402
+import sys  # noqa: E402
 from collections.abc import Generator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -149,7 +150,20 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    return (yield from _limited(item, "call"))
+    """A rank that outlives its test fails this test, and is kept from the next ones (tests/harness/threads.py)."""
+    failure: BaseException | None = None
+    try:
+        return (yield from _limited(item, "call"))
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        threads = sys.modules.get("tests.harness.threads")
+        left = threads.left_behind() if threads is not None else ""
+        if left and failure is None:
+            pytest.fail(left, pytrace=False)
+        elif left and left not in str(failure):
+            failure.add_note(left)  # type: ignore[union-attr]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,14 +15,16 @@ SOURCES = src.package_sources()
 
 # Which rooms a room may import. "" is the public surface: `from fullshard import ...`. A room that is not here fails
 # the test.
-LOWER = frozenset({"layout", "lifecycle", "policy", "comm", "param", "_torch_compat"})
+LOWER = frozenset({"layout", "lifecycle", "policy", "guard", "comm", "param", "_torch_compat"})
 ROOMS: dict[str, frozenset[str]] = {
     "_version": frozenset(),
     "_torch_compat": frozenset(),
     "layout": frozenset(),
     "lifecycle": frozenset({"layout"}),
     "policy": frozenset({"layout", "_torch_compat"}),
-    "comm": frozenset({"layout", "policy", "_torch_compat"}),
+    # Knows neither units nor checkpoints: what ranks agree on comes as names and texts.
+    "guard": frozenset({"_torch_compat"}),
+    "comm": frozenset({"layout", "policy", "guard", "_torch_compat"}),
     "param": frozenset({"layout", "policy", "_torch_compat"}),
     "runtime": LOWER,
     "compose": LOWER | {"runtime"},
@@ -43,6 +45,9 @@ PURE = ("fullshard.layout", "fullshard.lifecycle", "fullshard.planner") + tuple(
     f"fullshard.checkpoint.{name}"
     for name in "checksums directory errors files keep manifest merge plan safetensors values".split()
 )
+PURE += tuple(
+    f"fullshard.guard.{name}" for name in "diagnosis errors facts fault order process settings structure".split()
+)
 # The one file of the planner that may look at a real model.
 IMPURE_FILES = frozenset({"planner/facts.py"})
 
@@ -59,7 +64,7 @@ PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
         "._allgather_base",
     ): "a collective, and those live in comm alone; _torch_compat says why this one",
     ("comm/group.py", "._reduce_scatter_base"): "the same",
-    ("comm/elsewhere.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
+    ("guard/process.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }
 

@@ -58,19 +58,19 @@ class DataGroup:
         self._under_way: deque[Sent] = deque()
         self._group: dist.ProcessGroup | None = None
         self._renewed = -1
-        self.renew_if_cut()
 
     @property
     def group(self) -> dist.ProcessGroup:
         """What messages go over now. Made anew where a meeting of the scope gave the last one up: by the first message
         that somebody sends over it, so that it does not matter who still holds what."""
         if self._renewed != self.scope.renewed:
-            self.renew_if_cut()
+            self.connect()
         assert self._group is not None
         return self._group
 
-    def renew_if_cut(self) -> None:
-        """New connections, after a meeting that asked for them. Every rank of the group makes this call."""
+    def connect(self) -> None:
+        """New connections: at first, and after a meeting that asked for them. Every rank of the group makes this call;
+        after an exception again, when the ranks have met."""
         scope = self.scope
         if self._renewed == scope.renewed:
             return
@@ -85,10 +85,17 @@ class DataGroup:
             with scope.watch.waits(wait):
                 made = same_group(origin, self.ranks, self.device, store, name, seconds)
         except BaseException as error:
+            scope.is_half_connected = True
             scope.interrupted(error, wait.doing)
             raise
         self._group, self.issued, self.is_cut, self._renewed = made, 0, False, scope.renewed
         self._under_way.clear()
+        scope.groups[self.name] = self
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it ever was."""
+        return self._group is not None
 
     def expire(self) -> None:
         """A meeting gave these connections up."""
@@ -289,17 +296,25 @@ def can_cut(backend: str) -> bool:
 
 
 def open_data_group(
-    scope: Scope, origin: dist.ProcessGroup, device: torch.device, backend: str, purpose: str
+    scope: Scope,
+    origin: dist.ProcessGroup,
+    device: torch.device,
+    backend: str,
+    purpose: str,
+    *,
+    connect: bool = True,
 ) -> DataGroup | None:
     """The data group in the place of `origin`; None where its backend has none. All ranks of `origin` make their first
-    call together."""
+    call together. `connect` off: with its first message."""
     if not can_cut(backend) or origin.size() < 2:
         return None
     made = _made.setdefault(origin, {})
     if purpose not in made or made[purpose].scope is not scope:
         scope.watch.begin()
-        made[purpose] = group = DataGroup(scope, origin, device, purpose)
-        scope.groups[group.name] = group
+        # Known before it is connected: where that fails, all ranks try again under the same name.
+        made[purpose] = DataGroup(scope, origin, device, purpose)
+    if connect and not made[purpose].is_connected:
+        made[purpose].connect()
     return made[purpose]
 
 

@@ -173,6 +173,8 @@ class Order:
             return
         self.place += 1
         if script is None:
+            if len(self._new) >= self._limit:
+                self._new = []  # a program that never starts anew
             self._new.append(action)
             return
         # The others of this start: one may go on like this.

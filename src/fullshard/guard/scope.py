@@ -48,9 +48,9 @@ class Group(Protocol):
 class Scope:
     """Methods that wait do so in the thread that calls them, and raise `PeerFailed` or `RanksDisagree` in vain."""
 
-    def __init__(self, watch: Watch, ranks: tuple[int, ...]) -> None:
+    def __init__(self, watch: Watch, ranks: tuple[int, ...], apart: str = "") -> None:
         self.watch, self.ranks, self.rank = watch, ranks, watch.rank
-        self.name = _name(ranks)
+        self.name = _name(ranks, apart)
         self.epoch = self.renewed = self.asked = self.attempts = 0
         # What is being done, for the text of an error, or what tells it; and the optimizer steps taken.
         self.doing: str | Callable[[], str] = ""
@@ -65,6 +65,8 @@ class Scope:
         self.has_raised = False
         # Before anything is sent all ranks come together.
         self.must_meet = False
+        # Connections were begun, and are not there: what was begun serves nobody.
+        self.is_half_connected = False
         # By what is asked: the error of ranks that wait for each other while some of them ask that.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
         # Held while data groups are cut or made anew.
@@ -254,7 +256,7 @@ class Scope:
             self.publish("raised", "it left its step")
         records = self.watch.records
         key = f"{self.base}/meet"
-        cut = any(group.is_cut for group in list(self.groups.values()))
+        cut = self.is_half_connected or any(group.is_cut for group in list(self.groups.values()))
         mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
         records.append(key, f"{self.rank}:{'cut' if cut else mine} ")
         wait = Wait("meet", self, _AFTER)
@@ -273,7 +275,7 @@ class Scope:
                     group.expire()
             self.epoch, self.asked, self.attempts = self.epoch + 1, 0, 0
             self.failed = self.failure = None
-            self.has_raised = self.must_meet = False
+            self.has_raised = self.must_meet = self.is_half_connected = False
             self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
         return renews
 
@@ -284,9 +286,9 @@ class Scope:
 
 
 @cache
-def _name(ranks: tuple[int, ...]) -> str:
+def _name(ranks: tuple[int, ...], apart: str) -> str:
     """The same on all of them."""
-    return hashlib.blake2s(",".join(map(str, ranks)).encode(), digest_size=6).hexdigest()
+    return hashlib.blake2s(f"{','.join(map(str, ranks))}{apart}".encode(), digest_size=6).hexdigest()
 
 
 def by_value(answers: Mapping[int, str]) -> dict[str, list[int]]:

@@ -69,7 +69,7 @@ class Watch:
         self.rank, self.settings = rank, settings
         self.host = process.Host() if host is None else host
         self.records = Records(store, beside, rank)
-        self.scopes: dict[tuple[int, ...], Scope] = {}
+        self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
         # The thread that runs the model. What it waits for, and what others do (a save in the background).
         self.model_thread = threading.get_ident()
         self._waits: dict[int, Any] = {}
@@ -99,16 +99,18 @@ class Watch:
         self._torch_looked = 0.0
         self._warned = False
 
-    def scope(self, ranks: Sequence[int]) -> Scope:
-        """The scope of these ranks of the default group. Every one of them makes this call at its first time."""
-        key = tuple(ranks)
-        if list(key) != sorted(key):
-            key = tuple(sorted(key))
+    def scope(self, ranks: Sequence[int], apart: str = "") -> Scope:
+        """The scope of these ranks of the default group. Every one of them makes this call at its first time.
+        `apart`: for what is none of a model's business: failures of one are none of the other."""
+        in_order = tuple(ranks)
+        if list(in_order) != sorted(in_order):
+            in_order = tuple(sorted(in_order))
+        key = in_order, apart
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
                 self.records.join()
-            self.scopes[key] = Scope(self, key)
+            self.scopes[key] = Scope(self, *key)
         return self.scopes[key]
 
     def begin(self) -> None:
@@ -525,10 +527,10 @@ def is_current(which: Watch) -> bool:
     return known is not None and known[0]() is world and known[1] is which
 
 
-def scope_of(ranks: Sequence[int]) -> Scope | None:
+def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
     """The scope of these ranks; None where they have nobody to ask."""
     here = watch()
-    return None if here is None or len(ranks) < 2 else here.scope(ranks)
+    return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
 
 
 def has_peers() -> bool:
