@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .fault import TEXT_CHARACTERS, Fault
@@ -49,7 +50,7 @@ class Scope:
 
     def __init__(self, watch: Watch, ranks: tuple[int, ...], apart: str = "") -> None:
         self.watch, self.ranks, self.rank = watch, ranks, watch.rank
-        self.name = hashlib.blake2s(f"{','.join(map(str, ranks))}{apart}".encode(), digest_size=6).hexdigest()
+        self.name = _name(ranks, apart)
         self.epoch = self.renewed = self.asked = self.attempts = 0
         # What is being done, for the text of an error, or what tells it; and the optimizer steps taken.
         self.doing: str | Callable[[], str] = ""
@@ -284,6 +285,12 @@ class Scope:
         for rank, attempts, how in (told.split(":") for told in self.watch.records.read(key).split()):
             found[rank] = int(attempts), how
         return len(found) == len(self.ranks) and len({attempts for attempts, _ in found.values()}) == 1
+
+
+@cache
+def _name(ranks: tuple[int, ...], apart: str) -> str:
+    """The same on all of them."""
+    return hashlib.blake2s(f"{','.join(map(str, ranks))}{apart}".encode(), digest_size=6).hexdigest()
 
 
 def by_value(answers: Mapping[int, str]) -> dict[str, list[int]]:

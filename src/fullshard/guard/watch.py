@@ -86,7 +86,8 @@ class Watch:
         self._looked = self._posted = self._read = 0.0
         self._posted_wait: object = None
         self._requests = 0
-        self._leads: dict[str, Scope] = {}
+        # The scopes whose records it reads now, by name.
+        self.leads: dict[str, Scope] = {}
         self._idle_reads = 0
         self._told: set[tuple[object, ...]] = set()
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
@@ -101,7 +102,10 @@ class Watch:
     def scope(self, ranks: Sequence[int], apart: str = "") -> Scope:
         """The scope of these ranks of the default group. Every one of them makes this call at its first time.
         `apart`: for what is none of a model's business: failures of one are none of the other."""
-        key = tuple(sorted(ranks)), apart
+        in_order = tuple(ranks)
+        if list(in_order) != sorted(in_order):
+            in_order = tuple(sorted(in_order))
+        key = in_order, apart
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
@@ -193,17 +197,17 @@ class Watch:
                 self._posted = now
             else:
                 self._post(told, now)
-        if self._leads and now - self._read >= self._reading_seconds():
+        if self.leads and now - self._read >= self._reading_seconds():
             self._read = now
-            for scope in list(self._leads.values()):
+            for scope in list(self.leads.values()):
                 self._lead(scope, wait, now)
 
     def _reading_seconds(self) -> float:
-        return 0.5 if max(len(scope.ranks) for scope in self._leads.values()) <= 8 else 1.0
+        return 0.5 if max(len(scope.ranks) for scope in self.leads.values()) <= 8 else 1.0
 
     def _claims(self, wait: Wait) -> bool:
         """Whether this request is for becoming the one that reads."""
-        if wait.scope is None or wait.scope.name in self._leads or wait is not self._posted_wait:
+        if wait.scope is None or wait.scope.name in self.leads or wait is not self._posted_wait:
             return False
         first, self._claimed_for = self._claimed_for is not wait, wait
         return first or self._requests % _CLAIM_EACH == 0
@@ -318,7 +322,7 @@ class Watch:
                 self._takeovers[key] = turn
                 holder = self.records.claim(key, holder)
         if holder == str(self.rank):
-            self._leads[scope.name] = scope
+            self.leads[scope.name] = scope
             self._idle_reads = 0
             self._read = 0.0
 
@@ -334,7 +338,7 @@ class Watch:
         if not waiting and (own is None or own.scope is not scope):
             self._idle_reads += 1
             if self._idle_reads > 2:
-                del self._leads[scope.name]
+                del self.leads[scope.name]
                 self.records.release(f"{scope.base}/reader")
             return
         self._idle_reads = 0
