@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Messenger
@@ -134,7 +133,8 @@ class _Copies:
 
 def _run(job: SaveJob, taken: Snapshot, future: SaveFuture) -> None:
     try:
-        path = job.run(taken)
+        with job.messenger.beside():
+            path = job.run(taken)
     except BaseException as error:
         future.set_exception(error)
     else:
@@ -143,7 +143,7 @@ def _run(job: SaveJob, taken: Snapshot, future: SaveFuture) -> None:
 
 # ---- by process group ------------------------------------------------------------------------------------------
 
-_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
+_by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
 _alone = Background()
 # Saves that no later one has waited for; they may outlive their group.
 _pending: list[SaveFuture] = []

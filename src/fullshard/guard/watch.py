@@ -73,6 +73,7 @@ class Watch:
         self._waits: dict[int, Any] = {}
         # Threads of this process that send messages beside the model's.
         self.beside = 0
+        self._beside_lock = threading.Lock()
         self.ended: str | None = None
         self._process = os.getpid()
         self._thread: _Thread | None = None
@@ -111,6 +112,11 @@ class Watch:
         if self._thread is None:
             self._thread = _Thread(self)
             self._thread.start()
+
+    def send_beside(self, more: int) -> None:
+        """So many more threads of this process send messages beside the model's."""
+        with self._beside_lock:
+            self.beside += more
 
     def stop(self) -> None:
         """No look from now on."""
@@ -470,8 +476,8 @@ class _Thread(threading.Thread):
         failures = 0
         while not self.ends.wait(_TICK_SECONDS):
             watch = self._watch()
-            if watch is None or not is_current(watch):
-                return  # the process group was destroyed
+            if watch is None or not (watch.beside or is_current(watch)):
+                return  # the process group was destroyed, and no save in the background outlives it
             try:
                 watch.look()
                 failures = 0
