@@ -56,14 +56,16 @@ def run_fates(
     timeout: float = 40.0,
     environment: Mapping[str, str] | None = None,
     stays: bool = True,
+    lost: tuple[int, ...] = (),
 ) -> list[Told]:
-    """Call `fn(rank, *args)` on `world` forks. `stays`: a rank whose `fn` returned ends when all have; else at once."""
+    """Call `fn(rank, *args)` on `world` forks. `stays`: a rank whose `fn` returned ends when all have; else at once.
+    `lost`: ranks that nobody waits for once the others have told."""
     with tempfile.TemporaryDirectory(prefix="fullshard-fates-") as folder:
         ranks = [_fork(rank, world, fn, args, Path(folder), limit, environment or {}, stays) for rank in range(world)]
         told: dict[int, Told] = {}
         waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
         deadline = time.monotonic() + timeout
-        while waiting and (left := deadline - time.monotonic()) > 0:
+        while set(waiting.values()) - set(lost) and (left := deadline - time.monotonic()) > 0:
             for conn in wait(list(waiting), timeout=left):
                 assert isinstance(conn, Connection)
                 rank = waiting.pop(conn)

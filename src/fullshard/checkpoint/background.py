@@ -66,7 +66,9 @@ class Background:
         self.settle(messenger, path)
         copies = _Copies(self._buffers)
         try:
-            taken = snapshot(flatten(state_dict), copies.copy)
+            with messenger.telling(f"saving {path}"):
+                tree = flatten(state_dict)
+            taken = snapshot(tree, copies.copy)
             copies.finish()
         except (RuntimeError, MemoryError) as error:  # no memory for the copy: the other ranks have to know
             taken = Snapshot([], {}, [f"its copy on the host: {error}"])

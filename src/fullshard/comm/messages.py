@@ -52,6 +52,16 @@ class Messenger(NamedTuple):
             scope.doing = doing
 
     @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Inside this rank prepares `what`. An exception is told to the others, who wait for it there."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(self.group, DataGroup):
+                self.group.scope.interrupted(error, what)
+            raise
+
+    @contextmanager
     def beside(self) -> Iterator[None]:
         """This thread sends inside, beside that of the model."""
         watch = self.group.scope.watch if isinstance(self.group, DataGroup) else None

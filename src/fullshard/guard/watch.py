@@ -50,6 +50,8 @@ _STORE_FAILURES = 4
 _LAST_SECONDS = 6.0
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
+# So many faults of other scopes go with what is told of one.
+_ELSEWHERE = 3
 
 
 class Waiting(Protocol):
@@ -86,6 +88,8 @@ class Watch:
         self._leads: dict[str, Scope] = {}
         self._idle_reads = 0
         self._told: set[tuple[object, ...]] = set()
+        # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
+        self.elsewhere: list[str] = []
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
         self._claimed_for: object = None
         self._takeovers: dict[str, int] = {}
@@ -339,9 +343,9 @@ class Watch:
                 self.records.release(f"{scope.base}/reader")
             return
         self._idle_reads = 0
-        for fault in diagnosis.published(records.values(), [scope.name]):
-            if fault.epoch == scope.epoch:
-                self._deliver(scope, fault, now)
+        own_records = [records[rank] for rank in scope.ranks if rank in records]
+        for fault in diagnosis.published(own_records, scope.name, scope.epoch):
+            self._deliver(scope, fault, now)
         closed = own is not None and own.also == "closed"
         silence = self.settings.silence_seconds
         if closed and silence:
@@ -383,7 +387,8 @@ class Watch:
             if scope is not None and scope.epoch == epoch:
                 self._deliver(scope, fault, now)
             else:
-                self.records.tell(ranks, [fault.dumps()])
+                self.elsewhere.append(fault.dumps())
+                self.records.tell(ranks, self.elsewhere[-_ELSEWHERE:])
 
     def _explained(self, found: Mapping[int, Record]) -> str | None:
         """The words of a question for why some ask it while others wait elsewhere."""
@@ -423,7 +428,7 @@ class Watch:
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
                 texts = [text for scope in self.scopes.values() for text in scope.telling(self._end_of(scope))]
-                self.records.tell(ranks, texts)
+                self.records.tell(ranks, [*self.elsewhere[-_ELSEWHERE:], *texts])
 
     def _end_of(self, scope: Scope) -> Fault:
         text = self.ended or ""
@@ -434,9 +439,16 @@ class Watch:
     def wait_for_readers(self, seconds: float) -> None:
         """Until all others have ended or read why this process ends: it serves the store."""
         begun = time.monotonic()
+        heard = [fault for scope in self.scopes.values() for fault, _ in scope.heard]
+        lost = {fault.rank for fault in heard if fault.kind == "lost"}
+        gone = lost | {fault.rank for fault in heard if fault.kind == "ended"}
         with suppress(Exception):
             while time.monotonic() - begun < seconds:
-                texts = self.records.of(sorted(self.records.joined() - {self.rank}))
+                joined = self.records.joined()
+                # What was told of one may stand in the place of the record of another one that ended.
+                if self.records.store.add(f"{self.records.prefix}/ended", 0) + len(lost) >= len(joined):
+                    return
+                texts = self.records.of(sorted(joined - {self.rank} - gone))
                 if all('"ended":' in text for text in texts.values()):
                     return
                 if not any(text.startswith('{"mail":') for text in texts.values()) and time.monotonic() - begun > 0.5:
