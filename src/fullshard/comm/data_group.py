@@ -78,7 +78,8 @@ class DataGroup:
         if origin is None:
             raise RuntimeError(f"{self.name}: expected its process group to exist, found that it was destroyed")
         name = f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{self.name}"
-        wait = Wait("connect", scope, "the connections of " + self.purpose, name=self.name, ranks=self.ranks)
+        doing = scope.told or "the connections of " + self.purpose
+        wait = Wait("connect", scope, doing, name=self.name, ranks=self.ranks)
         store = _ConnectingStore(default_store(), wait)
         seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
         try:

@@ -209,7 +209,7 @@ class Scope:
     def telling(self, fault: Fault) -> list[str]:
         """`fault` as it is told, after what was heard before: who tells overwrites what others have told."""
         known = [heard for heard, _ in list(self.heard)[-3:] if heard.epoch == self.epoch and heard != fault]
-        return [one.dumps() for one in (*known, fault)]
+        return [*self.watch.elsewhere[-3:], *(one.dumps() for one in (*known, fault))]
 
     def is_of_others(self, fault: Fault) -> bool:
         """Whether it is a reason for this rank to end its waits."""
