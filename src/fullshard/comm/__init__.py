@@ -17,6 +17,8 @@ from .asking import ask as ask
 from .asking import tell as tell
 from .blocks import block_of as block_of
 from .broadcast import broadcast_over as broadcast_over
+from .comparison import Comparison as Comparison
+from .comparison import Digits as Digits
 from .control import control as control
 from .control import domain_of as domain_of
 from .control import has_peers as has_peers

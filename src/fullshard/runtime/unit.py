@@ -91,6 +91,8 @@ class Unit:
         self.links: list[Links] = []
         # What the user set about reductions, and whether they go on to the ranks that replicate.
         self.controls = Controls()
+        # Names of the parameters below the module that the user said to leave alone.
+        self.ignored_names: tuple[str, ...] = ()
         self.all_reduces = True
         for part in parts:
             for same in _by_dtype(part.found):
@@ -229,6 +231,7 @@ class Unit:
         """Reduce, and gather, as `controls` say from now on."""
         if self.root is not None:
             self.root.settle_links(self, controls)
+            self.root.facts.settings_changed()
         self.controls = controls
         self._remake_channels()
 

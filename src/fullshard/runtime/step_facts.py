@@ -1,0 +1,359 @@
+"""What this rank did to the shards of one root since the last comparison, and the comparison (guard/facts.py).
+
+    optimizer_stepped, clipped, scaled, hooked, loaded     what users do: deeds
+    carry      the first reduction of a backward, on each mesh: everything that holds is put together, and its digest
+               travels with that reduction (comm/comparison.py)
+    compare    the end of the backward, before a gradient is handed over: where digests differ, all ranks of the mesh
+               know it, tell each other what they have, and raise `RanksDisagree`
+    forward_begins   where no message of ours can carry a digest (`communication="torch"`): ranks ask each other at the
+               first, 2nd, 16th, 128th, ... forward that trains, and after a load or a change
+
+Each mesh has a ledger of its own: the ranks of a pipeline stage or of an expert compare among themselves. On a device
+the answer is looked at a step later, at the same place on all ranks, when its event is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..comm import Comparison, Digits, Domain, RanksDisagree, ReduceChannel, domain_of, is_current
+from ..guard.facts import Deed, Fact, Ledger, differences, first_unlike
+from .drift import digests_of, replicas_of, unsharded_on
+from .names import clean_name, parameter_names
+from .optimizer_facts import OptimizerFacts, text_of
+from .optimizer_steps import tell_optimizer_steps
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .root import Root
+
+# Values outside of units are looked at with the first comparison, with the second, and then each time after eight times
+# as many.
+_SECOND_LOOK, _LOOKS = 2, 8
+_QUESTION = "facts"
+_by_thread: dict[int, weakref.WeakSet[StepFacts]] = {}
+
+
+class _Sent(NamedTuple):
+    """A comparison under way, and what was compared."""
+
+    comparison: Comparison
+    text: str
+
+
+class _Scope:
+    """What is on one mesh of the root."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.domain: Domain | None = domain_of(ranks)
+        self.epoch = -1 if self.domain is None else self.domain.epoch
+        self.ledger = Ledger()
+        # Groups of units that are on it, by unit.
+        self.members: dict[Unit, list[int]] = {}
+        # Of the running backward, and of earlier ones whose answer was not looked at.
+        self.sent: _Sent | None = None
+        self.earlier: deque[_Sent] = deque()
+        # Comparisons so far, and which one looks at values outside of units again.
+        self.count, self.next_look = 0, 1
+        # Likewise where ranks ask at forwards.
+        self.forwards, self.next_question = 0, 1
+        self.values_asked = True
+        self.digits: dict[tuple[object, int], Digits] = {}
+        self.written: int | None = None
+        # Ignored parameters that ranks had other values of from the beginning, as they may.
+        self.own: set[str] = set()
+        # Plain parameters beside ours in optimizers, by name.
+        self.beside: dict[str, Tensor] = {}
+
+    def begin_anew(self) -> None:
+        """After a failure some ranks were further than others: what was done before is no matter."""
+        self.ledger.forget()
+        self.earlier.clear()
+        self.count, self.next_look, self.values_asked, self.written = 0, 1, True, None
+        self.forwards, self.next_question = 0, 1
+
+
+class StepFacts:
+    """Of one root. Costs nothing where nobody is asked."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = weakref.ref(root)
+        self._units = root.units
+        self._scopes: dict[tuple[int, ...], _Scope] = {}
+        self._of: dict[Unit, tuple[_Scope | None, ...]] = {}
+        self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerFacts] = weakref.WeakKeyDictionary()
+        self._places: dict[int, tuple[tuple[int, ...], str]] = {}
+        self._placed: list[Tensor] = []
+        self._channels = -1
+        self._settings_changed = True
+        self._looks: dict[tuple[int, ...], list[int]] = {}
+        if root.provisional or not root.compares_facts:
+            return
+        for unit in self._units:
+            scopes: list[_Scope | None] = []
+            for position, links in enumerate(unit.links):
+                ranks = tuple(sorted(links.everyone))
+                scope = self._scopes.setdefault(ranks, _Scope(ranks)) if len(ranks) > 1 else None
+                if scope is not None:
+                    scope.members.setdefault(unit, []).append(position)
+                scopes.append(scope)
+            self._of[unit] = tuple(scopes)
+        if self._scopes:
+            tell_optimizer_steps(root.thread, self)
+            _by_thread.setdefault(root.thread, weakref.WeakSet()).add(self)
+
+    # ---- deeds ---------------------------------------------------------------------------------------------
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> bool:
+        """`optimizer` took a step. Whether later ones are of interest."""
+        known = self._known.get(optimizer)
+        if known is None or not known.holds(optimizer):
+            known = self._known[optimizer] = OptimizerFacts(optimizer, self._placed_now())
+            if len(known.parts) == 1:
+                (ranks,) = known.parts
+                names = [f"parameter {i} beside the model's in the optimizer" for i in range(len(known.strangers))]
+                self._scopes[ranks].beside |= zip(names, known.strangers, strict=True)
+        if known.parts:
+            scope = next(iter(self._scopes.values()))
+            if scope.domain is not None and not is_current(scope.domain.control):
+                return False
+            known.stepped(optimizer, self._do)
+        return True
+
+    def _do(self, ranks: tuple[int, ...], deed: Deed) -> None:
+        self._scopes[ranks].ledger.do(deed)
+
+    def done_to(self, parameters: Iterable[Tensor], name: str, facts: Sequence[Fact]) -> None:
+        """Something was done to `parameters`, some of which may be ours."""
+        places = self._placed_now()
+        counts: dict[tuple[int, ...], int] = {}
+        for parameter in parameters:
+            place = places.get(id(parameter))
+            if place is not None:
+                counts[place[0]] = counts.get(place[0], 0) + 1
+        for ranks, count in counts.items():
+            kind = facts[0].kind
+            self._do(ranks, Deed(name, (*facts, Fact(kind, f"number of parameters of {name}", str(count)))))
+
+    def hooked(self, unit: Unit, position: int, name: str) -> None:
+        """A hook of the user's changed the gradient of a parameter, or the parameter."""
+        scope = self._of[unit][position] if self._of else None
+        if scope is not None:
+            scope.ledger.do(Deed("a hook", (Fact("hooks", "gradients that hooks changed", name),)))
+
+    def loaded(self, unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
+        """Parameters of `unit` were loaded; `values`: the whole ones, of those that came whole."""
+        for scope in dict.fromkeys(self._of.get(unit, ())):
+            if scope is not None:
+                scope.values_asked = True
+                facts = [Fact("load", "names that load_state_dict loaded", ", ".join(names))]
+                facts += [Fact("load", f"loaded values of {n}", text) for n, text in digests_of(values).items()]
+                scope.ledger.do(Deed("load_state_dict", tuple(facts)))
+
+    def settings_changed(self) -> None:
+        """The user set something about reductions."""
+        self._settings_changed = True
+
+    # ---- the comparison ------------------------------------------------------------------------------------
+
+    def carry(self, unit: Unit, position: int, channel: ReduceChannel, *, keep: bool) -> Comparison | None:
+        """A reduction of a group is about to be sent; what it is to carry, if anything."""
+        scope = self._of[unit][position] if self._of else None
+        if scope is None or scope.sent is not None or keep or not channel.carries:
+            return None
+        text, (digest, shared) = self._seal(scope)
+        key = unit.device, digest
+        digits = scope.digits.get(key)
+        if digits is None:
+            if len(scope.digits) > 8:
+                scope.digits.clear()
+            digits = scope.digits[key] = Digits(digest, unit.device)
+        scope.sent = _Sent(Comparison(digits, shared), text)
+        return scope.sent.comparison
+
+    def compare(self) -> None:
+        """All messages of the backward arrived. Raises `RanksDisagree` on all ranks of a mesh that differ in a fact."""
+        for scope in self._scopes.values():
+            while scope.earlier:
+                self._look(scope, scope.earlier.popleft())
+            sent, scope.sent = scope.sent, None
+            if sent is not None:
+                if sent.comparison.is_here:
+                    self._look(scope, sent)
+                else:
+                    scope.earlier.append(sent)
+
+    def discard(self) -> None:
+        """The backward failed."""
+        for scope in self._scopes.values():
+            scope.sent = None
+
+    def forward_begins(self, *, trains: bool) -> None:
+        """A forward does; `trains`: one of the whole model, with gradients. Where no message of ours can carry a
+        digest, ranks ask each other at some of them. Raises `RanksDisagree` on all ranks of a mesh."""
+        for scope in self._scopes.values():
+            if scope.domain is None or not self._only_native(scope):
+                continue
+            scope.forwards += trains
+            if scope.forwards < scope.next_question and not (scope.values_asked or self._settings_changed):
+                continue
+            if trains and scope.forwards >= scope.next_question:
+                scope.next_question = 2 if scope.forwards < 2 else scope.next_question * _LOOKS
+            self._refuse(scope, scope.domain, self._seal(scope)[0])
+
+    def _only_native(self, scope: _Scope) -> bool:
+        root = self._root()
+        assert root is not None
+        default = root.options.communication
+        return all(unit.controls.strategy(default) == "torch" for unit in scope.members)
+
+    def _look(self, scope: _Scope, sent: _Sent) -> None:
+        if sent.comparison.differs() and scope.domain is not None:
+            self._refuse(scope, scope.domain, sent.text)
+
+    def _refuse(self, scope: _Scope, domain: Domain, text: str) -> None:
+        """Ask the others what they have, and raise what differs, if it may not."""
+        answers = domain.agree(_QUESTION, text)
+        if answers is None:
+            return
+        elsewhere = {rank: told for rank, told in answers.items() if not told.startswith("[")}
+        if elsewhere:
+            raise RanksDisagree(f"expected all ranks to compare facts, found {elsewhere}", by_rank=answers)
+        for difference in differences(answers):
+            fact = difference.fact
+            if fact.kind == "ignored":
+                scope.own.add(fact.name)
+                continue
+            said = difference.text
+            if fact.kind == "parameters":
+                told = domain.agree("parameters of optimizers", self._listed(scope))
+                names = {rank: names.split("\n") for rank, names in (told or {}).items()}
+                said = said.replace(";", f" ({first_unlike(names)});", 1) if names else said
+            for other in self._scopes.values():
+                if other is not scope and other.domain is not None and not other.domain.must_meet:
+                    other.domain.publish("disagree", said)
+            raise RanksDisagree(said, what=fact.name, by_rank=difference.by_rank)
+
+    def _listed(self, scope: _Scope) -> str:
+        parts = [known.parts[scope.ranks] for known in self._known.values() if scope.ranks in known.parts]
+        return "\n".join(sorted(name.partition(".")[2] for part in parts for name in part.names))
+
+    # ---- what holds now ------------------------------------------------------------------------------------
+
+    def _seal(self, scope: _Scope) -> tuple[str, tuple[int, int]]:
+        if scope.domain is not None and scope.domain.epoch != scope.epoch:
+            scope.epoch = scope.domain.epoch
+            scope.begin_anew()
+        scope.count += 1
+        if self._settings_changed:
+            self._settings_changed = False
+            for each in self._scopes.values():
+                for unit in each.members:
+                    each.ledger.stand(Fact("settings", f"settings of {unit.record.name}", unit.controls.text))
+        self._note_written(scope)
+        if scope.values_asked or scope.count >= scope.next_look:
+            self._note_values(scope, again=scope.values_asked)
+            scope.values_asked = False
+            scope.next_look = _SECOND_LOOK if scope.count < _SECOND_LOOK else scope.next_look * _LOOKS
+        return scope.ledger.seal()
+
+    def _note_written(self, scope: _Scope) -> None:
+        """How often the parameters were written as DTensors, which is what all ranks do alike, since the last time."""
+        written = 0
+        for unit, positions in scope.members.items():
+            versions = unit.gathered_versions
+            if len(versions) == len(unit.groups) + 1:
+                for position in positions:
+                    group = versions[position + 1]
+                    written += sum(group[: len(group) // 2])
+        if scope.written is not None:
+            value = f"{written - scope.written} writes since the last comparison"
+            scope.ledger.stand(Fact("written", "changes of the parameters", value))
+        scope.written = written
+
+    def _note_values(self, scope: _Scope, *, again: bool) -> None:
+        root = self._root()
+        assert root is not None
+        outside = {**unsharded_on(root.units[0].module, scope.ranks), **scope.beside}
+        outside = {name: tensor for name, tensor in outside.items() if name not in scope.own}
+        if outside:
+            meant = self._ignored() if scope.count == 1 else frozenset()
+            facts = [Fact("ignored" if n in meant else "outside", n, text) for n, text in digests_of(outside).items()]
+            scope.ledger.do(Deed("values outside of units", tuple(facts)))
+        replicas = replicas_of(self._units, root.units[0].module) if again else {}
+        for ranks, shards in replicas.items():
+            if set(ranks) <= set(scope.ranks):
+                facts = [Fact("replicas", f"shard of {n}", text) for n, text in digests_of(shards).items()]
+                scope.ledger.share(",".join(map(str, ranks)), facts)
+
+    def _ignored(self) -> frozenset[str]:
+        """Dotted names of what the user told `fully_shard` to leave alone."""
+        root = self._root()
+        assert root is not None
+        prefixes = {
+            module: f"{clean_name(name)}." if name else "" for name, module in root.units[0].module.named_modules()
+        }
+        return frozenset(
+            prefixes.get(unit.module, "") + clean_name(name) for unit in self._units for name in unit.ignored_names
+        )
+
+    def _placed_now(self) -> dict[int, tuple[tuple[int, ...], str]]:
+        """Mesh and name of each parameter, by identity; anew when shards were replaced."""
+        made = sum([unit.channels_made for unit in self._units])
+        if made != self._channels:
+            root = self._root()
+            assert root is not None
+            self._channels = made
+            names = parameter_names(root.units[0].module, self._units)
+            self._places, self._placed = {}, []
+            for scope in self._scopes.values():
+                for name, parameter in unsharded_on(root.units[0].module, scope.ranks).items():
+                    self._place(parameter, scope, name)
+                for unit, positions in scope.members.items():
+                    for position in positions:
+                        for param in unit.groups[position].params:
+                            self._place(param.sharded, scope, names[param])
+        return self._places
+
+    def _place(self, parameter: Tensor, scope: _Scope, name: str) -> None:
+        self._places[id(parameter)] = scope.ranks, name
+        self._placed.append(parameter)  # so that its identity stays its own
+
+
+def note_clip(parameters: Sequence[Tensor], max_norm: object, norm_type: object) -> None:
+    """`clip_grad_norm_` was called in this thread."""
+    _note(
+        parameters,
+        "clip_grad_norm_",
+        (
+            Fact("clip", "max_norm of clip_grad_norm_", text_of(max_norm)),
+            Fact("clip", "norm_type of clip_grad_norm_", text_of(norm_type)),
+        ),
+    )
+
+
+def note_unscale(optimizer: Optimizer, settings: Mapping[str, object]) -> None:
+    """A `GradScaler` with these settings took its scale from the gradients of `optimizer`."""
+    facts = [Fact("scaler", f"{name} of GradScaler", text_of(value)) for name, value in settings.items()]
+    _note([p for group in optimizer.param_groups for p in group["params"]], "GradScaler", facts)
+
+
+def _note(parameters: Sequence[Tensor], name: str, facts: Sequence[Fact]) -> None:
+    for each in tuple(_by_thread.get(threading.get_ident(), ())):
+        each.done_to(parameters, name, facts)
+
+
+def ignored_names(modules: Sequence[nn.Module], ignored: Iterable[Tensor]) -> tuple[str, ...]:
+    """The names, below the first of `modules`, of parameters that are left alone."""
+    left = {id(parameter) for parameter in ignored}
+    if not left:
+        return ()
+    return tuple(name for module in modules for name, p in module.named_parameters() if id(p) in left)
