@@ -36,8 +36,8 @@ def note_initial(params: Sequence[ShardedParam], found: Sequence[Found]) -> None
 
 
 def note_loaded(param: ShardedParam, value: Tensor) -> None:
-    """`param` was loaded from the full `value`: that is what ranks compare now."""
-    if param.initial is not None and can_digest(value) and can_digest(param.local):
+    """`param` was made of the full `value`, or loaded from it: that is what ranks compare now."""
+    if can_digest(value) and can_digest(param.local):
         param.initial = Initial(digest(value), digest(param.local), weakref.ref(param.local), _versions(param))
 
 

@@ -131,7 +131,7 @@ class _ModuleHooks:
             names = [self._prefix + place.slot.name for place in self._places]
             root.facts.loaded(self._unit, names, {self._prefix + name: value for name, value in values.items()})
             return
-        for place in self._places:
+        for place in self._places if self._unit.notes_values else ():
             value = values.get(place.slot.name)
             if value is not None and value.shape == place.param.sharded.shape:
                 note_loaded(place.param, value)

@@ -145,7 +145,7 @@ class StepFacts:
 
     def hooked(self, unit: Unit, position: int, name: str) -> None:
         """A hook of the user's changed the gradient of a parameter, or the parameter."""
-        scope = self._of[unit][position] if self._of else None
+        scope = self._scope_of(unit, position)
         if scope is not None:
             scope.ledger.do(Deed("a hook", (Fact("hooks", "gradients that hooks changed", name),)))
 
@@ -162,11 +162,14 @@ class StepFacts:
         """The user set something about reductions."""
         self._settings_changed = True
 
+    def _scope_of(self, unit: Unit, position: int) -> _Scope | None:
+        return self._of[unit][position] if self._of else None
+
     # ---- the comparison ------------------------------------------------------------------------------------
 
     def carry(self, unit: Unit, position: int, channel: ReduceChannel, *, keep: bool) -> Comparison | None:
         """A reduction of a group is about to be sent; what it is to carry, if anything."""
-        scope = self._of[unit][position] if self._of else None
+        scope = self._scope_of(unit, position)
         if scope is None or scope.sent is not None or keep or not channel.carries:
             return None
         text, (digest, shared) = self._seal(scope)
@@ -229,7 +232,10 @@ class StepFacts:
             raise RanksDisagree(f"expected all ranks to compare facts, found {elsewhere}", by_rank=answers)
         for difference in differences(answers):
             fact = difference.fact
-            if fact.kind == "ignored":
+            # What some ranks do not have under this name is their own, and so is what the user told us to leave alone
+            # and differs from the beginning.
+            some_lack = fact.kind == "outside" and any(value == "none" for value, _ in difference.values)
+            if fact.kind == "ignored" or some_lack:
                 scope.own.add(fact.name)
                 continue
             said = difference.text
@@ -282,8 +288,7 @@ class StepFacts:
     def _note_values(self, scope: _Scope, *, again: bool) -> None:
         root = self._root()
         assert root is not None
-        outside = {**unsharded_on(root.units[0].module, scope.ranks), **scope.beside}
-        outside = {name: tensor for name, tensor in outside.items() if name not in scope.own}
+        outside = {n: tensor for n, tensor in {**self._outside(scope), **scope.beside}.items() if n not in scope.own}
         if outside:
             meant = self._ignored() if scope.count == 1 else frozenset()
             facts = [Fact("ignored" if n in meant else "outside", n, text) for n, text in digests_of(outside).items()]
@@ -293,6 +298,14 @@ class StepFacts:
             if set(ranks) <= set(scope.ranks):
                 facts = [Fact("replicas", f"shard of {n}", text) for n, text in digests_of(shards).items()]
                 scope.ledger.share(",".join(map(str, ranks)), facts)
+
+    def _outside(self, scope: _Scope) -> dict[str, Tensor]:
+        """Parameters that no unit has, by dotted name; in a backward full ones stand on modules of units."""
+        root = self._root()
+        assert root is not None
+        ours = {id(tensor) for unit in self._units for param in unit.params for tensor in (param.full, param.kept)}
+        found = unsharded_on(root.units[0].module, scope.ranks)
+        return {name: parameter for name, parameter in found.items() if id(parameter) not in ours}
 
     def _ignored(self) -> frozenset[str]:
         """Dotted names of what the user told `fully_shard` to leave alone."""
@@ -315,7 +328,7 @@ class StepFacts:
             names = parameter_names(root.units[0].module, self._units)
             self._places, self._placed = {}, []
             for scope in self._scopes.values():
-                for name, parameter in unsharded_on(root.units[0].module, scope.ranks).items():
+                for name, parameter in self._outside(scope).items():
                     self._place(parameter, scope, name)
                 for unit, positions in scope.members.items():
                     for position in positions:

@@ -103,6 +103,7 @@ class Unit:
                 if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
                     note_initial(group.params, same)
         self.record.empty = not self.groups
+        self.notes_values = note_values
         # Between shards on the host and compute on the device; None where both are in one place.
         offload = next((part.placing.offload for part in parts), Offload())
         self.host_link = HostLink(device, pin=offload.pin) if offload.to_host else None
