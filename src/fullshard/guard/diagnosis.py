@@ -16,7 +16,7 @@ when two readings show the same waits. And who looks late itself accuses nobody 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
