@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.comm import RanksDisagree
+from fullshard.guard import RanksDisagree
 from tests.harness.models import seeded
 from tests.harness.parity import environment
 from tests.harness.threads import run_ranks
