@@ -103,10 +103,14 @@ def _shared_order(scope: Scope) -> _ScopeOrder:
 
 def _compare(scope: Scope, order: Order, action: Action) -> None:
     """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
-    if order.expected is None and alike(scope, f"{order.place}: {action}"):
-        order.enter(action)
-        return
-    answers = scope.agree("order", str(order.question(action)))
+    doing, scope.doing = scope.doing, action.doing
+    try:
+        if order.expected is None and alike(scope, f"{order.place}: {action}"):
+            order.enter(action)
+            return
+        answers = scope.agree("order", str(order.question(action)))
+    finally:
+        scope.doing = doing
     if answers is None:
         order.enter(action)
         return
