@@ -147,12 +147,23 @@ def stuck(records: Mapping[int, Record]) -> dict[int, Record]:
     """The greatest set of ranks each of which waits for one of the set: nobody of them can go on."""
     waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record)}
     needs = {rank: set(missing(record.said["wait"], records, rank)) for rank, record in waiting.items()}
+    for rank, record in waiting.items():
+        if record.said["wait"]["also"] == "device":
+            # Its host goes on, and may come to anything but what it has passed: those who wait for it before that.
+            needs[rank] = {other for other in needs[rank] & waiting.keys() if _is_before(waiting[other], record, needs)}
     while True:
         free = [rank for rank in waiting if not needs[rank] & waiting.keys()]
         if not free:
             return waiting
         for rank in free:
             del waiting[rank]
+
+
+def _is_before(record: Record, passed: Record, needs: Mapping[int, set[int]]) -> bool:
+    """Whether `record` waits for the rank of `passed`, in the same order of messages and questions."""
+    wait = record.said["wait"]
+    alike = wait["kind"] not in ("torch", "meet") and wait["scope"] == passed.said["wait"]["scope"]
+    return alike and passed.rank in needs[record.rank]
 
 
 def _proves(record: Record) -> bool:

@@ -261,6 +261,8 @@ class Watch:
             found["step"] = scopes[0].step()
         if wait is not None:
             found["wait"] = wait.told()
+            if not self._waits and wait.kind == "message":
+                found["wait"]["also"] = "device"  # its host goes on
             if wait is not self._posted_wait or self._issued is None:
                 self._issued = issued_by_group()
             found["torch"] = self._issued
