@@ -56,8 +56,9 @@ def saving(folder: Path, version: int, how: str) -> Any:
 
 
 def meet() -> None:
-    """Make the group on which ranks agree: when a rank is lost in there, its peers wait for torch's store."""
-    messenger(None)
+    """Make the connections over which ranks agree: they are no part of what is counted."""
+    together = messenger(None)
+    together.share(b"" if together.rank == 0 else None)
 
 
 def version_of(folder: Path) -> int | None:

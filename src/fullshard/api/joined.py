@@ -102,7 +102,7 @@ def _counts(root: Root, mesh: DeviceMesh | None, own: bool, empty: bool) -> tupl
     root.peers.meet()
     if root.order is not None:
         root.order.announce("count", "int32*2")
-    have, without = sum_over(mesh, torch.tensor([own, empty], dtype=torch.int32)).tolist()
+    have, without = sum_over(mesh, torch.tensor([own, empty], dtype=torch.int32), "joined: the next turn").tolist()
     return have, without
 
 

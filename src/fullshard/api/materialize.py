@@ -303,7 +303,7 @@ def _agreed_seed(seed: int | None, units: Sequence[Unit]) -> int:
     with _GENERATORS:
         value = (torch.initial_seed() if seed is None else seed) & ((1 << 62) - 1)
     for mesh in dict.fromkeys(param.spec.mesh for unit in units for param in unit.params):
-        if not agreed(value, mesh):
+        if not agreed(value, mesh, "materialize"):
             raise ValueError(
                 f"seed: expected the same one on all ranks, found {value} here and another one elsewhere; pass seed=, "
                 f"or call torch.manual_seed with the same number on all ranks first"
@@ -334,7 +334,7 @@ def _run(call: Callable[[], object], seed: int, device: torch.device, others: Se
 def _on_any_rank(flag: bool, units: Sequence[Unit]) -> bool:
     total = torch.tensor([int(flag)], dtype=torch.int32)
     for mesh in dict.fromkeys(param.spec.mesh for unit in units for param in unit.params):
-        total = sum_over(mesh, total)
+        total = sum_over(mesh, total, "materialize")
     return bool(total.item())
 
 

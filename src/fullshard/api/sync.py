@@ -67,7 +67,7 @@ def sync_module_states(
     if any(tensor.is_meta for tensor in tensors.values()):
         _allocate(model, validate.device_of(mesh), buffers_only=buffers_only)
         tensors = dict(_tensors(model, buffers_only=buffers_only))
-    broadcast_over(mesh, [local_data(tensor) for tensor in tensors.values()], from_rank)
+    broadcast_over(mesh, [local_data(tensor) for tensor in tensors.values()], from_rank, "sync_module_states")
     return model
 
 
@@ -119,6 +119,7 @@ def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
     scope = scope_of(ranks_of(mesh))
     if scope is None:
         return
+    scope.resume()
     items = [
         Item("tensor", name, {"shape": str(tuple(local.shape)), "dtype": str(local.dtype).removeprefix("torch.")})
         for name, tensor in tensors.items()
@@ -136,7 +137,7 @@ def _refuse_missing(mesh: DeviceMesh, tensors: dict[str, Tensor], source: int) -
     """The source has to have everything; all ranks raise when it has not."""
     mine = mesh.mesh.flatten()[source].item() == torch.distributed.get_rank()
     lost = torch.tensor([mine and tensor.is_meta for tensor in tensors.values()], dtype=torch.int32)
-    missing = [name for name, count in zip(tensors, sum_over(mesh, lost).tolist(), strict=True) if count]
+    missing = [name for name, count in zip(tensors, sum_over(mesh, lost, "sync_module_states").tolist(), strict=True) if count]
     if missing:
         raise ValueError(
             f"from_rank: expected a rank with values, found that rank {source} has {shown(missing)} on the meta "

@@ -15,26 +15,28 @@ from .data_group import DataGroup
 from .group import all_reduce_over
 
 _TEXT_NBYTES = 1000
+# What is waited for, where nobody says more.
+_SUM = "a sum between steps"
 
 
-def sum_over(mesh: DeviceMesh, counts: Tensor) -> Tensor:
+def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:
     """The sum of `counts` (any shape, integers) over all ranks of `mesh`, on the device of the mesh. No message over an
     axis of one rank."""
-    return _reduce_over(mesh, counts, dist.ReduceOp.SUM)
+    return _reduce_over(mesh, counts, dist.ReduceOp.SUM, what)
 
 
-def agreed(value: int, mesh: DeviceMesh) -> bool:
+def agreed(value: int, mesh: DeviceMesh, what: str = _SUM) -> bool:
     """Whether `value` (below 2**63) is the same on all ranks of `mesh`."""
     # The least value, and minus the greatest.
-    low, high = _reduce_over(mesh, torch.tensor([value, -value]), dist.ReduceOp.MIN).tolist()
+    low, high = _reduce_over(mesh, torch.tensor([value, -value]), dist.ReduceOp.MIN, what).tolist()
     return bool(low == -high)
 
 
-def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
     values = values.to(mesh.device_type)
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            all_reduce_over(values, mesh.get_group(axis), op)
+            all_reduce_over(values, mesh.get_group(axis), op, what)
     return values
 
 

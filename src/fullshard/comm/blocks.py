@@ -40,6 +40,7 @@ def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> Dev
     scope = scope_of(tuple(sorted(ranks.flatten().tolist())))
     degree = ranks.size(1)
     if scope is not None:
+        scope.resume()
         ask(scope, f"fully_shard(..., reshard_after_forward={degree})", "")
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     # Only the members take part, so a mesh over some ranks (a pipeline stage) needs nothing of the others.

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from .group import broadcast_from
 
 BUFFER_NBYTES = 16 << 20
 
 
-def broadcast_over(mesh: DeviceMesh, tensors: Sequence[Tensor], source: int, *, nbytes: int = BUFFER_NBYTES) -> None:
+def broadcast_over(
+    mesh: DeviceMesh, tensors: Sequence[Tensor], source: int, what: str = "a broadcast", *, nbytes: int = BUFFER_NBYTES
+) -> None:
     """Write `tensors` of one rank of `mesh` into those of all others: plain, with data, alike in number and sizes.
 
     source: its position in `mesh`, in row-major order. The buffer, of at most `nbytes` bytes, is on the device of the
-    mesh. Finished on return; collective.
+    mesh. `what`: for an error. Finished on return; collective.
     """
     (coordinate,) = (torch.arange(mesh.size()).view(mesh.mesh.shape) == source).nonzero().tolist()
     # Along one axis after the other: behind the last one, every rank has what the source had.
@@ -31,7 +34,7 @@ def broadcast_over(mesh: DeviceMesh, tensors: Sequence[Tensor], source: int, *, 
         for place, piece in filled:
             place.copy_(piece)
         for group, at in axes:
-            dist.broadcast(buffer[:used], group=group, group_src=at)
+            broadcast_from(buffer[:used], group, at, what)
         for place, piece in filled:
             piece.copy_(place)
         filled.clear()

@@ -26,11 +26,12 @@ from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
+    BroadcastOptions,
     ReduceScatterOptions,
 )
 
 from .._torch_compat import launch_together
-from ..guard import Scope, scope_of
+from ..guard import Scope, ask, scope_of
 from ..layout import NodeGrid, groups_messages, joins_exchanges, sends_in_pairs
 from . import pairs
 from .data_group import DataGroup, can_cut, data_group, open_data_group
@@ -175,6 +176,11 @@ class ShardGroup:
 
     def apart(self) -> ShardGroup:
         """The same ranks with a communicator of their own. Every rank of the group makes this call."""
+        scope = scope_of(self.ranks)
+        if scope is not None:
+            # Where torch makes a group it waits for all of its ranks, and names nobody.
+            scope.resume()
+            ask(scope, "set_separate_reduce_scatter_group", "")
         return self.some(self.ranks, "fullshard_reduce")
 
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
@@ -297,31 +303,56 @@ def all_reduce_over(
     elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
     moved = tensor if elsewhere is None else tensor.to(elsewhere)
     # Over the data group in its place: with a peer that failed this raises, where the mesh's group would wait for it.
-    group = _small(process_group, moved.device)
+    group = _small(process_group, moved.device, what)
     if group is None:
         dist.all_reduce(moved, op=op, group=process_group)
     else:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
-        doing, group.scope.doing = group.scope.doing, group.scope.doing or what
-        try:
-            group.issue(group.group.allreduce, [moved], options).wait()
-        finally:
-            group.scope.doing = doing
+        _send_small(group, what, "allreduce", [moved], options)
     if elsewhere is not None:
         tensor.copy_(moved)
 
 
-def _small(process_group: dist.ProcessGroup, device: torch.device) -> DataGroup | None:
+def broadcast_from(tensor: Tensor, process_group: dist.ProcessGroup, source: int, what: str) -> None:
+    """What the rank at `source` of the process group has in `tensor`, on all of them; finished on return."""
+    group = _small(process_group, tensor.device, what)
+    if group is None:
+        dist.broadcast(tensor, group=process_group, group_src=source)
+        return
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    _send_small(group, what, "broadcast", [tensor], options)
+
+
+def _send_small(group: DataGroup, what: str, call: str, *args: Any) -> None:
+    scope = group.scope
+    doing, scope.doing = scope.doing, scope.doing or what
+    try:
+        group.issue(getattr(group.group, call), *args).wait()
+    finally:
+        scope.doing = doing
+
+
+def _small(process_group: dist.ProcessGroup, device: torch.device, what: str) -> DataGroup | None:
     """The data group for small messages of `device` in the place of `process_group`: its ranks make the first call
     together."""
     found = data_group(process_group)
-    if found is None:
-        scope = scope_of(dist.get_process_group_ranks(process_group))
-        if scope is None:
-            return None
-        found = open_data_group(scope, process_group, device, _backend_name(process_group, device), "small")
-    return found if found is not None and found.device.type == device.type else None
+    scope = scope_of(dist.get_process_group_ranks(process_group)) if found is None else found.scope
+    if scope is None or not can_cut(_backend_name(process_group, device)):
+        return None
+    doing, scope.doing = scope.doing, scope.doing or what
+    try:
+        if not any(isinstance(group, DataGroup) and group.purpose == "data" for group in scope.groups.values()):
+            # Nobody else brings its ranks together again, where no root has formed.
+            scope.resume()
+        if found is None or found.device.type == device.type:
+            purpose = "small"
+        else:
+            purpose = f"small {device.type}"
+        return open_data_group(scope, process_group, device, _backend_name(process_group, device), purpose)
+    finally:
+        scope.doing = doing
 
 
 def message_device(backend_config: str, device: torch.device) -> str | None:

@@ -242,6 +242,13 @@ class Scope:
             self.has_raised = self.must_meet = True
             raise fault.error(self.told)
 
+    def resume(self) -> None:
+        """Outside of a step something is about to be asked or sent: after a failure all ranks come together first, as
+        they do at a forward."""
+        if self.must_meet:
+            self.refuse_failure()
+            self.meet()
+
     # ---- together again ------------------------------------------------------------------------------------
 
     def meet(self) -> bool:

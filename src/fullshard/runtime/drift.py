@@ -126,6 +126,7 @@ def find_drift(units: Sequence[Unit], top: nn.Module) -> list[Drift]:
     for ranks, kind, tensors in questions:
         scope = scope_of(ranks)
         if scope is not None:
+            scope.resume()
             found += differing(scope, kind, tensors)
     return found
 
