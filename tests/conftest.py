@@ -21,7 +21,7 @@ from typing import Any  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.harness import hang, recording  # noqa: E402
+from tests.harness import collecting, hang, recording  # noqa: E402
 from tests.harness.worlds import OTHER_WORLD  # noqa: E402
 
 HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "procs": 120.0, "gpu": 120.0}
@@ -55,6 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "tests/harness/threads.py); those that ask for another number are skipped",
     )
     parser.addoption(
+        "--collect-at-random",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="SEED",
+        help="collect garbage at random points, others on each rank, and on some ranks never (write =SEED; "
+        "tests/harness/collecting.py)",
+    )
+    parser.addoption(
         "--pairs",
         action="store_true",
         help="with --ranks=gloo: parameters and gradients go from rank to rank (comm/pairs.py) however small they are",
@@ -82,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.harness import threads
 
         threads.RANKS = config.getoption("--ranks")
+    if config.getoption("--collect-at-random") is not None:
+        collecting.begin(config.getoption("--collect-at-random"))
     if config.getoption("--pairs"):
         from fullshard.layout import gather
 

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from tests.harness import worlds
+from tests.harness import collecting, worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
 
 # How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
@@ -195,7 +195,8 @@ class _Run:
         torch.set_num_threads(1)  # a setting of each thread: new ones start with one worker per core
         try:
             dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self.store)
-            self.results[rank] = self.fn(rank, *self.args)
+            with collecting.on_rank(rank, getattr(self.fn, "__qualname__", "")):
+                self.results[rank] = self.fn(rank, *self.args)
         except SystemExit:
             where = traceback.format_exc()
             self.reports.setdefault(rank, RankReport(rank, "released", where, at=time.monotonic()))

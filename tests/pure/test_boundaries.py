@@ -46,7 +46,7 @@ PURE = ("fullshard.layout", "fullshard.lifecycle", "fullshard.planner") + tuple(
     for name in "checksums directory errors files keep manifest merge plan safetensors values".split()
 )
 PURE += tuple(
-    f"fullshard.guard.{name}" for name in "diagnosis errors facts fault order process settings structure".split()
+    f"fullshard.guard.{name}" for name in "diagnosis errors facts fault order process settings store structure".split()
 )
 # The one file of the planner that may look at a real model.
 IMPURE_FILES = frozenset({"planner/facts.py"})

@@ -1,10 +1,10 @@
-"""What ranks tell each other besides tensors: agreement, failures, meetings (comm/control.py)."""
+"""What ranks tell each other besides tensors: agreement, failures, meetings (guard/scope.py)."""
 
 from __future__ import annotations
 
-import json
-import math
+import re
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,22 +14,22 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard, guard
-from fullshard.comm import Domain, PeerFailed, domain_of, shown_ranks
+from fullshard.guard import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks, several
 
 
-def _domain() -> Domain:
-    domain = domain_of(range(dist.get_world_size()))
-    assert domain is not None
-    return domain
+def _scope() -> Scope:
+    scope = scope_of(range(dist.get_world_size()))
+    assert scope is not None
+    return scope
 
 
 def test_equal_answers() -> None:
     def ranks(rank: int) -> list[object]:
-        domain = _domain()
-        return [domain.agree("order", f"unit {i}") for i in range(20)]
+        scope = _scope()
+        return [scope.agree("order", f"unit {i}") for i in range(20)]
 
     assert run_ranks(several(), ranks) == [[None] * 20] * several()
 
@@ -37,10 +37,10 @@ def test_equal_answers() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_each_rank_has(world: int) -> None:
     def ranks(rank: int) -> object:
-        domain = _domain()
-        assert domain.agree("before", "same") is None
-        found = domain.agree("shapes", f"({rank // 2}, 4)")
-        assert domain.agree("behind", "same") is None
+        scope = _scope()
+        assert scope.agree("before", "same") is None
+        found = scope.agree("shapes", f"({rank // 2}, 4)")
+        assert scope.agree("after", "same") is None
         return found
 
     expected = {rank: f"({rank // 2}, 4)" for rank in range(world)}
@@ -48,17 +48,17 @@ def test_what_each_rank_has(world: int) -> None:
 
 
 def test_different_questions() -> None:
-    found = run_ranks(2, lambda rank: _domain().agree("shapes" if rank else "order", "equal"))
+    found = run_ranks(2, lambda rank: _scope().agree("shapes" if rank else "order", "equal"))
     assert found == [{0: "order: equal", 1: "shapes: equal"}] * 2
 
 
 def test_nothing_is_left_in_the_store() -> None:
     def ranks(questions: int, rank: int) -> int:
-        domain = _domain()
+        scope = _scope()
         for i in range(questions):
-            domain.agree("order", f"unit {i}")
+            scope.agree("order", f"unit {i}")
         dist.barrier()
-        return int(domain.store.num_keys())
+        return int(scope.watch.records.store.num_keys())  # type: ignore[attr-defined]
 
     few, many = (max(run_ranks(2, partial(ranks, questions))) for questions in (5, 50))
     assert few == many
@@ -66,14 +66,14 @@ def test_nothing_is_left_in_the_store() -> None:
 
 def test_a_rank_that_failed_is_named_while_others_wait() -> None:
     def ranks(rank: int) -> tuple[str, float]:
-        domain = _domain()
+        scope = _scope()
         if rank == 1:
-            domain.doing, domain.step = "the gather of layers.3", lambda: 7
-            domain.publish("raised", "ValueError: no such token")
+            scope.doing, scope.step = "the gather of layers.3", lambda: 7
+            scope.publish("raised", "ValueError: no such token")
             return "", 0.0
         begun = time.monotonic()
         with pytest.raises(PeerFailed) as caught:
-            domain.agree("order", "gather layers.4")
+            scope.agree("order", "gather layers.4")
         error = caught.value
         assert (error.rank, error.step, error.unit) == (1, 7, "the gather of layers.3")
         assert "no such token" in error.text
@@ -88,151 +88,189 @@ def test_a_rank_that_failed_is_named_while_others_wait() -> None:
 
 
 def test_the_rank_that_failed_is_named_and_not_one_that_followed() -> None:
-    """One that had to follow on another mesh may be the first to say so here."""
+    """Who raises because another one failed says nothing: the next to come waits for the same."""
 
     def ranks(rank: int) -> str:
-        domain = _domain()
-        if rank:
-            while len(domain.faults()) < rank - 1:
-                time.sleep(0.001)
-            domain.publish(
-                *(("followed", "PeerFailed: of another mesh"), ("raised", "ValueError: a bad token"))[rank - 1]
-            )
+        scope = _scope()
+        if rank == 2:
+            scope.publish("raised", "ValueError: a bad token")
             return ""
-        while len(domain.faults()) < 2:
-            time.sleep(0.001)
+        store = scope.watch.records.store
+        if rank == 0:
+            while not store.check(["followed"]):
+                time.sleep(0.001)
         with pytest.raises(PeerFailed) as caught:
-            domain.agree("order", "gather layers.4")
+            scope.agree("order", "gather layers.4")
+        if rank == 1:
+            store.set("followed", "")
+            assert scope.failed is None
         assert caught.value.rank == 2
         return str(caught.value)
 
-    assert run_ranks(3, ranks)[0].endswith("found that rank 2 raised: ValueError: a bad token")
+    found = run_ranks(3, ranks)
+    assert all(text.endswith("found that rank 2 raised: ValueError: a bad token") for text in found[:2])
 
 
-class _Line:
-    """A line that was to carry one message and carries none."""
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_an_exception_in_a_question_is_told(at: int) -> None:
+    """Of any kind, before or after this rank was counted: nobody waits for it, and all begin anew together."""
 
-    name, issued, ranks, is_cut, under_way = "gather 0.1", 0, (0, 1), False, ()
+    def ranks(rank: int) -> list[object]:
+        scope = _scope()
+        assert scope.agree("before", "same") is None
+        if rank == 1:
+            store, calls = scope.watch.records.store, 0
 
-    def cut(self) -> None:
-        self.is_cut = True
+            class Interrupted:
+                def __getattr__(self, name: str) -> Any:
+                    nonlocal calls
+                    calls += 1
+                    if calls == at:
+                        raise KeyboardInterrupt
+                    return getattr(store, name)
+
+            scope.watch.records.store = Interrupted()  # type: ignore[assignment]
+            with pytest.raises(KeyboardInterrupt):
+                scope.agree("order", "gather layers.4")
+            scope.watch.records.store = store
+        else:
+            try:
+                scope.agree("order", "gather layers.4")
+            except PeerFailed as error:
+                assert error.rank == 1 and "KeyboardInterrupt" in error.text
+        # Where the other one had its answer already it hears of the failure in its next wait.
+        if not scope.must_meet:
+            with pytest.raises(PeerFailed, match="KeyboardInterrupt"):
+                scope.agree("order", "gather layers.5")
+        scope.meet()
+        return [scope.epoch, scope.asked, scope.agree("again", "same"), scope.agree("what", str(rank))]
+
+    assert run_ranks(2, ranks) == [[1, 0, None, {0: "0", 1: "1"}]] * 2
 
 
-def _with_line(domain: Domain) -> Any:
-    domain.lines[_Line.name] = line = _Line()  # type: ignore[assignment]
-    return line
+def test_a_meeting_begins_an_epoch() -> None:
+    """Whoever failed or only follows; what was told before it is over."""
+
+    def ranks(rank: int) -> list[object]:
+        scope = _scope()
+        for epoch in range(3):
+            if rank == epoch:
+                scope.publish("raised", "ValueError: a bad token")
+            else:
+                with pytest.raises(PeerFailed, match="a bad token"):
+                    scope.agree("order", "gather layers.4")
+            assert scope.must_meet
+            renews = scope.meet()
+            assert not renews and not scope.must_meet and not scope.causes() and scope.failed is None
+            assert scope.agree("order", "gather layers.4") is None
+        return [scope.epoch, scope.renewed]
+
+    assert run_ranks(3, ranks) == [[3, 0]] * 3
 
 
-def test_a_closed_connection_is_explained_by_the_one_who_closed_it() -> None:
-    """It says so a moment later: what the backend says is no name."""
+@pytest.mark.parametrize("pause", [0.0, 2.0])
+def test_a_rank_that_fails_once_more_ends_a_meeting(pause: float) -> None:
+    """It counts its attempts: the others are not to begin one in which it takes no part, though it stands there."""
 
     def ranks(rank: int) -> str:
-        domain = _domain()
-        line = _with_line(domain)
-        if rank:
-            time.sleep(0.4)
-            domain.publish("raised", "ValueError: a bad token")
+        scope = _scope()
+        if rank == 1:
+            for attempt in (1, 2):
+                scope.attempts = attempt
+                scope.publish("raised", f"attempt {attempt}")
+                time.sleep(pause)
+            scope.meet()
             return ""
-        error = domain.explain(line, 1, RuntimeError("Connection closed by peer"))
-        assert isinstance(error, PeerFailed) and error.rank == 1 and line.is_cut
-        return error.text
+        scope.attempts = 1
+        scope.publish("raised", "attempt 1")
+        with pytest.raises(PeerFailed) as caught:
+            scope.meet()
+        scope.attempts = 2
+        scope.meet()
+        return str(caught.value)
 
-    assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
-
-
-class _Sent:
-    """The first message of a line, waited for since long ago."""
-
-    number, since = 1, -math.inf
-
-    def __init__(self, line: Any) -> None:
-        self.line = line
+    assert run_ranks(2, ranks)[0] == (
+        "expected every rank to take part in the next step after a failure, found that rank 1 raised: attempt 2"
+    )
 
 
-@pytest.mark.parametrize("comes", [False, True])
-@pytest.mark.parametrize("what", ["question", "crossing", "silence"])
-def test_who_comes_while_another_one_looks_is_not_accused(
-    what: str, comes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The monitor reads, one after the other, what a peer asks and how far it is. Where the message arrived meanwhile
-    that does not hold together: neither this rank nor, worse, all of them are to hear of it."""
+def test_ranks_that_wait_in_different_ways_are_told() -> None:
+    """One in a question, one for connections: neither comes."""
 
-    def ranks(rank: int) -> tuple[str, str]:
-        domain = _domain()
-        line = _with_line(domain)
-        if rank:
-            if what == "question":
-                asking = {"asked": 0, "what": "batches", "value": "7", "issued": {line.name: 0}}
-                domain.store.set(f"{domain.prefix}/0/asking/1", json.dumps(asking))
-            elif what == "crossing":
-                waits = {"line": line.name, "number": 1, "issued": {line.name: 0}, "doing": "clip"}
-                domain.store.set(f"{domain.prefix}/0/waiting/1", json.dumps(waits))
-            dist.barrier()
-            dist.barrier()
-            return "", ""
-        dist.barrier()
-        domain.waiting = _Sent(line)  # type: ignore[assignment]
+    def ranks(rank: int) -> str:
+        scope = _scope()
+        with pytest.raises(RanksDisagree) as caught:
+            if rank:
+                wait = Wait("connect", scope, "the connections of data", name="data", ranks=scope.ranks)
+                wait_until(lambda: False, wait)
+            else:
+                scope.agree("order", "gather layers.4")
+        return str(caught.value)
 
-        def silent_for(rank: int) -> float:
-            # The last that is read, after everything else.
-            return 100.0 if what == "silence" else 0.0
+    found = run_ranks(2, ranks)
+    assert found[0] == found[1]
+    assert found[0] == (
+        "expected all ranks to do the same, found rank 0 waiting in order and rank 1 waiting in the connections of "
+        "data: none of them can go on; make all ranks take the same calls in the same order"
+    )
 
-        def about_to(*_: object) -> str:
-            return "other things"
 
-        monkeypatch.setattr(domain.control, "silent_for", silent_for)
-        monkeypatch.setitem(domain.explained_by, "batches", about_to)
-        finds = {"question": domain._question, "crossing": domain._crossing, "silence": domain.control.silent}
-        found: Any = finds[what]
+def test_a_wait_ends_with_the_limit_of_the_process_group() -> None:
+    """Where the other one is somewhere else and never comes: named, with where it is."""
 
-        def then_comes(*given: Any) -> Any:
-            fault = found(*given)
-            assert fault is not None, "nothing was found to be accused of"
-            if comes:
-                domain.waiting = None
-            return fault
+    def ranks(rank: int) -> str:
+        scope = _scope()
+        scope.watch.settings = replace(scope.watch.settings, limit_seconds=1.5)
+        if rank == 1:
+            scope.doing = "the gather of layers.3"
+            begun = time.monotonic()
+            scope.watch.post()
+            while time.monotonic() - begun < 4:
+                scope.watch.look_unless_watched()
+                time.sleep(0.02)
+            return ""
+        with pytest.raises(PeerFailed) as caught:
+            scope.agree("order", "gather layers.4")
+        assert caught.value.rank == 1
+        return str(caught.value)
 
-        monkeypatch.setattr(found.__self__, found.__name__, then_comes)
-        domain.look()
-        dist.barrier()
-        (told,) = domain.faults() or (None,)
-        assert line.is_cut == (told is not None) == (domain.failure is not None)
-        return ("", "") if told is None else (told.kind, told.message)
-
-    kind, message = run_ranks(2, ranks)[0]
-    assert kind == ("" if comes else "lost" if what == "silence" else "disagree"), message
+    text = run_ranks(2, ranks)[0]
+    assert re.search(
+        r"found that rank 1 did not come to order for [2-4] s, the time limit of the process group: it is rank 1 in "
+        r"the gather of layers.3 \(.*test_scope.py:\d+ in ranks\)",
+        text,
+    ), text
 
 
 def test_nobody_to_ask() -> None:
-    assert domain_of([0, 1]) is None  # no process group
+    assert scope_of([0, 1]) is None  # no process group
     with fake_world(8):
-        assert domain_of(range(8)) is None
-    assert run_ranks(1, lambda rank: domain_of([0])) == [None]
+        assert scope_of(range(8)) is None
+    assert run_ranks(1, lambda rank: scope_of([0])) == [None]
 
 
 def test_a_second_process_group_begins_anew() -> None:
+    """Over the same store: what ranks said in the first one is none of its matters."""
+
     def ranks(rank: int) -> None:
-        store = _domain().store
-        assert _domain().agree("order", "unit") is None
-        assert _domain().prefix.endswith(".1")
-        domain = Domain(_domain().control, tuple(range(dist.get_world_size())))
-        assert domain.store is store and domain.prefix.endswith(".2")
-        assert domain.agree("order", f"unit {rank}") == {r: f"unit {r}" for r in range(dist.get_world_size())}
+        world = dist.get_world_size()
+        first = _scope().watch
+        assert _scope().agree("order", "unit") is None
+        second = Watch(first.records.store, first.records.store, rank, Settings())
+        assert [which.records.prefix for which in (first, second)] == ["fullshard/1", "fullshard/2"]
+        scope = second.scope(range(world))
+        assert scope.agree("order", f"unit {rank}") == {r: f"unit {r}" for r in range(world)}
 
     run_ranks(2, ranks)
 
 
-def test_subsets_of_ranks_have_domains_of_their_own() -> None:
+def test_subsets_of_ranks_have_scopes_of_their_own() -> None:
     def ranks(rank: int) -> object:
-        domain = domain_of([0, 1] if rank < 2 else [2, 3])
-        assert domain is not None
-        return domain.agree("stage", str(rank // 2))
+        scope = scope_of([0, 1] if rank < 2 else [2, 3])
+        assert scope is not None
+        return scope.agree("stage", str(rank // 2))
 
     assert run_ranks(4, ranks) == [None] * 4
-
-
-def test_ranks_in_words() -> None:
-    assert shown_ranks([2, 0, 1, 5, 6]) == "ranks 0 to 2 and 5 and 6"
 
 
 def test_a_guarded_block_in_threads() -> None:

@@ -53,7 +53,9 @@ def save(
     _checked("save", state_dict)
     found = _messenger(process_group, no_dist)
     background(found).settle(found, path)
-    return SaveJob(path, found, first).run(snapshot(flatten(state_dict)))
+    with found.telling(f"saving {path}"):
+        taken = snapshot(flatten(state_dict))
+    return SaveJob(path, found, first).run(taken)
 
 
 def async_save(

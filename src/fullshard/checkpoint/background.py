@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Messenger
@@ -67,7 +66,9 @@ class Background:
         self.settle(messenger, path)
         copies = _Copies(self._buffers)
         try:
-            taken = snapshot(flatten(state_dict), copies.copy)
+            with messenger.telling(f"saving {path}"):
+                tree = flatten(state_dict)
+            taken = snapshot(tree, copies.copy)
             copies.finish()
         except (RuntimeError, MemoryError) as error:  # no memory for the copy: the other ranks have to know
             taken = Snapshot([], {}, [f"its copy on the host: {error}"])
@@ -134,7 +135,8 @@ class _Copies:
 
 def _run(job: SaveJob, taken: Snapshot, future: SaveFuture) -> None:
     try:
-        path = job.run(taken)
+        with job.messenger.beside():
+            path = job.run(taken)
     except BaseException as error:
         future.set_exception(error)
     else:
@@ -143,7 +145,7 @@ def _run(job: SaveJob, taken: Snapshot, future: SaveFuture) -> None:
 
 # ---- by process group ------------------------------------------------------------------------------------------
 
-_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
+_by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
 _alone = Background()
 # Saves that no later one has waited for; they may outlive their group.
 _pending: list[SaveFuture] = []

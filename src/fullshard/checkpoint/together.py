@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..comm import Messenger
+from ..guard import RanksDisagree, shown_ranks, variants
 from .errors import CheckpointError, CheckpointMismatch, describe, rebuild
 
 Message = dict[str, Any]
 
 
 @contextlib.contextmanager
-def noticing_lost_ranks(what: str) -> Iterator[None]:
-    """What the process group raises inside is a `CheckpointError`: a peer ended, or did not answer in time."""
+def with_all_ranks(messenger: Messenger, what: str) -> Iterator[None]:
+    """Inside all ranks do `what`. That one of them does not is a `CheckpointError`: it raised, ended, was killed or
+    stopped, or did something else."""
     try:
-        yield
+        with messenger.together(what):
+            yield
     except CheckpointError:
         raise
+    except RanksDisagree as error:
+        raise CheckpointError(f"{what}: {error}") from error
     except (RuntimeError, ConnectionError) as error:
         raise CheckpointError(f"{what}: expected all ranks, lost one: {error}") from error
 
@@ -32,19 +38,18 @@ def agree(
     When `mine` raises an `Exception` on some rank, or `decide` does, then all ranks raise it: those of `mine` that are
     alike as one, with the rank where they are not.
     """
-    try:
-        message: Message = {"ok": mine()}
-    except Exception as error:
-        message = {"error": describe(error)}
-        own: Exception | None = error
-    else:
-        own = None
-    with noticing_lost_ranks(what):
-        arrived = messenger.collect(_encode(message))
-    answer = None
-    if arrived is not None:
-        answer = _encode(_decide([json.loads(one) for one in arrived], decide))
-    with noticing_lost_ranks(what):
+    own: Exception | None = None
+    place = _place(what)
+    with with_all_ranks(messenger, what):
+        try:
+            message: Message = {"ok": mine()}
+        except Exception as error:
+            message = {"error": describe(error)}
+            own = error
+        arrived = messenger.collect(_encode({**message, "at": place}))
+        answer = None
+        if arrived is not None:
+            answer = _encode(_decide([json.loads(one) for one in arrived], decide))
         outcome: Message = json.loads(messenger.share(answer))
     if "error" in outcome:
         ranks = outcome["ranks"]
@@ -53,7 +58,20 @@ def agree(
     return found
 
 
+def _place(what: str) -> str:
+    """What all ranks have to do alike: a directory may have another path on another machine, and has the same name."""
+    doing, _, path = what.partition(" ")
+    return f"{doing} {os.path.basename(path)}"
+
+
 def _decide(messages: list[Message], decide: Callable[[list[Message]], Message]) -> Message:
+    places = variants({rank: message["at"] for rank, message in enumerate(messages)})
+    if len(places) > 1:
+        found = " and ".join(f"{shown_ranks(ranks)} {place}" for place, ranks in places.items())
+        text = (
+            f"expected all ranks at the same call, found {found}; make the same calls on all ranks, in the same order"
+        )
+        return {"error": describe(CheckpointError(text)), "ranks": []}
     failed = [rank for rank, message in enumerate(messages) if "error" in message]
     if failed:
         return _failure(messages, failed)

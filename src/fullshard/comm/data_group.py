@@ -78,7 +78,8 @@ class DataGroup:
         if origin is None:
             raise RuntimeError(f"{self.name}: expected its process group to exist, found that it was destroyed")
         name = f"{scope.watch.records.prefix}/{scope.name}/{scope.renewed}/{self.name}"
-        wait = Wait("connect", scope, "the connections of " + self.purpose, name=self.name, ranks=self.ranks)
+        doing = scope.told or "the connections of " + self.purpose
+        wait = Wait("connect", scope, doing, name=self.name, ranks=self.ranks)
         store = _ConnectingStore(default_store(), wait)
         seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
         try:
@@ -183,8 +184,12 @@ class DataGroup:
         )
 
     def _told_in_time(self, wait: Wait) -> Fault | None:
-        end = time.monotonic() + max(_CLOSED_SECONDS, self.scope.watch.settings.beat_seconds + 2)
+        watch, seconds = self.scope.watch, _CLOSED_SECONDS
         with suppress(RuntimeError):
+            if not watch.records.is_one_machine():
+                # Whether a process of another one is gone is known by its signs of life alone.
+                seconds = max(seconds, watch.settings.beat_seconds + 2)
+            end = time.monotonic() + seconds
             wait_until(lambda: wait.fault is not None or time.monotonic() > end, wait)
         return wait.fault
 

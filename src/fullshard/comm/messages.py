@@ -1,32 +1,78 @@
-"""Texts between ranks, to and from the first of them, on a group of their own: apart from the messages of training.
+"""Texts between ranks, to and from the first of them, over a data group of their own: apart from the messages of
+training.
 
 A save in the background sends while the model trains, and NCCL knows no texts on the host; so each process group gets
-one gloo group beside it, made at the first use by all its ranks.
+one gloo group beside it, at the first message. It has a scope of its own, too: what fails there is nothing that a step
+has to do with, nor the other way round.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
 
+from ..guard import scope_of
+from .data_group import DataGroup, open_data_group
 from .group import message_device
-
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Messenger] = weakref.WeakKeyDictionary()
 
 
 class Messenger(NamedTuple):
-    """One rank of `world`. Alone, where there is no process group: then nothing is sent."""
+    """One rank of `world`. Alone, where there is no process group: then nothing is sent. The process group itself is
+    used where it can have no data group."""
 
-    group: dist.ProcessGroup | None
+    group: DataGroup | dist.ProcessGroup | None
     rank: int
     world: int
     device: str
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Inside all ranks do `what`. After a failure all of them come together first; an exception of one, of whatever
+        type, is one of all."""
+        if not isinstance(self.group, DataGroup):
+            yield
+            return
+        scope = self.group.scope
+        doing, scope.doing = scope.doing, what
+        try:
+            if scope.must_meet or scope.causes():
+                scope.meet()
+            yield
+        except BaseException as error:
+            scope.interrupted(error, what)
+            raise
+        finally:
+            scope.doing = doing
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Inside this rank prepares `what`. An exception is told to the others, who wait for it there."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(self.group, DataGroup):
+                self.group.scope.interrupted(error, what)
+            raise
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """This thread sends inside, beside that of the model."""
+        watch = self.group.scope.watch if isinstance(self.group, DataGroup) else None
+        if watch is None:
+            yield
+            return
+        watch.send_beside(1)
+        try:
+            yield
+        finally:
+            watch.send_beside(-1)
 
     def collect(self, text: bytes) -> list[bytes] | None:
         """The texts of all ranks in their order, on the first one; None on the others."""
@@ -41,7 +87,7 @@ class Messenger(NamedTuple):
         options = GatherOptions()
         options.rootRank = 0
         arrived = [torch.empty_like(padded) for _ in range(self.world)] if self.rank == 0 else []
-        self.group.gather([arrived] if self.rank == 0 else [], [padded], options).wait()
+        self._send("gather", [arrived] if self.rank == 0 else [], [padded], options)
         return [_unpadded(one) for one in arrived] if self.rank == 0 else None
 
     def share(self, text: bytes | None) -> bytes:
@@ -59,16 +105,20 @@ class Messenger(NamedTuple):
         return _bytes(data)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        assert self.group is not None
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([tensor], options).wait()
+        self._send("broadcast", [tensor], options)
 
     def _longest(self, nbytes: int) -> int:
-        assert self.group is not None
         length = torch.tensor([nbytes], dtype=torch.int64, device=self.device)
-        self.group.allreduce([length], _max()).wait()
+        self._send("allreduce", [length], _max())
         return int(length)
+
+    def _send(self, call: str, *args: Any) -> None:
+        if isinstance(self.group, DataGroup):
+            self.group.issue(getattr(self.group.group, call), *args).wait()
+        else:
+            getattr(self.group, call)(*args).wait()
 
 
 def _max() -> dist.AllreduceOptions:
@@ -83,8 +133,7 @@ def alone() -> Messenger:
 
 
 def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
-    """That of `process_group` (None: the default group; alone where there is none). The first call for a group is one
-    of all its ranks."""
+    """That of `process_group` (None: the default group; alone where there is none). Sends nothing."""
     if process_group is None:
         if not dist.is_available() or not dist.is_initialized():
             return alone()
@@ -95,17 +144,11 @@ def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
     if world == 1 or not ("gloo" in backend or "nccl" in backend):
         # Backends of tests, whose groups are not connected by sockets.
         return Messenger(process_group, rank, world, message_device(backend, torch.device("cpu")) or "cpu")
-    found = _made.get(process_group)
-    if found is None:
-        found = _made[process_group] = Messenger(_gloo_beside(process_group), rank, world, "cpu")
-    return found
-
-
-def _gloo_beside(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(process_group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="fullshard_checkpoint")
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    # Of several groups of the same ranks each has its own; torch gives them the same names on all ranks.
+    scope = scope_of(dist.get_process_group_ranks(process_group), f"checkpoints {process_group.group_name}")
+    assert scope is not None
+    made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", "checkpoint", connect=False)
+    return Messenger(made, rank, world, "cpu")
 
 
 def _tensor(text: bytes) -> Tensor:

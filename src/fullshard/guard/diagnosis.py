@@ -16,7 +16,7 @@ when two readings show the same waits. And who looks late itself accuses nobody 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,28 +257,27 @@ def _whereabouts(rank: int, record: Record | None) -> str:
     return f"rank {rank} in {doing}{record.place}"
 
 
-def published(records: Iterable[Record], scopes: Sequence[str]) -> list[Fault]:
-    """What ranks say of themselves, in these scopes."""
+def published(records: Iterable[Record], scope: str, epoch: int) -> list[Fault]:
+    """What ranks of `scope` say of themselves, in its `epoch`."""
     found = []
     for record in records:
-        for scope, said in record.said.get("failed", {}).items():
-            if scope in scopes:
-                found.append(Fault(**said))
+        said = record.said.get("failed", {}).get(scope)
+        if said is not None:
+            found.append(Fault(**said))
         if "ended" in record.said:
-            for scope in scopes:
-                far = record.far(scope)
-                if far is not None:
-                    found.append(
-                        Fault(
-                            record.rank,
-                            "ended",
-                            record.said["ended"],
-                            scope,
-                            far["epoch"],
-                            record.said.get("step", -1),
-                            record.said.get("doing", ""),
-                            far["issued"],
-                            far["asked"],
-                        )
-                    )
-    return found
+            # One that never was there will not come either.
+            far = record.far(scope) or {"epoch": epoch, "issued": {}, "asked": 0}
+            found.append(
+                Fault(
+                    record.rank,
+                    "ended",
+                    record.said["ended"],
+                    scope,
+                    far["epoch"],
+                    record.said.get("step", -1),
+                    record.said.get("doing", ""),
+                    far["issued"],
+                    far["asked"],
+                )
+            )
+    return [fault for fault in found if fault.epoch == epoch]

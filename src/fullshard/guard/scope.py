@@ -212,7 +212,7 @@ class Scope:
     def telling(self, fault: Fault) -> list[str]:
         """`fault` as it is told, after what was heard before: who tells overwrites what others have told."""
         known = [heard for heard, _ in list(self.heard)[-3:] if heard.epoch == self.epoch and heard != fault]
-        return [one.dumps() for one in (*known, fault)]
+        return [*self.watch.elsewhere[-3:], *(one.dumps() for one in (*known, fault))]
 
     def is_of_others(self, fault: Fault) -> bool:
         """Whether it is a reason for this rank to end its waits."""
@@ -261,12 +261,13 @@ class Scope:
         key = f"{self.base}/meet"
         cut = self.is_half_connected or any(group.is_cut for group in list(self.groups.values()))
         mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
-        records.append(key, f"{self.rank}:{'cut' if cut else mine} ")
+        records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine} ")
         wait = Wait("meet", self, _AFTER)
         if self.rank == self.ranks[0]:
-            found: dict[str, str] = {}
+            found: dict[str, tuple[int, str]] = {}
             wait_until(lambda: self._all_here(key, found), wait)
-            renews = len(set(found.values())) > 1 or "cut" in found.values()
+            ways = {how for _, how in found.values()}
+            renews = len(ways) > 1 or "cut" in ways
             records.store.set(f"{key}/done", "renew" if renews else "same")
         else:
             wait_until(lambda: records.store.check([f"{key}/done"]), wait)
@@ -282,10 +283,11 @@ class Scope:
             self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
         return renews
 
-    def _all_here(self, key: str, found: dict[str, str]) -> bool:
-        pairs = (pair.partition(":") for pair in self.watch.records.read(key).split())
-        found.update({rank: how for rank, _, how in pairs})
-        return len(found) == len(self.ranks)
+    def _all_here(self, key: str, found: dict[str, tuple[int, str]]) -> bool:
+        """Also equally often: a rank whose peer failed once more hears of that, and comes again."""
+        for rank, attempts, how in (told.split(":") for told in self.watch.records.read(key).split()):
+            found[rank] = int(attempts), how
+        return len(found) == len(self.ranks) and len({attempts for attempts, _ in found.values()}) == 1
 
 
 @cache

@@ -51,6 +51,8 @@ _STORE_FAILURES = 4
 _LAST_SECONDS = 6.0
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
+# So many faults of other scopes go with what is told of one.
+_ELSEWHERE = 3
 
 
 class Waiting(Protocol):
@@ -79,6 +81,7 @@ class Watch:
         self.is_watched = False
         # Threads of this process that send messages beside the model's.
         self.beside = 0
+        self._beside_lock = threading.Lock()
         self.ended: str | None = None
         self._process = os.getpid()
         self._thread: _Thread | None = None
@@ -94,6 +97,8 @@ class Watch:
         # Ranks known to have a record.
         self._joined: frozenset[int] = frozenset()
         self._told: set[tuple[object, ...]] = set()
+        # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
+        self.elsewhere: list[str] = []
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
         self._claimed_for: object = None
         self._takeovers: dict[str, int] = {}
@@ -113,7 +118,7 @@ class Watch:
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
-                self.records.join()
+                self.records.join(self.host.identity().partition(" ")[0])
             self.scopes[key] = Scope(self, *key)
         return self.scopes[key]
 
@@ -124,6 +129,11 @@ class Watch:
             self._thread = _Thread(self)
             self.is_watched = True
             self._thread.start()
+
+    def send_beside(self, more: int) -> None:
+        """So many more threads of this process send messages beside the model's."""
+        with self._beside_lock:
+            self.beside += more
 
     def stop(self) -> None:
         """No look from now on."""
@@ -360,9 +370,9 @@ class Watch:
                 self.records.release(f"{scope.base}/reader")
             return
         self._idle_reads = 0
-        for fault in diagnosis.published(records.values(), [scope.name]):
-            if fault.epoch == scope.epoch:
-                self._deliver(scope, fault, now)
+        own_records = [records[rank] for rank in scope.ranks if rank in records]
+        for fault in diagnosis.published(own_records, scope.name, scope.epoch):
+            self._deliver(scope, fault, now)
         closed = own is not None and own.also == "closed"
         silence = self.settings.silence_seconds
         if closed and silence:
@@ -399,7 +409,8 @@ class Watch:
             if scope is not None and scope.epoch == epoch:
                 self._deliver(scope, fault, now)
             else:
-                self.records.tell(ranks, [fault.dumps()])
+                self.elsewhere.append(fault.dumps())
+                self.records.tell(ranks, self.elsewhere[-_ELSEWHERE:])
 
     def _explained(self, found: Mapping[int, Record]) -> str | None:
         """The words of a question for why some ask it while others wait elsewhere."""
@@ -439,7 +450,7 @@ class Watch:
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
                 texts = [text for scope in self.scopes.values() for text in scope.telling(self._end_of(scope))]
-                self.records.tell(ranks, texts)
+                self.records.tell(ranks, [*self.elsewhere[-_ELSEWHERE:], *texts])
 
     def _end_of(self, scope: Scope) -> Fault:
         text = self.ended or ""
@@ -450,9 +461,16 @@ class Watch:
     def wait_for_readers(self, seconds: float) -> None:
         """Until all others have ended or read why this process ends: it serves the store."""
         begun = self.host.now()
+        heard = [fault for scope in self.scopes.values() for fault, _ in scope.heard]
+        lost = {fault.rank for fault in heard if fault.kind == "lost"}
+        gone = lost | {fault.rank for fault in heard if fault.kind == "ended"}
         with suppress(Exception):
             while self.host.now() - begun < seconds:
-                texts = self.records.of(sorted(self.records.joined() - {self.rank}))
+                joined = self.records.joined()
+                # What was told of one may stand in the place of the record of another one that ended.
+                if self.records.store.add(f"{self.records.prefix}/ended", 0) + len(lost) >= len(joined):
+                    return
+                texts = self.records.of(sorted(joined - {self.rank} - gone))
                 if all('"ended":' in text for text in texts.values()):
                     return
                 if not any(text.startswith('{"mail":') for text in texts.values()) and self.host.now() - begun > 0.5:
@@ -492,8 +510,8 @@ class _Thread(threading.Thread):
         failures = 0
         while not self.ends.wait(_TICK_SECONDS):
             watch = self._watch()
-            if watch is None or not is_current(watch):
-                return  # the process group was destroyed
+            if watch is None or not (watch.beside or is_current(watch)):
+                return  # the process group was destroyed, and no save in the background outlives it
             try:
                 watch.look()
                 failures = 0
@@ -524,9 +542,8 @@ def watch() -> Watch | None:
     if known is not None and known[0]() is world:
         return known[1]
     silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
-    made = None
-    if not silent:
-        made = Watch(default_store(), default_store(), dist.get_rank(world), Settings.read(timeout_of(world)))
+    settings = Settings.read(1800.0 if silent else timeout_of(world))
+    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
     _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
     if made is not None:
         _latest[:] = [made]

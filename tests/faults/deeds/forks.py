@@ -24,6 +24,9 @@ from tests.faults.program import Run, _full
 from tests.harness.models import seeded
 from tests.threads.programs import Model, batch, shard
 
+# What loaders read.
+ITEMS: Any = [1.0, 2.0]
+
 
 def child(body: Callable[[Run], None], *, pause: float = 0.0) -> Action:
     """A forked process that does `body` and ends as an interpreter does, with its exit handlers.
@@ -148,7 +151,7 @@ def loader(run: Run) -> None:
     """Workers of a data loader come and go in each step."""
     from torch.utils.data import DataLoader
 
-    assert len(list(DataLoader([1.0, 2.0], num_workers=2))) == 2
+    assert len(list(DataLoader(ITEMS, num_workers=2))) == 2
 
 
 def loader_that_stays(run: Run) -> None:
@@ -156,7 +159,7 @@ def loader_that_stays(run: Run) -> None:
     from torch.utils.data import DataLoader
 
     if "loader" not in run.kept:
-        run.kept["loader"] = DataLoader([1.0, 2.0], num_workers=1, persistent_workers=True)
+        run.kept["loader"] = DataLoader(ITEMS, num_workers=1, persistent_workers=True)
     assert len(list(run.kept["loader"])) == 2
 
 
@@ -164,7 +167,7 @@ def loader_abandoned(run: Run) -> None:
     """An iterator is given up before its end, as `break` does it."""
     from torch.utils.data import DataLoader
 
-    for _ in DataLoader(range(20), num_workers=1):
+    for _ in DataLoader(ITEMS * 10, num_workers=1):
         break
 
 
@@ -173,7 +176,7 @@ def loader_abandoned(run: Run) -> None:
 
 def _model(run: Run, seed: int = 5) -> Any:
     model = seeded(Model, seed=seed)
-    return model if run.plain else shard(model, run.impl)
+    return model if run.impl is None else shard(model, run.impl)
 
 
 def _step(run: Run, model: Any) -> Any:
@@ -257,7 +260,7 @@ def collections_at_random(run: Run) -> None:
     chance = random.Random(run.rank)
 
     def maybe(*_: Any) -> None:
-        if chance.random() < 0.3:
+        if chance.random() < 0.08:
             gc.collect()
 
     if not run.plain:

@@ -27,7 +27,8 @@ class Trunk(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return x
+        found: Tensor = x
+        return found
 
 
 class HeadOutside(nn.Module):
@@ -39,7 +40,8 @@ class HeadOutside(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.trunk(tokens))
+        found: Tensor = self.head(self.trunk(tokens))
+        return found
 
 
 HEAD_UNITS = tuple(f"trunk.layers.{i}" for i in range(3))

@@ -357,7 +357,7 @@ SETTINGS = (
     _everywhere(
         "old_order",
         "FULLSHARD_ORDER is set, which is no setting any more",
-        ("FULLSHARD_ORDER", "off"),
+        ("FULLSHARD_ORDER", "trust"),
         expected=Raises("ValueError", ("FULLSHARD_ORDER", "FULLSHARD_GUARD")),
     ),
 )

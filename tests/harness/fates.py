@@ -1,0 +1,209 @@
+"""Ranks as forks that meet through a store which rank 0 serves, each with a fate of its own: some end, are killed or
+stopped, and the others tell what became of their waits.
+
+    told = run_fates(2, fn, limit=8.0)      # fn(rank) on two forks; limit: of their process group
+    told[0].error, told[0].seconds          # what it raised, and when: since the fork began to run `fn`
+
+Nothing of pytest's runs in a fork, and what runs at the end of a process runs at the end of each fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from fullshard.checkpoint import background
+from fullshard.guard import watch
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank told: what `fn` returned, or the error that it raised (`kinds`: names of its class and bases, `text`
+    with those of its causes). `code`: how its process ended, minus a signal's number; 999: it had to be killed."""
+
+    value: Any = None
+    kinds: tuple[str, ...] = ()
+    text: str = ""
+    seconds: float = 0.0
+    code: int = 0
+    output: str = ""
+
+
+def run_fates(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    limit: float = 20.0,
+    timeout: float = 40.0,
+    environment: Mapping[str, str] | None = None,
+    stays: bool = True,
+    lost: tuple[int, ...] = (),
+) -> list[Told]:
+    """Call `fn(rank, *args)` on `world` forks. `stays`: a rank whose `fn` returned ends when all have; else at once.
+    `lost`: ranks that nobody waits for once the others have told."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-fates-") as folder:
+        ranks = [_fork(rank, world, fn, args, Path(folder), limit, environment or {}, stays) for rank in range(world)]
+        told: dict[int, Told] = {}
+        waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
+        deadline = time.monotonic() + timeout
+        while set(waiting.values()) - set(lost) and (left := deadline - time.monotonic()) > 0:
+            for conn in wait(list(waiting), timeout=left):
+                assert isinstance(conn, Connection)
+                rank = waiting.pop(conn)
+                with contextlib.suppress(EOFError, OSError):
+                    told[rank] = pickle.loads(conn.recv_bytes())
+        for pid, conn in ranks:
+            with contextlib.suppress(OSError):
+                conn.send_bytes(b"all have answered")
+            if conn in waiting:
+                _stacks(pid)
+        found = []
+        for rank, (pid, conn) in enumerate(ranks):
+            code = _end(pid, 0.5 if conn in waiting else 10.0)
+            conn.close()
+            output = Path(folder, f"output{rank}").read_text(errors="replace")[-6000:]
+            one = told.get(rank, Told())
+            found.append(Told(one.value, one.kinds, one.text, one.seconds, code, output))
+        return found
+
+
+def _fork(
+    rank: int,
+    world: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: Path,
+    limit: float,
+    environment: Mapping[str, str],
+    stays: bool,
+) -> tuple[int, Connection]:
+    ours, theirs = Pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    try:
+        _rank_main(theirs, rank, world, fn, args, folder, limit, environment, stays)
+    finally:
+        os._exit(70)
+
+
+def _rank_main(
+    conn: Connection,
+    rank: int,
+    world: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: Path,
+    limit: float,
+    environment: Mapping[str, str],
+    stays: bool,
+) -> None:
+    import faulthandler
+
+    atexit._clear()
+    atexit.register(watch_module()._end)
+    atexit.register(background._at_exit)
+    file = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True, chain=False)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    _clear_sharding_prop_cache()
+    begun, told = time.monotonic(), Told()
+    try:
+        store = _store(rank, folder)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
+        begun = time.monotonic()
+        value = fn(rank, *args)
+        told = Told(value, seconds=time.monotonic() - begun)
+    except BaseException as error:
+        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+        told = Told(None, kinds, _texts(error), time.monotonic() - begun)
+        traceback.print_exc()
+        if not isinstance(error, SystemExit):
+            sys.last_value = error
+    conn.send_bytes(pickle.dumps(told))
+    if stays and not told.kinds:
+        with contextlib.suppress(EOFError, OSError):
+            conn.recv_bytes()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(1 if told.kinds else 0)
+
+
+def watch_module() -> Any:
+    """guard/watch.py; its room has a function of that name."""
+    return sys.modules[watch.__module__]
+
+
+def _texts(error: BaseException | None) -> str:
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(texts)
+
+
+def _store(rank: int, folder: Path) -> dist.Store:
+    """Served by rank 0, as without a launcher that has one."""
+    port = folder / "port"
+    if rank == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(served.port))
+        os.rename(folder / "port.new", port)
+        return served
+    while not port.exists():
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False)
+
+
+def _stacks(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGUSR1)
+
+
+def _end(pid: int, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return 999
