@@ -131,7 +131,7 @@ class Scope:
         self.watch.records.append(f"{key}/who", f"{self.rank}:{digest} ")
         if last:
             found: dict[str, list[int]] = {}
-            wait_until(lambda: self._all_told(key, found), self._asking(number, what, value))
+            wait_until(lambda: self._all_told(key, found), self._asking(number, what, value), alone=True)
             answers = [[runs(ranks), *json.loads(store.get(f"{key}/text/{one}"))] for one, ranks in found.items()]
             store.set(f"{key}/answer", json.dumps(answers))
         else:
@@ -265,7 +265,7 @@ class Scope:
         wait = Wait("meet", self, _AFTER)
         if self.rank == self.ranks[0]:
             found: dict[str, tuple[int, str]] = {}
-            wait_until(lambda: self._all_here(key, found), wait)
+            wait_until(lambda: self._all_here(key, found), wait, alone=True)
             ways = {how for _, how in found.values()}
             renews = len(ways) > 1 or "cut" in ways
             records.store.set(f"{key}/done", "renew" if renews else "same")

@@ -152,14 +152,14 @@ class Wait:
         }
 
 
-def wait_until(is_there: Callable[[], bool], wait: Wait) -> None:
+def wait_until(is_there: Callable[[], bool], wait: Wait, *, alone: bool = False) -> None:
     """Return when `is_there()`, which asks the store. Raises what the watch finds out, `PeerFailed` or
-    `RanksDisagree`."""
+    `RanksDisagree`. `alone`: only one rank of the scope does so, and may ask more often."""
     scope = wait.scope
     assert scope is not None
     watch = scope.watch
     with watch.waits(wait):
-        for pause in pauses(len(scope.ranks)):
+        for pause in pauses(1 if alone else len(scope.ranks)):
             if pause:
                 wait.sleep(pause if watch.is_watched else min(pause, _UNWATCHED_SECONDS))
             if is_there():
