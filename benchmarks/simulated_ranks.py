@@ -1,4 +1,4 @@
-"""Ranks of one process over a store in memory, in a time of their own: what `fullshard.guard` asks the store for, counted.
+"""Ranks of one process over a store in memory, in a time of their own: what `fullshard.guard` asks for, counted.
 
 The code under test is the one that runs in training: `Watch`, `Scope`, `Records`. What it is given is simulated: the
 store (a dictionary that counts), the time, and what is seen of processes (`Host`). Whatever a rank does in a call that
@@ -82,7 +82,6 @@ class Store:
             self.set(key, value)
 
 
-_STATES = ("exists", "stopped", "gone")
 _MESSAGES = {"get": 2, "multi_get": 2}  # torch's TCPStore asks first whether the keys are there
 
 
@@ -127,6 +126,9 @@ class SimulatedHost(Host):
     def sleep(self, seconds: float) -> None:
         self._simulation.sleep(seconds)
 
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self._simulation)
+
     def identity(self) -> str:
         return f"{self._rank // RANKS_PER_MACHINE} {self._rank} 0"
 
@@ -144,6 +146,28 @@ class SimulatedHost(Host):
 
     def is_within(self, thread: int, folder: str, torch: str) -> bool:
         return False
+
+
+class SimulatedEvent:
+    """An event for which one thread of the simulation waits."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._is_set = simulation, False
+        self._waiting: Callable[[], None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiting is not None:
+            self._waiting()
+
+    def wait(self, timeout: float) -> bool:
+        if not self._is_set:
+            self._simulation.sleep(timeout, self)
+        return self._is_set
+
+    def is_waited_for(self, wake: Callable[[], None] | None) -> None:
+        """`wake` ends the wait that begins; None: it is over."""
+        self._waiting = wake
 
 
 class SimulatedGroup:
@@ -177,7 +201,7 @@ class Count:
 
 
 class Simulation:
-    """`world` ranks of one scope, all of which have said that they are there. `watches`, `scopes`, `groups`: by rank."""
+    """`world` ranks of one scope, all of which have said that they are there. Lists are in the order of ranks."""
 
     def __init__(self, world: int, *, silence: float = 60.0, limit: float = 1800.0) -> None:
         self.world, self.now = world, 0.0
@@ -246,12 +270,16 @@ class Simulation:
             self.now = end
         return self.now - begun
 
-    def sleep(self, seconds: float) -> None:
-        """Of a thread that `start` began: let the others go on."""
+    def sleep(self, seconds: float, event: SimulatedEvent | None = None) -> None:
+        """Of a thread that `start` began: let the others go on, until `event` at most."""
         go = _Go(self._driver)
         self._at(self.now + seconds, go)
+        if event is not None:
+            event.is_waited_for(lambda: self._at(self.now, go))
         self._driver.release()
         go.acquire()
+        if event is not None:
+            event.is_waited_for(None)
         if self._ends:
             raise SystemExit
 
@@ -333,9 +361,12 @@ class _Go:
     def __init__(self, driver: threading.Semaphore) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._driver = driver
+        self._driver, self._is_over = driver, False
 
     def __call__(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
         self._lock.release()
         self._driver.acquire()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 _PROC = Path("/proc")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -92,6 +94,13 @@ def is_within(thread: int, folder: str, torch: str) -> bool:
     return False
 
 
+class Event(Protocol):
+    """What is used of `threading.Event`."""
+
+    def set(self) -> None: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
 class Host:
     """The time, and what is seen of processes, for one `Watch`. Benchmarks and tests give it another one."""
 
@@ -102,6 +111,10 @@ class Host:
     def sleep(self, seconds: float) -> None:
         """Let other threads go on."""
         time.sleep(seconds)
+
+    def event(self) -> Event:
+        """What one thread waits for, and another one sets."""
+        return threading.Event()
 
     def identity(self) -> str:
         """See `identity`."""

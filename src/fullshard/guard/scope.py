@@ -131,8 +131,7 @@ class Scope:
         self.watch.records.append(f"{key}/who", f"{self.rank}:{digest} ")
         if last:
             found: dict[str, list[int]] = {}
-            wait = Wait("ask", self, what, name=what, number=number, also=value[:TEXT_CHARACTERS])
-            wait_until(lambda: self._all_told(key, found), wait)
+            wait_until(lambda: self._all_told(key, found), self._asking(number, what, value), alone=True)
             answers = [[runs(ranks), *json.loads(store.get(f"{key}/text/{one}"))] for one, ranks in found.items()]
             store.set(f"{key}/answer", json.dumps(answers))
         else:
@@ -161,9 +160,13 @@ class Scope:
                 for old in (f"{key}/all", f"{key}/{digest}", f"{key}/text/{digest}", f"{key}/verdict"):
                     store.delete_key(old)
 
+    def _asking(self, number: int, what: str, value: str) -> Wait:
+        # The value is for `explained_by`. A record is small: one rank reads all of them.
+        also = value[:TEXT_CHARACTERS] if what in self.explained_by else ""
+        return Wait("ask", self, what, name=what, number=number, also=also)
+
     def _wait_for(self, key: str, number: int, what: str, value: str) -> None:
-        wait = Wait("ask", self, what, name=what, number=number, also=value[:TEXT_CHARACTERS])
-        wait_until(lambda: self.watch.records.store.check([key]), wait)
+        wait_until(lambda: self.watch.records.store.check([key]), self._asking(number, what, value))
 
     # ---- failures ------------------------------------------------------------------------------------------
 
@@ -224,7 +227,7 @@ class Scope:
 
     def end(self, wait: Wait, fault: Fault) -> None:
         """`wait` is in vain. From any thread."""
-        wait.fault = fault
+        wait.end(fault)
         if wait.kind == "message":
             self.fail(fault)
 
@@ -269,7 +272,7 @@ class Scope:
         wait = Wait("meet", self, _AFTER)
         if self.rank == self.ranks[0]:
             found: dict[str, tuple[int, str]] = {}
-            wait_until(lambda: self._all_here(key, found), wait)
+            wait_until(lambda: self._all_here(key, found), wait, alone=True)
             ways = {how for _, how in found.values()}
             renews = len(ways) > 1 or "cut" in ways
             records.store.set(f"{key}/done", "renew" if renews else "same")

@@ -5,8 +5,10 @@ A thread of its own does that (`begin`); where there is none (ranks that are thr
 Per rank and second it costs
 
     at rest             one request each five seconds: the record, which is the sign of life (store.py)
-    while it waits      one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000
-    the one that reads  one more each second: all records of the scope at once (diagnosis.py). Whoever waits elects it
+    while it waits      one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000. Who waits for something in the
+                        store gives a part of that to asking for it (wait.py)
+    the one that reads  one more each second or two: all records of the scope at once (diagnosis.py). Whoever waits
+                        elects it
 
 It sends no message and raises nothing: a wait in vain is ended, and the wait raises.
 """
@@ -34,7 +36,7 @@ from .fault import Fault
 from .scope import Scope
 from .settings import Settings
 from .store import Records, Store, dumps, ranks_of
-from .wait import PATIENCE_SECONDS, Wait, pace
+from .wait import PATIENCE_SECONDS, STORE_WAIT_POSTS, Wait, pace
 
 _log = logging.getLogger("fullshard")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -92,6 +94,8 @@ class Watch:
         # The scopes whose records it reads now, by name.
         self.leads: dict[str, Scope] = {}
         self._idle_reads = 0
+        # Ranks known to have a record.
+        self._joined: frozenset[int] = frozenset()
         self._told: set[tuple[object, ...]] = set()
         # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
         self.elsewhere: list[str] = []
@@ -198,9 +202,8 @@ class Watch:
         if wait is not None and now - wait.since < self._patience(wait):
             wait = None
         told = wait or self._in_torch(now)
-        ranks = len(wait.scope.ranks) if wait is not None and wait.scope is not None else 1
-        due = self._posted + (pace(ranks) if wait is not None else self.settings.beat_seconds)
-        if now >= due or (told is not self._posted_wait and (told is None or now >= self._posted + pace(ranks))):
+        pause = self.settings.beat_seconds if told is None and self._posted_wait is None else self._pace(wait)
+        if now >= self._posted + pause:
             self._requests += 1
             if wait is not None and self._claims(wait):
                 self._claim(wait, now)
@@ -212,8 +215,18 @@ class Watch:
             for scope in list(self.leads.values()):
                 self._lead(scope, wait, now)
 
+    def _pace(self, wait: Wait | None) -> float:
+        """Seconds between two requests for the record, in `wait` or after it."""
+        scopes = [wait.scope] if wait is not None and wait.scope is not None else list(self.scopes.values())
+        seconds = pace(max((len(scope.ranks) for scope in scopes), default=1))
+        if wait is not None and wait.asks_store:
+            seconds *= STORE_WAIT_POSTS
+        silence = self.settings.silence_seconds
+        return min(seconds, silence / 4) if silence else seconds
+
     def _reading_seconds(self) -> float:
-        return 0.5 if max(len(scope.ranks) for scope in self.leads.values()) <= 8 else 1.0
+        ranks = max(len(scope.ranks) for scope in self.leads.values())
+        return 0.5 if ranks <= 8 else max(1.0, pace(ranks) / 2)
 
     def _claims(self, wait: Wait) -> bool:
         """Whether this request is for becoming the one that reads."""
@@ -228,7 +241,8 @@ class Watch:
         scope = wait.scope
         ranks = 1 if scope is None else len(scope.ranks)
         # Ten thousand ranks do not all begin in the same moment.
-        return PATIENCE_SECONDS if ranks < 2000 else pace(ranks) * ((self.rank * 37) % 101) / 101
+        spread = 0.0 if ranks < 2000 else pace(ranks) * ((self.rank * 37) % 101) / 101
+        return PATIENCE_SECONDS + spread
 
     def _end_by_what_is_known(self, wait: Wait, now: float) -> None:
         scope = wait.scope
@@ -340,12 +354,16 @@ class Watch:
 
     def _lead(self, scope: Scope, own: Wait | None, now: float) -> None:
         """Read the records of `scope`, and tell its ranks what they show."""
-        joined = self.records.joined()
-        wanted = {rank for rank in scope.ranks if rank in joined}
+        everyone = frozenset(scope.ranks)
+        if not self._joined >= everyone:
+            self._joined = self.records.joined()
+        wanted = everyone & self._joined
         records = self._reader.read(self.records.of(sorted(wanted)), now)
-        more = self._needed(records) & joined - wanted
+        more = diagnosis.needed(records.values()) - wanted
         if more:
-            records |= self._reader.read(self.records.of(sorted(more)), now)
+            if not self._joined >= more:
+                self._joined = self.records.joined()
+            records |= self._reader.read(self.records.of(sorted(more & self._joined)), now)
         waiting = [rank for rank in scope.ranks if rank in records and records[rank].wait is not None]
         if not waiting and (own is None or own.scope is not scope):
             self._idle_reads += 1
@@ -369,11 +387,6 @@ class Watch:
             self._disagree(stuck, now)
         if own is not None and own.scope is scope and now - own.since > self.settings.limit_seconds:
             self._deliver(scope, diagnosis.late(own.told(), records, self.rank, now - own.since), now)
-
-    def _needed(self, records: Mapping[int, Record]) -> set[int]:
-        return {
-            rank for record in records.values() if record.wait is not None for rank in ranks_of(record.wait["ranks"])
-        }
 
     def _found(self, scope: Scope, rank: int, kind: str, text: str, records: Mapping[int, Record]) -> Fault:
         record = records.get(rank)
