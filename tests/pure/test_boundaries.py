@@ -29,7 +29,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "runtime": LOWER,
     "compose": LOWER | {"runtime"},
     "api": LOWER | {"runtime", "compose"},
-    "checkpoint": frozenset({"layout", "comm", "_torch_compat", "_version", ""}),
+    "checkpoint": frozenset({"layout", "guard", "comm", "_torch_compat", "_version", ""}),
     "planner": frozenset({"layout", "lifecycle", "policy"}),
     "observe": LOWER | {"runtime", "planner", ""},
     "micro": LOWER | {"runtime", "api", "observe"},
@@ -51,10 +51,9 @@ PURE += tuple(
 # The one file of the planner that may look at a real model.
 IMPURE_FILES = frozenset({"planner/facts.py"})
 
-MAX_LINES = 400
+MAX_LINES = 600
 # Files over the limit, each with the reason that a reader is asked to accept.
 LONG_FILES: dict[str, str] = {
-    "lifecycle/rules.py": "one function for each event, read from top to bottom as a step of training",
 }
 
 # Private names of others that a file outside of _torch_compat uses, each with its reason.

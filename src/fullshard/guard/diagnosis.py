@@ -238,8 +238,10 @@ def _alone(alone: Mapping[int, Record], found: Mapping[int, Record]) -> str:
     first = next(iter(alone.values()))
     wait = first.said["wait"]
     ranks = [rank for rank, record in alone.items() if _same(record.said["wait"], wait)]
-    others = [record for rank, record in sorted(found.items()) if rank not in alone]
-    needs = shown_ranks(ranks_of(wait["ranks"]))
+    needed = ranks_of(wait["ranks"])
+    others = [record for rank, record in found.items() if rank not in alone]
+    others.sort(key=lambda record: (record.rank not in needed, record.rank))
+    needs = shown_ranks(needed)
     waits = f"{shown_ranks([others[0].rank])} waits in {others[0].said['wait']['what']}" if others else "others wait"
     return (
         f"expected all ranks to take the same calls, found {shown_ranks(ranks)} in {wait['what']}{first.place}, which "
