@@ -17,8 +17,8 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .fault import TEXT_CHARACTERS, Fault
@@ -247,6 +247,20 @@ class Scope:
         if self.must_meet:
             self.refuse_failure()
             self.meet()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Inside all ranks do `what`, outside of a step, by several messages: an exception of one rank is one of all,
+        and after it they come together first."""
+        doing, self.doing = self.doing, what
+        try:
+            self.resume()
+            yield
+        except BaseException as error:
+            self.interrupted(error, what)
+            raise
+        finally:
+            self.doing = doing
 
     # ---- together again ------------------------------------------------------------------------------------
 
