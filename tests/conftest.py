@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import fnmatch  # noqa: E402
+import sys  # noqa: E402
 from collections.abc import Generator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -20,7 +21,7 @@ from typing import Any  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.harness import hang, recording  # noqa: E402
+from tests.harness import collecting, hang, recording  # noqa: E402
 from tests.harness.worlds import OTHER_WORLD  # noqa: E402
 
 HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "procs": 120.0, "gpu": 120.0}
@@ -54,6 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "tests/harness/threads.py); those that ask for another number are skipped",
     )
     parser.addoption(
+        "--collect-at-random",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="SEED",
+        help="collect garbage at random points, others on each rank, and on some ranks never (write =SEED; "
+        "tests/harness/collecting.py)",
+    )
+    parser.addoption(
         "--pairs",
         action="store_true",
         help="with --ranks=gloo: parameters and gradients go from rank to rank (comm/pairs.py) however small they are",
@@ -81,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.harness import threads
 
         threads.RANKS = config.getoption("--ranks")
+    if config.getoption("--collect-at-random") is not None:
+        collecting.begin(config.getoption("--collect-at-random"))
     if config.getoption("--pairs"):
         from fullshard.layout import gather
 
@@ -149,7 +161,20 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    return (yield from _limited(item, "call"))
+    """A rank that outlives its test fails this test, and is kept from the next ones (tests/harness/threads.py)."""
+    failure: BaseException | None = None
+    try:
+        return (yield from _limited(item, "call"))
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        threads = sys.modules.get("tests.harness.threads")
+        left = threads.left_behind() if threads is not None else ""
+        if left and failure is None:
+            pytest.fail(left, pytrace=False)
+        elif left and left not in str(failure):
+            failure.add_note(left)  # type: ignore[union-attr]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,8 @@ from tests.threads.programs import Model
 
 # A rank that learns of its peer's failure has this long from the moment it struck.
 WITHIN_SECONDS = 5.0
+# The process group's own limit: longer than that of every case, so that what is left to it counts as a hang.
+GROUP_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,13 @@ class Setup:
     `options(impl)`: arguments of `fully_shard`. `units`: names of the modules to shard before the root; None: its
     layers. `loss(run, tokens)`: a scalar. `micros`: micro-batches of a step; `hold`: only the last one is reduced.
     `catches`: so many exceptions of steps the program catches; it clears gradients (unless it `keeps` the window) and
-    tries that step again. `guard`: forward and backward are inside `fullshard.guard(model)`. `finite`: what the check
-    of the gradients does.
+    tries that step again. `guard`: forward and backward are inside `fullshard.guard(model)`; with "step" the update is,
+    too, inside `fullshard.guard(model, optimizer)`. `finite`: what the check of the gradients does.
+
+    `optimizer(run)`: AdamW of all parameters without it. `schedule(optimizer)`: of its learning rate, stepped after
+    each update. `how`: what makes the units. `root`: the module that is sharded last; what is above it no unit has.
+    `ignored`: parameters that no unit has, by name. `averaged`: gradients of what no unit has are averaged by hand.
+    `group_seconds`: the process group's own limit. `hosted`: rank 0 serves the store, as without a launcher.
     """
 
     world: int = 2
@@ -36,12 +43,20 @@ class Setup:
     hold: bool = False
     catches: int = 0
     keeps: bool = False
-    guard: bool = False
+    guard: bool | Literal["step"] = False
     scaler: bool = False
     finite: Literal["", "raise", "skip"] = ""
     clip: bool = False
     recompute: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+    optimizer: Callable[[Any], Any] | None = None
+    schedule: Callable[[Any], Any] | None = None
+    how: Literal["fully_shard", "replicate"] = "fully_shard"
+    root: str = ""
+    ignored: tuple[str, ...] = ()
+    averaged: bool = False
+    group_seconds: float = GROUP_SECONDS
+    hosted: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,11 +92,15 @@ class Raises:
 
 @dataclass(frozen=True)
 class Recovers:
-    """Ranks that no fault strikes get this error, catch it, all try again, and the end is bitwise undisturbed."""
+    """Ranks that no fault strikes get this error, catch it, all try again, and the end is bitwise undisturbed.
+
+    `maybe`: a rank may also be told nothing, where it had nothing to do with what failed.
+    """
 
     error: str
     words: tuple[str, ...]
     within: float = WITHIN_SECONDS
+    maybe: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,10 @@ def demanded(outcome: Outcome) -> str:
     if isinstance(outcome, Raises):
         return f"`{outcome.error}` with {words}, {outcome.within:g} s"
     if isinstance(outcome, Recovers):
-        return f"`{outcome.error}` with {words}, {outcome.within:g} s; then undisturbed, bitwise"
+        told = "undisturbed, bitwise; where a rank is told" if outcome.maybe else "then undisturbed, bitwise"
+        if outcome.maybe:
+            return f"{told}: `{outcome.error}` with {words}, {outcome.within:g} s"
+        return f"`{outcome.error}` with {words}, {outcome.within:g} s; {told}"
     return f"a warning with {words}"
 
 

@@ -88,6 +88,8 @@ def _peers(wanted: Recovers, alive: list[Report], struck: float | None) -> Verdi
     for report in alive:
         if report.strikes:
             continue
+        if not report.caught and wanted.maybe:
+            continue
         if not report.caught:
             return Verdict("UNCLEAR", f"rank {report.rank} was told nothing")
         missing = _missing(report.caught[0], wanted.error, wanted.words)

@@ -1,10 +1,10 @@
 """The training that faults disturb, for fullshard, for torch's FSDP2, and plain on one process.
 
 Moments of it, at which a fault may strike (`event`): start, built, wrapped, ready (the optimizer is there), all at step
--1; in each step: step, batch, loss (behind forward), gradients (behind backward), updated (behind `optimizer.step()`),
-cleared; end. Places in modules, by dotted name ("" is the root): "before M" and "after M" in forward, "backward M" when
-the gradient of its output comes, "again M" in a second forward of a step, as recomputation is one. With several
-micro-batches "#1" behind any of them means the second one.
+-1; in each step: step, batch, loss (after forward), gradients (after backward), updated (after `optimizer.step()`),
+cleared; end; over (the state was taken). Places in modules, by dotted name ("" is the root): "before M" and "after M"
+in forward, "backward M" when the gradient of its output comes, "again M" in a second forward of a step, as
+recomputation is one. With several micro-batches "#1" after any of them means the second one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -40,6 +41,8 @@ class Run:
         self.model: Any = None
         self.optimizer: Any = None
         self.scaler: Any = None
+        self.schedule: Any = None
+        self.clip_arguments: dict[str, Any] = {"max_norm": 0.05, "error_if_nonfinite": True}
         self.handles: list[Any] = []
         self.kept: dict[str, Any] = {}  # for actions that work together
         self.outputs: list[Tensor] = []  # what `look` saw; compared like parameters
@@ -72,10 +75,17 @@ class Run:
         self.shard()
         self.at("wrapped")
         if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            make = self.setup.optimizer
+            self.optimizer = make(self) if make else torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if self.setup.schedule is not None:
+            self.schedule = self.setup.schedule(self.optimizer)
         if self.setup.scaler:
-            self.scaler = (fullshard.GradScaler if self.ours else torch.amp.GradScaler)("cpu", init_scale=64.0)
+            self.scaler = self.new_scaler()
         self.at("ready")
+
+    def new_scaler(self, **options: Any) -> Any:
+        kind = fullshard.GradScaler if self.ours else torch.amp.GradScaler
+        return kind("cpu", **{"init_scale": 64.0, **options})
 
     def shard(self, **more: Any) -> None:
         if self.impl is None:
@@ -84,9 +94,12 @@ class Run:
         if units is None:
             units = tuple(f"layers.{i}" for i in range(len(getattr(self.model, "layers", ()))))
         options = {**(self.setup.options(self.impl) if self.setup.options else {}), **more}
+        if self.setup.ignored:
+            options["ignored_params"] = {self.model.get_parameter(name) for name in self.setup.ignored}
+        how = replicator(self.impl) if self.setup.how == "replicate" else self.impl.fully_shard
         for name in units:
-            self.impl.fully_shard(self.model.get_submodule(name), **options)
-        self.impl.fully_shard(self.model, **options)
+            how(self.model.get_submodule(name), **options)
+        how(self.model.get_submodule(self.setup.root), **options)
 
     def batches(self, step: int | None = None) -> list[Tensor]:
         """The tokens of this rank in a step's running micro-batch; of all ranks for plain training."""
@@ -119,33 +132,51 @@ class Run:
         for loss in self.kept["losses"]:
             loss = loss / (len(losses) * self.setup.micros)
             (self.scaler.scale(loss) if self.scaler else loss).backward()
+        if self.setup.averaged and not self.plain:
+            for p in self.model.parameters():
+                if not isinstance(p, DTensor) and p.grad is not None:
+                    dist.all_reduce(p.grad.div_(self.setup.world))
         self.at("gradients")
 
     def one_step(self) -> None:
         self.micro = 0
         self.at("step")
         hold = self.setup.hold and not self.plain
-        for micro in range(self.setup.micros):
-            self.micro = micro
-            if hold:
-                self.model.set_requires_gradient_sync(micro == self.setup.micros - 1)
-            with self._places(), self._guard():
-                self.forward_and_backward()
-        if self._may_update():
-            self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
+        with self._guard_of_step():
+            for micro in range(self.setup.micros):
+                self.micro = micro
+                if hold:
+                    self.model.set_requires_gradient_sync(micro == self.setup.micros - 1)
+                with self._places(), self._guard():
+                    self.forward_and_backward()
+            self.update()
+        if self.schedule is not None:
+            self.schedule.step()
         self.at("updated")
         self.optimizer.zero_grad()
         self.at("cleared")
 
+    def update(self) -> None:
+        if self._may_update():
+            self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def clip(self) -> None:
+        clip = nn.utils.clip_grad_norm_ if self.impl is None else self.impl.clip
+        clip(self.model.parameters(), **self.clip_arguments)
+
     def _guard(self) -> contextlib.AbstractContextManager[Any]:
-        return fullshard.guard(self.model) if self.setup.guard and self.ours else contextlib.nullcontext()
+        return fullshard.guard(self.model) if self.setup.guard is True and self.ours else contextlib.nullcontext()
+
+    def _guard_of_step(self) -> contextlib.AbstractContextManager[Any]:
+        if self.setup.guard == "step" and self.ours:
+            return fullshard.guard(self.model, self.optimizer)
+        return contextlib.nullcontext()
 
     def _may_update(self) -> bool:
         if self.setup.clip:
-            clip = nn.utils.clip_grad_norm_ if self.impl is None else self.impl.clip
-            clip(self.model.parameters(), 0.05, error_if_nonfinite=True)
+            self.clip()
         if self.setup.finite and self.ours:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -218,6 +249,15 @@ class _In(torch.autograd.Function):
         return gradient, None
 
 
+def replicator(impl: Implementation) -> Callable[..., Any]:
+    """The `replicate` of this implementation."""
+    if impl is FULLSHARD:
+        return fullshard.replicate
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate
+
+
 def _full(value: Any) -> Tensor:
     full = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
     return full.detach().clone()
@@ -266,5 +306,6 @@ def rank_main(case: Case, impl: Implementation | None, *, faults: bool) -> Calla
         run = Run(rank, case.setup, impl, own, told)
         (case.program or train)(run)
         told.state = run.state()
+        run.at("over")
 
     return main

@@ -28,11 +28,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import monitor
+from fullshard.guard.watch import _end as say_the_end
+from tests.faults.cases import GROUP_SECONDS
 from tests.harness.forked import _clear_sharding_prop_cache
-
-# The process group's own limit: behind that of every case, so that what is left to it counts as a hang.
-GROUP_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,11 @@ class Told:
     caught: list[Caught] = field(default_factory=list)
     state: dict[str, torch.Tensor] | None = None
 
+    @property
+    def folder(self) -> Path:
+        """All ranks of the case share it."""
+        return self.strikes_file.parent
+
     def struck(self, number: int) -> None:
         """Note, where it outlives this process, that the fault of this number strikes now."""
         with open(self.strikes_file, "a") as file:
@@ -107,6 +110,36 @@ def _store_port() -> int:
 _cases_run = 0
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """How ranks meet: at the store of this port, or at one that rank 0 serves (`hosted`)."""
+
+    port: int
+    prefix: str
+    seconds: float
+    hosted: bool
+
+    def begin(self, rank: int, world: int, folder: Path) -> None:
+        store = self._own(rank, folder) if self.hosted else self._at(self.port)
+        limit = timedelta(seconds=self.seconds)
+        meeting = dist.PrefixStore(self.prefix, store)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
+
+    def _at(self, port: int) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+    def _own(self, rank: int, folder: Path) -> dist.TCPStore:
+        told = folder / "port"
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            (folder / "port.new").write_text(str(store.port))
+            (folder / "port.new").rename(told)
+            return store
+        while not told.exists():
+            time.sleep(0.005)
+        return self._at(int(told.read_text()))
+
+
 def run_ranks(
     world: int,
     fn: Callable[[int, Told], None],
@@ -115,16 +148,18 @@ def run_ranks(
     environment: tuple[tuple[str, str], ...] = (),
     group: bool = True,
     deaths: tuple[int, ...] = (),
+    group_seconds: float = GROUP_SECONDS,
+    hosted: bool = False,
 ) -> list[Report]:
     """Call `fn(rank, told)` on `world` forks; one report for each rank. `group=False`: no process group is made.
-    `deaths`: ranks that nobody waits for once the others have answered."""
+    `deaths`: ranks that nobody waits for once the others have answered. `hosted`: rank 0 serves the store, and no rank
+    waits for the others at its end."""
     global _cases_run
     _cases_run += 1
-    port = _store_port() if group else 0
+    port = _store_port() if group and not hosted else 0
+    meeting = Meeting(port, f"case{_cases_run}", group_seconds, hosted) if group else None
     with tempfile.TemporaryDirectory(prefix="fullshard-faults-") as folder:
-        ranks = [
-            _fork(rank, world, fn, Path(folder), (port, f"case{_cases_run}"), environment) for rank in range(world)
-        ]
+        ranks = [_fork(rank, world, fn, Path(folder), meeting, environment) for rank in range(world)]
         reports = _collect(ranks, Path(folder), limit, deaths)
         for _, conn in ranks:
             with contextlib.suppress(OSError):
@@ -140,7 +175,7 @@ def _fork(
     world: int,
     fn: Callable[[int, Told], None],
     folder: Path,
-    store: tuple[int, str],
+    meeting: Meeting | None,
     environment: tuple[tuple[str, str], ...],
 ) -> tuple[int, Connection]:
     ours, theirs = Pipe()
@@ -154,7 +189,7 @@ def _fork(
         return pid, ours
     ours.close()
     try:
-        _rank_main(theirs, rank, world, fn, folder, store, environment)
+        _rank_main(theirs, rank, world, fn, folder, meeting, environment)
     finally:
         os._exit(70)
 
@@ -165,11 +200,11 @@ def _rank_main(
     world: int,
     fn: Callable[[int, Told], None],
     folder: Path,
-    store: tuple[int, str],
+    meeting: Meeting | None,
     environment: tuple[tuple[str, str], ...],
 ) -> None:
     atexit._clear()  # those of the parent: the pool's would end its processes
-    atexit.register(monitor._end)
+    atexit.register(say_the_end)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -186,11 +221,8 @@ def _rank_main(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            if store[0]:
-                client = dist.TCPStore("127.0.0.1", store[0], is_master=False, wait_for_workers=False)
-                limit = timedelta(seconds=GROUP_SECONDS)
-                meeting = dist.PrefixStore(store[1], client)
-                dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=limit)
+            if meeting is not None:
+                meeting.begin(rank, world, folder)
             fn(rank, told)
         except BaseException as raised:
             error = Caught.of(raised)
@@ -201,7 +233,7 @@ def _rank_main(
     report = Report(rank, "raised" if error else "done", error, told.caught, told.state)
     report.warned = [str(warning.message) for warning in warned]
     conn.send_bytes(pickle.dumps(report))
-    if error is None:
+    if error is None and not (meeting is not None and meeting.hosted):
         with contextlib.suppress(EOFError, OSError):
             conn.recv_bytes()  # until all have answered: a peer may still read what this rank sent
     with contextlib.suppress(Exception):

@@ -70,6 +70,8 @@ class Runner:
             environment=case.setup.environment,
             group=not plain,
             deaths=() if plain or not faults else case.deaths,
+            group_seconds=case.setup.group_seconds,
+            hosted=case.setup.hosted,
         )
 
     def _reference(self, case: Case, impl: Implementation) -> State | None:

@@ -23,7 +23,7 @@ def test_training_equals_the_plain_model(case: Case, device: torch.device) -> No
         case.loss(model, batch).backward()
         optim.step()
         optim.zero_grad()
-    assert_same_training(collect(model, optim), expected, eps_multiple=2 * len(steps))
+    assert_same_training(collect(model, optim), expected)
 
 
 @each_case

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.harness import collecting
 from tests.harness.errors import RankReport, RanksFailed
 
 # How long the others may take to answer after one has failed: they run into the end of its connection.
@@ -93,7 +94,9 @@ def _rank_main(
             world_size=world,
             timeout=timedelta(seconds=timeout + 60),
         )
-        answer = _pickled((True, fn(rank, *args)), (True, None))
+        with collecting.on_rank(rank, getattr(fn, "__qualname__", "")):
+            result = fn(rank, *args)
+        answer = _pickled((True, result), (True, None))
     except BaseException as error:
         when, text = time.monotonic(), traceback.format_exc()
         answer = _pickled((False, (text, error, when)), (False, (text, None, when)))

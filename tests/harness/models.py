@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.harness import tolerance
+
 Batch = tuple[torch.Tensor, torch.Tensor]  # (inputs, targets)
 
 
@@ -206,13 +208,16 @@ class Trained:
     params: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    # How far rounding may have taken each of `params` and `state`, where the optimizer was watched (tolerance.py).
+    allowed: dict[str, float] = field(default_factory=dict)
 
 
-def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(params: Iterable[nn.Parameter], *, watched: bool = True) -> torch.optim.Optimizer:
     """The optimizer of the parity tests: a large rate and weight decay, so that each step moves every parameter
-    visibly.
+    visibly. An oracle's is watched (tolerance.py).
     """
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    return tolerance.watch(optimizer) if watched else optimizer
 
 
 def train_reference(
@@ -250,7 +255,16 @@ def collect(model: nn.Module, optim: torch.optim.Optimizer, losses: Sequence[flo
         for key, value in values.items()
         if isinstance(value, torch.Tensor)
     }
-    return Trained(params, state, list(losses))
+    allowed = {}
+    bounds = tolerance.watched(optim)
+    if bounds is not None:
+        known = {id(p) for p in bounds.parameters}
+        for param, name in names.items():
+            allowed[name] = bounds.of_parameter(param) if id(param) in known else 0.0
+            for key, value in optim.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    allowed[f"{name}.{key}"] = bounds.of_state(optim, param, key)
+    return Trained(params, state, list(losses), allowed)
 
 
 def full_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,10 +306,18 @@ def assert_close_to_tensor_max(
         )
 
 
-def assert_same_training(actual: Trained, expected: Trained, eps_multiple: float) -> None:
-    """Parameters and optimizer state agree, name by name, within `eps_multiple` eps of each tensor's maximum."""
+def assert_same_training(actual: Trained, expected: Trained, eps_multiple: float | None = None) -> None:
+    """Parameters and optimizer state agree, name by name, within what rounding allows of the oracle's training
+    (tolerance.py); or within `eps_multiple` eps of each tensor's maximum, of which 0 asks for equal bits.
+    """
+    assert eps_multiple is not None or expected.allowed, "the oracle's optimizer was not watched (tolerance.py)"
     for kind in ("params", "state"):
         found, wanted = getattr(actual, kind), getattr(expected, kind)
         assert found.keys() == wanted.keys(), f"{kind}: {sorted(found.keys() ^ wanted.keys())} only on one side"
         for name, value in wanted.items():
-            assert_close_to_tensor_max(found[name], value, eps_multiple, f"{kind} {name}")
+            multiple = eps_multiple
+            if multiple is None:
+                unit = value.double().abs().max().item() if value.numel() else 0.0
+                unit *= torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+                multiple = expected.allowed[name] / unit if unit else 0.0
+            assert_close_to_tensor_max(found[name], value, multiple, f"{kind} {name}")

@@ -44,7 +44,6 @@ STAGES = (
         "tests/pure/test_lifecycle_rules.py",
         "tests/pure/test_lifecycle_calls.py",
         "tests/pure/test_lifecycle_modules.py",
-        "tests/pure/test_lifecycle_order.py",
         "tests/pure/test_lifecycle_prefetch.py",
         "tests/pure/test_lifecycle_sending.py",
         "tests/pure/test_lifecycle_vocabulary.py",

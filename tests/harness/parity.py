@@ -26,7 +26,8 @@ from fullshard.policy import resolve_precision
 from tests.harness.models import Trained, adamw, assert_close_to_tensor_max, assert_same_training, collect
 from tests.harness.random_models import POLICIES, ModelSpec, build, loss, shard, unit_names
 
-# Per step, relative to each tensor's maximum, on several ranks. On one: bit by bit.
+# Per step from equal state, relative to each tensor's maximum, on several ranks: either computation of an update, and
+# of a sum in the same order, rounds twice at the size of its result (tolerance.py). On one rank: bit by bit.
 EPS = 2.0
 
 
@@ -36,7 +37,7 @@ class Oracle:
     def __init__(self, spec: ModelSpec, world: int, replicas: int = 1) -> None:
         self.spec, self.world = spec, world
         self.model = build(spec)
-        self.optimizer = adamw(self.model.parameters())
+        self.optimizer = adamw(self.model.parameters(), watched=False)
         # Of the last step, by parameter: the largest element of any rank's gradient of one micro-batch.
         self.largest: dict[str, float] = {}
         self.precision = resolve_precision(POLICIES[spec.policy], spec.storage)
@@ -147,7 +148,7 @@ class Ours:
         self.model: Any = shard(spec, build(spec), fully_shard)
         self.held = {name: nn.Parameter(_local(p)) if local else p for name, p in self.model.named_parameters()}
         self.local = local
-        self.optimizer = adamw(self.held.values())
+        self.optimizer = adamw(self.held.values(), watched=False)
 
     def micro_batches(self, step: int, rank: int) -> None:
         """All forwards and backwards of one step."""

@@ -14,6 +14,9 @@ done here:
 * torch renamed the methods for one flat tensor in 2.13, and the threaded group has one set of names: `_SAME_METHODS`
   below gives it both.
 * Every `init_process_group` puts one more excepthook around the last one; ours is put back.
+* A rank that sits in C code cannot be ended. It is left behind when its run is over, fails the test that started it
+  (tests/conftest.py), and finds nothing of later runs: `_start_coll` below refuses it their collectives, and it neither
+  releases their ranks nor destroys their groups when it ends.
 * It has no asynchronous works: what it returns is done. Overlap is a matter for the `procs` tier.
 """
 
@@ -33,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from tests.harness import worlds
+from tests.harness import collecting, worlds
 from tests.harness.errors import RankReport, RanksFailed, format_stacks
 
 # How long a rank may take to leave its collective after it was told to: it only has to wake up and unwind.
@@ -55,6 +58,41 @@ for _pair in _SAME_METHODS:
     for _have, _want in (_pair, _pair[::-1]):
         if _have in vars(threaded.ProcessLocalGroup) and _want not in vars(threaded.ProcessLocalGroup):
             setattr(threaded.ProcessLocalGroup, _want, vars(threaded.ProcessLocalGroup)[_have])
+
+
+# Rank threads that still ran when their run was over, with their stacks: of the test that runs, and of those before it.
+_LEFT: list[tuple[threading.Thread, str]] = []
+_LEFT_BEFORE: list[threading.Thread] = []
+
+_start_coll_of_torch = threaded.ProcessLocalGroup._start_coll
+
+
+def _start_coll(collective: Any, group: Any) -> Any:
+    run = getattr(threading.current_thread(), "run_of_ranks", None)
+    if run is not None and run.over.is_set():
+        raise SystemExit("this rank was left behind when its test ended; groups are another test's now")
+    return _start_coll_of_torch(collective, group)
+
+
+threaded.ProcessLocalGroup._start_coll = _start_coll  # type: ignore[method-assign]
+
+
+def left_behind() -> str:
+    """Which rank threads the test that is about to end leaves behind, with their stacks; empty if none. Afterwards they
+    are nobody's: asked to end, and not spoken of again.
+    """
+    alive = [(thread, stack) for thread, stack in _LEFT if thread.is_alive()]
+    _LEFT_BEFORE[:] = [thread for thread in _LEFT_BEFORE if thread.is_alive()] + [thread for thread, _ in alive]
+    _LEFT.clear()
+    for thread in _LEFT_BEFORE:
+        _raise_in_thread(thread, SystemExit)
+    return "\n".join(f"{thread.name} could not be ended and is left behind, at:\n{stack}" for thread, stack in alive)
+
+
+def running() -> list[threading.Thread]:
+    """Rank threads that run, but for those that earlier tests left behind."""
+    ranks = [thread for thread in threading.enumerate() if hasattr(thread, "run_of_ranks")]
+    return [thread for thread in ranks if thread not in _LEFT_BEFORE]
 
 
 def several() -> int:
@@ -91,6 +129,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
         return run.join(timeout)
     finally:
         run.release()  # also when the hang timer or Ctrl-C interrupted the join
+        run.leave()
         threaded.ProcessLocalGroup.reset()
         threaded._store_based_barrier = barrier
         threaded._uninstall_threaded_pg()
@@ -107,10 +146,8 @@ class _Run:
         self.results: list[Any] = [None] * world
         self.reports: dict[int, RankReport] = {}
         self.failed = threading.Event()
-        self.threads = [
-            threading.Thread(target=self._rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(world)
-        ]
+        self.over = threading.Event()
+        self.threads = [_RankThread(self, rank) for rank in range(world)]
 
     def join(self, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -147,22 +184,32 @@ class _Run:
             for thread in alive:
                 thread.join(timeout=0.02)
 
-    def _rank_main(self, rank: int) -> None:
+    def leave(self) -> None:
+        """Have nothing more to do with ranks that still run."""
+        self.over.set()
+        for thread in self.threads:
+            if thread.is_alive() and thread.ident is not None:
+                _LEFT.append((thread, format_stacks({thread.ident})))
+
+    def rank_main(self, rank: int) -> None:
         torch.set_num_threads(1)  # a setting of each thread: new ones start with one worker per core
         try:
             dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self.store)
-            self.results[rank] = self.fn(rank, *self.args)
+            with collecting.on_rank(rank, getattr(self.fn, "__qualname__", "")):
+                self.results[rank] = self.fn(rank, *self.args)
         except SystemExit:
             where = traceback.format_exc()
             self.reports.setdefault(rank, RankReport(rank, "released", where, at=time.monotonic()))
         except BaseException as error:
             self.reports.setdefault(rank, RankReport(rank, "raised", traceback.format_exc(), error, time.monotonic()))
         finally:
-            if rank in self.reports:
-                self.failed.set()
-                threaded.ProcessLocalGroup.exception_handle(None)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            # A rank that was left behind would strike another test's.
+            if not self.over.is_set():
+                if rank in self.reports:
+                    self.failed.set()
+                    threaded.ProcessLocalGroup.exception_handle(None)
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
     def _report_hung(self) -> None:
         for rank, thread in enumerate(self.threads):
@@ -178,6 +225,12 @@ class _Run:
                 known = self.reports.get(rank)
                 detail = (known.detail + "\n" if known else "") + f"could not be ended and is left behind, at:\n{stack}"
                 self.reports[rank] = RankReport(rank, "hung", detail, at=time.monotonic())
+
+
+class _RankThread(threading.Thread):
+    def __init__(self, run: _Run, rank: int) -> None:
+        super().__init__(target=run.rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
+        self.run_of_ranks = run
 
 
 def _store_barrier(

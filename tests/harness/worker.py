@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness import collecting
+
 # The worker dumps the stacks of all its threads to its file of stacks on this signal, also while it sits in C code.
 STACKS_SIGNAL = signal.SIGUSR1
 
@@ -133,7 +135,8 @@ def _run(job: Job) -> Any:
                 world_size=job.world,
                 timeout=timedelta(seconds=job.group_timeout),
             )
-        return job.fn(job.rank, *job.args)
+        with collecting.on_rank(job.rank, getattr(job.fn, "__qualname__", "")):
+            return job.fn(job.rank, *job.args)
 
 
 def _write_output_to(path: str) -> None:

@@ -52,9 +52,9 @@ def test_host() -> None:
 
 
 @pytest.mark.slow
-def test_order() -> None:
-    (result,) = _last_line("benchmarks.order", "--rounds", "1")["results"]  # type: ignore[misc]
-    assert result["questions_of_the_first_step"] > 0 and result["questions_of_later_steps"] == 0
+def test_guard() -> None:
+    (result,) = _last_line("benchmarks.guard", "--turns", "1", "--steps", "2")["results"]  # type: ignore[misc]
+    assert set(result["modes"]) == {"off", "structure", "full"}
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def _check_programs(backend: str, names: tuple[str, ...], **variables: str) -> N
             expected = train_reference(RESIDUAL.build(), PROGRAMS[name][1], batches)
             assert breaks == 0, name
             try:
-                assert_same_training(trained, expected, 4 * STEPS)
+                assert_same_training(trained, expected)
             except AssertionError as error:
                 error.add_note(f"in the program: {name}")
                 raise
@@ -165,7 +165,7 @@ def test_uneven_nested_frozen_and_tied_models(world: int) -> None:
         for name, trained in zip(names, results, strict=True):
             case = BY_NAME[name]
             batches = [[case.batch(step, rank) for rank in range(world)] for step in range(STEPS)]
-            assert_same_training(trained, train_reference(case.build(), case.loss, batches), 4 * STEPS)
+            assert_same_training(trained, train_reference(case.build(), case.loss, batches))
 
 
 # ---- batches of other sizes ------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_batches_of_other_sizes() -> None:
     expected = train_reference(RESIDUAL.build(), RESIDUAL.loss, batches)
     for dynamic, graphs in ((None, 4), (True, 2)):
         for trained, made in pool(2).run(_dynamic, dynamic, timeout=TIMEOUT):
-            assert_same_training(trained, expected, 2 * STEPS)
+            assert_same_training(trained, expected)
             assert made == graphs
 
 
@@ -238,7 +238,7 @@ def test_backward_and_gathers_by_hand_in_a_compiled_function() -> None:
     expected = train_reference(RESIDUAL.build(), RESIDUAL.loss, batches)
     for results in pool(2).run(_compiled_steps, timeout=TIMEOUT):
         for trained in results:
-            assert_same_training(trained, expected, 2 * STEPS)
+            assert_same_training(trained, expected)
 
 
 # ---- inductor: generated C++ -----------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _inductor(rank: int, name: str) -> dict[str, Trained]:
 def test_inductor(impl: Any) -> None:
     for results in pool(2).run(_inductor, impl.name, timeout=TIMEOUT):
         for trained in results.values():
-            assert_same_training(trained, reference(2), 4 * STEPS)
+            assert_same_training(trained, reference(2))
 
 
 def _inductor_with(rank: int) -> list[Any]:
@@ -280,9 +280,10 @@ def _inductor_with(rank: int) -> list[Any]:
 def test_inductor_with_recomputation_and_mixed_precision() -> None:
     for recomputed, (theirs, *ours) in pool(2).run(_inductor_with, timeout=TIMEOUT):
         for trained, _, breaks in recomputed:
-            assert_same_training(trained, reference(2), 4 * STEPS)
+            assert_same_training(trained, reference(2))
             assert breaks == 0
         for trained in ours:
+            # The same products and a sum of two: apart is what updates round, twice each (tolerance.py).
             assert_same_training(trained, theirs, 2 * STEPS)
 
 
@@ -295,4 +296,4 @@ def _inductor_unannounced(rank: int) -> list[Trained]:
 def test_inductor_and_a_loss_that_bypasses_the_output() -> None:
     for results in pool(2).run(_inductor_unannounced, timeout=TIMEOUT):
         for broken, trained in zip((False, True), results, strict=True):
-            assert_same_training(trained, unannounced_reference(broken), 4 * STEPS)
+            assert_same_training(trained, unannounced_reference(broken))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.comm import RanksDisagree
+from fullshard.guard import RanksDisagree
 from tests.harness import worlds
 from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks

@@ -27,13 +27,13 @@ def test_transformers_trains(world: int, tied: bool) -> None:
     for actual, expected, losses, whole, _ in pool(world).run(
         transformers._training, "fullshard", tied, timeout=TIMEOUT
     ):
-        assert_same_training(actual, expected, EPS)
+        assert_same_training(actual, expected)
         assert losses == pytest.approx(whole, rel=1e-5)
 
 
 def test_peft_trains(world: int) -> None:
     for actual, expected, with_gradient, dtypes in pool(world).run(peft._training, "fullshard", timeout=TIMEOUT):
-        assert_same_training(actual, expected, EPS)
+        assert_same_training(actual, expected)
         assert len(with_gradient) == 8 and (torch.bfloat16, False, True) in dtypes
 
 
@@ -41,7 +41,7 @@ def test_peft_trains(world: int) -> None:
 def test_accelerate_trains(world: int, lean: bool) -> None:
     options = {"cpu_ram_efficient_loading": lean}
     for actual, expected, *_ in pool(world).run(accelerate._prepared, "fullshard", True, options, timeout=TIMEOUT):
-        assert_same_training(actual, expected, EPS)
+        assert_same_training(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
@@ -50,7 +50,7 @@ def test_accelerate_goes_on(world: int, kind: str, tmp_path: Path) -> None:
     for trained, *_ in pool(world).run(
         accelerate_state._saved_and_loaded, "fullshard", kind, str(tmp_path), timeout=TIMEOUT
     ):
-        assert_same_training(trained, expected, EPS)
+        assert_same_training(trained, expected)
 
 
 @pytest.mark.parametrize("one_file", [False, True], ids=["shards", "one file"])
@@ -58,7 +58,7 @@ def test_fabric_trains_and_saves(world: int, one_file: bool, tmp_path: Path) -> 
     for before, whole, _, early, after, _ in pool(world).run(
         lightning._training, "fullshard", one_file, str(tmp_path / "checkpoint"), timeout=TIMEOUT
     ):
-        assert_same_training(before, whole, EPS)
+        assert_same_training(before, whole)
         assert_same_training(after, before, 0)
         assert early == []
 
@@ -69,4 +69,4 @@ def test_the_trainer_trains_and_resumes(world: int, one_file: bool, tmp_path: Pa
     for epochs in (1, 2):
         expected, _ = lightning_trainer.plain(epochs, world)
         for found in ranks:
-            assert_same_training(found[epochs - 1][0], expected, EPS)
+            assert_same_training(found[epochs - 1][0], expected)

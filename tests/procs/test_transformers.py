@@ -48,7 +48,7 @@ def _training(rank: int, impl: str, tied: bool) -> tuple[Any, Any, list[float], 
 @each_tie
 def test_a_llama_trains_as_one_process_does(impl: Any, tied: bool) -> None:
     for actual, expected, losses, whole, together in pool(WORLD).run(_training, impl.name, tied, timeout=TIMEOUT):
-        assert_same_training(actual, expected, EPS)
+        assert_same_training(actual, expected)
         assert losses == pytest.approx(whole, rel=1e-6)
         assert together is tied
 

@@ -178,11 +178,12 @@ def test_settings_are_documented_and_exist() -> None:
 
 
 def test_settings_have_the_defaults_that_are_documented() -> None:
+    from fullshard.guard import Settings
     from fullshard.policy import Options
 
     rows = [line.split("|")[1:4] for line in table(ROOT / "docs" / "engine.md", "variable")]
     documented = {name.strip(" `"): default.strip(" `") for name, default, _ in rows}
-    options = Options.from_environment({})
+    options, guard = Options.from_environment({}), Settings.read(1800.0, {})
     assert documented == {
         "FULLSHARD_PREFETCH": str(options.prefetch_depth),
         "FULLSHARD_PREFETCH_BYTES": "not set" if options.prefetch_nbytes is None else str(options.prefetch_nbytes),
@@ -193,9 +194,8 @@ def test_settings_have_the_defaults_that_are_documented() -> None:
         "FULLSHARD_PARTIAL_SUMS": options.partial_sums,
         "FULLSHARD_WATCH": options.watch,
         "FULLSHARD_EVAL_ROOT": options.eval_root,
-        "FULLSHARD_SILENCE": str(options.silence_seconds),
-        "FULLSHARD_AGREE": options.agree,
-        "FULLSHARD_ORDER": options.order,
+        "FULLSHARD_GUARD": guard.mode,
+        "FULLSHARD_SILENCE": f"{guard.silence_seconds:g}",
         "FULLSHARD_CHECK": str(int(options.check)),
     }
 

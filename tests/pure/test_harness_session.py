@@ -123,3 +123,43 @@ def test_next():
 
 def test_this_test_carries_the_marker_of_its_tier(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("pure") is not None
+
+
+LEAKS = """
+import torch, torch.distributed as dist
+from tests.harness.errors import RanksFailed
+from tests.harness import threads
+from tests.harness.threads import run_ranks, running
+
+threads._RELEASE_SECONDS = 0.5
+
+def stuck(rank):
+    group = dist.group.WORLD
+    if rank == 0:
+        time.sleep(2.5)  # in C code: it cannot be ended
+        group.allreduce([torch.ones(1)])  # the next test's by now
+
+def test_leaks():
+    with pytest.raises(RanksFailed, match="rank 0 hung"):
+        run_ranks(2, stuck, timeout=0.2)
+
+def summed(rank):
+    value = torch.ones(1)
+    for _ in range(50):
+        time.sleep(0.01)
+        dist.all_reduce(value)
+    return value.item() == 2.0**50
+
+@pytest.mark.parametrize("again", range(8))
+def test_next(again):
+    assert run_ranks(2, summed) == [True, True]
+    assert not running() and not dist.is_initialized()
+"""
+
+
+def test_a_rank_that_is_left_behind_fails_its_test_alone(tmp_path: Path) -> None:
+    """It ends in the middle of the tests after it, having called a collective in their time."""
+    run = _session(tmp_path, LEAKS)
+    assert "1 failed, 8 passed" in run.stdout, run.stdout
+    assert "test_example.py::test_leaks\n" in run.stdout
+    assert "rank 0 could not be ended and is left behind" in run.stdout and "in stuck" in run.stdout

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout import Item, first_difference, variants
-from fullshard.layout.structure import PARAMETER, SETTINGS, UNIT, dumps, loads
+from fullshard.guard import Item, first_difference, shown_ranks, variants
+from fullshard.guard.structure import PARAMETER, SETTINGS, UNIT, dumps, loads
 
 
 def unit(name: str, **facts: str) -> Item:
@@ -54,7 +54,7 @@ DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
     (
         "order",
         [[P, Q, R], [P, R, Q], [P, Q, R]],
-        "a.q: expected the same order of parameters on every rank, found it behind a.p on ranks 0 and 2 and behind a.r",
+        "a.q: expected the same order of parameters on every rank, found it after a.p on ranks 0 and 2 and after a.r",
     ),
     (
         "settings",
@@ -114,3 +114,7 @@ def test_lists_differ_exactly_when_their_texts_do(lists: Any) -> None:
 def test_variants_are_the_majority_first() -> None:
     assert variants({0: "x", 1: "y", 2: "y", 3: "z"}) == {"y": [1, 2], "x": [0], "z": [3]}
     assert list(variants({0: "x", 1: "y"})) == ["x", "y"]
+
+
+def test_ranks_in_words() -> None:
+    assert shown_ranks([2, 0, 1, 5, 6]) == "ranks 0 to 2 and 5 and 6"

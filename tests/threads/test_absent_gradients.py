@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fullshard import fully_shard
 from fullshard.observe import record
+from tests.harness import tolerance
 from tests.harness.models import assert_same_training, collect, seeded
 from tests.harness.threads import WORLD, run_ranks
 
@@ -57,7 +58,7 @@ def loss(model: Any, rank: int, step: int, absent: str) -> Tensor:
 
 def plain(world: int, shared: bool, absent: str) -> Any:
     model = seeded(lambda: Towers(shared))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = tolerance.watch(torch.optim.AdamW(model.parameters(), lr=0.05))
     for step in range(4):
         total: Tensor = sum(loss(model, rank, step, absent) for rank in range(world)) / world  # type: ignore[assignment]
         total.backward()
@@ -88,7 +89,7 @@ def test_gradients_absent_on_some_ranks_do_not_mix_messages(shared: bool, absent
         results = run_ranks(world, rank_main)
         expected = plain(world, shared, absent)
         for trained, messages in results:
-            assert_same_training(trained, expected, 64)
+            assert_same_training(trained, expected)
             assert messages == results[0][1]
 
 

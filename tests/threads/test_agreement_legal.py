@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.comm import RanksDisagree
+from fullshard.guard import RanksDisagree
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Block, Model, Tied, batch, part, shard
@@ -254,9 +254,9 @@ def test_experts_are_compared_among_themselves() -> None:
 # ---- settings ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("setting", "raises"), [("all", True), ("structure", False), ("none", False)])
+@pytest.mark.parametrize(("setting", "raises"), [("full", True), ("structure", False), ("off", False)])
 def test_values_are_compared_unless_it_is_said(setting: str, raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FULLSHARD_AGREE", setting)
+    monkeypatch.setenv("FULLSHARD_GUARD", setting)
 
     def job(rank: int) -> None:
         model = shard(seeded(Small, seed=rank))
@@ -269,11 +269,10 @@ def test_values_are_compared_unless_it_is_said(setting: str, raises: bool, monke
     run_ranks(2, job)
 
 
-@pytest.mark.parametrize(("setting", "raises"), [("structure", True), ("none", False)])
+@pytest.mark.parametrize(("setting", "raises"), [("structure", True), ("off", False)])
 def test_structure_is_compared_unless_it_is_said(setting: str, raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`requires_grad` of a parameter that nothing reduces is a difference without a consequence."""
-    monkeypatch.setenv("FULLSHARD_AGREE", setting)
-    monkeypatch.setenv("FULLSHARD_ORDER", "trust")  # which would find it, too
+    monkeypatch.setenv("FULLSHARD_GUARD", setting)
 
     def job(rank: int) -> None:
         model = shard(copy.deepcopy(BASE))
@@ -303,17 +302,17 @@ def test_an_early_unshard_compares_its_unit() -> None:
 
 def test_nothing_is_asked_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """But at the forwards at which buffers are looked at."""
-    from fullshard.comm import Domain
+    from fullshard.guard import Scope
 
     asked: list[str] = []
-    agree = Domain.agree
+    agree = Scope.agree
 
-    def counting(self: Domain, what: str, value: str) -> Any:
+    def counting(self: Scope, what: str, value: str) -> Any:
         if self.rank == 0 and any(word in what for word in ("buffers", "values", "units", "to_empty")):
             asked.append(what)
         return agree(self, what, value)
 
-    monkeypatch.setattr(Domain, "agree", counting)
+    monkeypatch.setattr(Scope, "agree", counting)
 
     def job(rank: int) -> list[int]:
         model = shard(copy.deepcopy(BASE))

@@ -110,7 +110,7 @@ def test_kept_parts_on_a_mesh_that_replicates(impl: Implementation) -> None:
         return train(rank, model, clip=impl.clip)
 
     replicas = run(rank_main, impl, world=8)
-    assert_same_training(replicas[0], plain_training(8, clip=0.5), 16 * STEPS)
+    assert_same_training(replicas[0], plain_training(8, clip=0.5))
     for other in replicas[1:]:
         assert_same_bits(other, replicas[0])
 
@@ -148,7 +148,7 @@ def test_kept_parts_and_offload(impl: Implementation) -> None:
         return train(rank, model, clip=impl.clip)
 
     trained = run(rank_main, impl, world=4)[0]
-    assert_same_training(trained, plain_training(4, clip=0.5), 4 * STEPS)
+    assert_same_training(trained, plain_training(4, clip=0.5))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_offload_on_a_mesh_that_replicates(window: str, impl: Implementation) ->
         return train(rank, model, window=window, clip=impl.clip)
 
     replicas = run(rank_main, impl, world=4)
-    assert_same_training(replicas[0], plain_training(4, window=window, clip=0.5), 6 * STEPS)
+    assert_same_training(replicas[0], plain_training(4, window=window, clip=0.5))
     for other in replicas[1:]:
         assert_same_bits(other, replicas[0])
 

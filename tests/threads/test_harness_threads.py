@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.harness.errors import RanksFailed
-from tests.harness.threads import run_ranks
+from tests.harness.threads import run_ranks, running
 
 pytestmark = pytest.mark.threads_only(reason="what is tested here is the threads")
 
@@ -29,7 +29,7 @@ def _assert_clean() -> None:
     assert run_ranks(3, _sum_of_ranks) == [3.0] * 3
     assert not dist.is_initialized()
     assert sys.excepthook is hook
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("rank ")]
+    assert not running()
 
 
 def test_results_come_in_rank_order() -> None:

@@ -75,7 +75,7 @@ def test_training_equals_the_plain_model(impl: Implementation, shape: tuple[int,
     for name in ("uneven_mlp", "tied"):
         case = BY_NAME[name]
         replicas = _train(case, shape, impl)
-        assert_same_training(replicas[0], _reference(case, shape[0] * shape[1]), 4 * STEPS)
+        assert_same_training(replicas[0], _reference(case, shape[0] * shape[1]))
         for other in replicas[1:]:
             assert_same_bits(other, replicas[0])
 
@@ -85,7 +85,7 @@ def test_other_shapes_of_parameters(name: str) -> None:
     """Fewer rows than ranks, convolutions, frozen parameters, units within units; and twice the same bits."""
     case = BY_NAME[name]
     replicas = _train(case, (2, 2))
-    assert_same_training(replicas[0], _reference(case, 4), 2 * STEPS)
+    assert_same_training(replicas[0], _reference(case, 4))
     again = _train(case, (2, 2))
     for other in (*replicas[1:], *again):
         assert_same_bits(other, replicas[0])
@@ -148,7 +148,7 @@ def test_replicate(impl: Implementation, case: str) -> None:
     replicas = run_ranks(3, rank_main)
     expected = _reference(model_case, 3)
     for trained in replicas:
-        assert_same_training(Trained(trained.params), Trained(expected.params), 4 * STEPS)
+        assert_same_training(Trained(trained.params), Trained(expected.params, allowed=expected.allowed))
         assert_same_bits(trained, replicas[0])
 
 

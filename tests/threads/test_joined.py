@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fullshard
 from fullshard import PeerFailed, RanksDisagree, joined
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.models import assert_same_training, collect, seeded
 from tests.harness.threads import run_ranks, several
@@ -70,7 +71,7 @@ def test_a_rank_without_a_batch_adds_nothing_to_the_gradient() -> None:
         return collect(training.model, optimizer)
 
     model = seeded(Stack)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = tolerance.watch(torch.optim.AdamW(model.parameters(), lr=0.05))
     for turn in range(3):
         with_batch = [rank for rank in range(world) if turn < counts[rank]]
         for rank in with_batch:
@@ -79,7 +80,7 @@ def test_a_rank_without_a_batch_adds_nothing_to_the_gradient() -> None:
         optimizer.zero_grad()
     expected = collect(model, optimizer)
     for found in run_ranks(world, rank_main):
-        assert_same_training(found, expected, 16)
+        assert_same_training(found, expected)
 
 
 def test_without_a_batch_and_a_filler_all_ranks_say_so() -> None:

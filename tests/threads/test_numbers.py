@@ -46,6 +46,8 @@ class Mixed(nn.Module):
 def _mixed(**options: Any) -> Any:
     model: Any = seeded(Mixed)
     options["ignored_params"] = {model.plain}
+    # No unit has it, so its gradient is the caller's to reduce.
+    model.plain.register_post_accumulate_grad_hook(lambda plain: dist.all_reduce(plain.grad))
     fullshard.fully_shard(model.first, **options)
     fullshard.fully_shard(model.second, **options)
     return fullshard.fully_shard(model, **options)

@@ -349,9 +349,9 @@ def _raise(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def test_order_trust_compares_no_gathers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_off_compares_no_gathers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_always(monkeypatch)
-    monkeypatch.setenv("FULLSHARD_ORDER", "trust")
+    monkeypatch.setenv("FULLSHARD_GUARD", "off")
     asked = Asked(monkeypatch)
 
     def job(rank: int) -> int:
@@ -364,7 +364,7 @@ def test_order_trust_compares_no_gathers_by_hand(monkeypatch: pytest.MonkeyPatch
         return asked.count
 
     assert set(run_ranks(WORLD, job)) == {0}
-    monkeypatch.delenv("FULLSHARD_ORDER")
+    monkeypatch.delenv("FULLSHARD_GUARD")
 
     def alone(rank: int) -> None:
         model = sharded()

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import PeerFailed, fully_shard
-from fullshard.comm import domain_of
-from fullshard.comm.faults import Fault
+from fullshard.guard import Fault, scope_of
 from fullshard.lifecycle import Command
 from fullshard.runtime import unit_of
 from tests.harness.models import seeded
@@ -66,9 +65,9 @@ def refused_steps(rank: int, steps: int) -> tuple[list[Tensor], set[str]]:
     """In each step another command is refused, at its first attempt."""
     training = Training(rank)
     training.step(0)
-    domain, refused = domain_of(range(dist.get_world_size())), set()
+    scope, refused = scope_of(range(dist.get_world_size())), set()
     root = unit_of(training.model).root  # type: ignore[union-attr]
-    assert domain is not None and root is not None
+    assert scope is not None and root is not None
     left = -1
 
     def refuse(command: Command) -> None:
@@ -76,8 +75,8 @@ def refused_steps(rank: int, steps: int) -> tuple[list[Tensor], set[str]]:
         left -= 1
         if left == 0:
             refused.add(command.kind)
-            domain.publish("raised", "injected")
-            domain.fail(Fault(rank, "raised", "injected"))
+            scope.publish("raised", "injected")
+            scope.fail(Fault(rank, "raised", "injected"))
 
     root.executor.listeners.append(refuse)
     for number in range(1, steps):

@@ -121,7 +121,7 @@ def test_any_dim_trains_clips_and_saves_as_plain_training(impl: Implementation, 
         _even(), _loss, [[_batch(step, rank) for rank in range(world)] for step in range(STEPS)], clipped
     )
     for trained in run(rank_main, impl, world=world):
-        assert_same_training(trained, expected, 64)
+        assert_same_training(trained, expected)
 
 
 @behaviour("`shard_placement_fn` may answer None for dim 0", area="placement")

@@ -72,7 +72,7 @@ def trained(case: Case, impl: Implementation, rank: int) -> tuple[nn.Module, tor
 def finish(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, expected: Trained) -> None:
     """Train the last steps and compare with plain training."""
     train(case, model, optimizer, rank, range(BEFORE, BEFORE + AFTER))
-    assert_same_training(collect(model, optimizer), expected, EPS)
+    assert_same_training(collect(model, optimizer), expected)
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_state_dicts_are_sharded_at_any_moment_without_a_message(impl: Implement
                     (case.loss(plain, case.batch(step, other)) / WORLD).backward()
             plain_optimizer.step()
             plain_optimizer.zero_grad()
-        assert_same_training(collect(model, optimizer), collect(plain, plain_optimizer), EPS)
+        assert_same_training(collect(model, optimizer), collect(plain, plain_optimizer))
 
     run(rank_main, impl)
 

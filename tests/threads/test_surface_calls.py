@@ -154,7 +154,7 @@ def test_an_embedding_is_not_gathered_in_backward(impl: Implementation) -> None:
         model.embedding.set_unshard_in_backward(False)
         seen: list[set[type]] = []
         model.layer.register_full_backward_hook(lambda *_: seen.append(kinds(model.embedding)))
-        assert_same_training(_train_tokens(model, [rank]), expected, 40)
+        assert_same_training(_train_tokens(model, [rank]), expected)
         assert seen == [{DTensor}] * 3
         if impl is FULLSHARD:
             with record(model) as trace:
@@ -181,7 +181,7 @@ def test_weights_that_backward_reads_all_the_same(impl: Implementation) -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model: Any = sharded(impl, seeded(Tokens))
         model.layer.set_unshard_in_backward(False)
-        assert_same_training(_train_tokens(model, [rank]), expected, 40)
+        assert_same_training(_train_tokens(model, [rank]), expected)
 
     run(rank_main, impl)
 

@@ -115,7 +115,7 @@ def _assert_method_trains(
         if not root:
             model(_batch(0, rank))  # the outermost module runs first
         found = _train_method(model, talker, method, [rank])
-        assert_same_training(found, expected, 40)
+        assert_same_training(found, expected)
         assert kinds(model) == {DTensor}
 
     run(rank_main, impl, world=world)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 from .._torch_compat import cut_dim, local_of
 from ..comm import all_reduce_over
 from ..param import NormMesh, PendingGrad
+from ..runtime.step_facts import note_clip
 
 
 def clip_grad_norm_(
@@ -39,6 +40,7 @@ def clip_grad_norm_(
     gradient was accumulated but not reduced.
     """
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    note_clip(items, max_norm, norm_type)
     items = [p for p in items if p.grad is not None]
     if not items:
         return torch.tensor(0.0)

@@ -20,6 +20,7 @@ from ..runtime.direct_calls import name_direct_calls
 from ..runtime.hooks import UnitHooks
 from ..runtime.replaced import note_replaced
 from ..runtime.state_dict import hook_state_dict
+from ..runtime.step_facts import ignored_names
 from . import validate
 from .mesh_dims import Whole, data_parallel_axes
 from .module import sharded_class
@@ -120,6 +121,7 @@ def fully_shard(
         reshard_after_forward=reshard,
         note_values=guarded is not None and guarded.settings.mode == "full",
     )
+    unit.ignored_names = ignored_names(roots, ignored)
     own_parameters(unit)
     UnitHooks(unit)
     note_replaced(unit, found)

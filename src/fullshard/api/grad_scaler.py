@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..comm import all_reduce_over
+from ..runtime.step_facts import note_unscale
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -27,6 +28,13 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         per_device: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        settings = {
+            "scale": 1.0 / float(inv_scale) if inv_scale.device.type == "cpu" else "on a device",
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+        }
+        note_unscale(optimizer, settings)
         # Of all parameters, also those without a gradient here: ranks have to agree on the messages.
         groups = _groups(parameter for group in optimizer.param_groups for parameter in group["params"])
         for found in per_device.values():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..comm import agreed, sum_over, together_over
-from ..param import ParamGroup, ShardedParam, fingerprints, poison
+from ..param import ParamGroup, ShardedParam, fingerprints, note_loaded, poison
 from ..runtime import Unit, unit_of
 from ..runtime.forming import module_units
 from ..runtime.names import clean_name
@@ -259,6 +259,8 @@ def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
                 source = _written(param, full)
                 if id(param.sharded) in lost:
                     _keep_part(group, param, source)
+                    if unit is not None and unit.notes_values:
+                        note_loaded(param, source)
     finally:
         for group in groups:
             group.swap.put(group.swap.spread([param.sharded for param in group.params]))

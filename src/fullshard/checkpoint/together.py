@@ -68,7 +68,9 @@ def _decide(messages: list[Message], decide: Callable[[list[Message]], Message])
     places = variants({rank: message["at"] for rank, message in enumerate(messages)})
     if len(places) > 1:
         found = " and ".join(f"{shown_ranks(ranks)} {place}" for place, ranks in places.items())
-        text = f"expected all ranks at the same call, found {found}; make the same calls on all ranks, in the same order"
+        text = (
+            f"expected all ranks at the same call, found {found}; make the same calls on all ranks, in the same order"
+        )
         return {"error": describe(CheckpointError(text)), "ranks": []}
     failed = [rank for rank, message in enumerate(messages) if "error" in message]
     if failed:

@@ -16,6 +16,8 @@ from .agree import together_over as together_over
 from .agree import told_by_one as told_by_one
 from .blocks import block_of as block_of
 from .broadcast import broadcast_over as broadcast_over
+from .comparison import Comparison as Comparison
+from .comparison import Digits as Digits
 from .custom import CustomBuffers as CustomBuffers
 from .custom import CustomGroup as CustomGroup
 from .extension import ExtensionGather as ExtensionGather

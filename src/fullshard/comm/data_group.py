@@ -184,8 +184,12 @@ class DataGroup:
         )
 
     def _told_in_time(self, wait: Wait) -> Fault | None:
-        end = time.monotonic() + max(_CLOSED_SECONDS, self.scope.watch.settings.beat_seconds + 2)
+        watch, seconds = self.scope.watch, _CLOSED_SECONDS
         with suppress(RuntimeError):
+            if not watch.records.is_one_machine():
+                # Whether a process of another one is gone is known by its signs of life alone.
+                seconds = max(seconds, watch.settings.beat_seconds + 2)
+            end = time.monotonic() + seconds
             wait_until(lambda: wait.fault is not None or time.monotonic() > end, wait)
         return wait.fault
 

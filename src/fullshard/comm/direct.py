@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..layout import ReduceLayout, launches
 from ..policy import Scale
+from .comparison import Comparison
 from .data_group import drain
 from .group import Message, ShardGroup, Work
 from .message import MessageReduce, sum_of_rows
@@ -81,7 +82,9 @@ class DirectReduce(MessageReduce):
         self.padding = layout.unwritten(group.rank)
         self._receive_keys: dict[torch.dtype, list[int]] = {}
 
-    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+    def send(
+        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
+    ) -> FirstStage:
         keys = self._receive_keys.get(dtype)
         if keys is None:
             known = [("direct", run.own_numel, self.group.world, dtype) for run in self._runs]
@@ -93,7 +96,7 @@ class DirectReduce(MessageReduce):
         messages: list[Message] = [(each.receive.tensor, each.sent, each.run.numels) for each in arriving]
         messages.append((receive.tensor, send.tensor, ()))
         works = [work for start, stop in self._launches for work in self.group.exchange_all(messages[start:stop])]
-        return _Direct(self, works, send, receive, arriving)
+        return _Direct(self, works, send, receive, arriving, carried)
 
     def _ends(self, run: _Run, gradient: Tensor | None, dtype: torch.dtype, key: int) -> _Arriving:
         """What is sent of one gradient, and where it arrives."""
@@ -113,13 +116,20 @@ class DirectReduce(MessageReduce):
 
 class _Direct(FirstStage):
     def __init__(
-        self, channel: DirectReduce, works: list[Work], send: Slot, receive: Slot, arriving: list[_Arriving]
+        self,
+        channel: DirectReduce,
+        works: list[Work],
+        send: Slot,
+        receive: Slot,
+        arriving: list[_Arriving],
+        carried: Comparison | None,
     ) -> None:
         """`works`: of `arriving`, and of the message behind them. Some may be the same one."""
         self._channel = channel
         self._works = deque(works)
         self._send = send
         self._receive = receive
+        self._carried = carried
         # In the order in which they were sent.
         self._arriving = deque(arriving)
         # Made when the first one is received: the chunk, and its pieces.
@@ -143,6 +153,9 @@ class _Direct(FirstStage):
             self._receive_one()
         self._works.popleft().wait()
         channel, total = self._channel, self._made()
+        if self._carried is not None:
+            rows = channel.facts_rows(self._receive.tensor, channel.group.world, channel.layout.message_start)
+            self._carried.met(rows)
         channel.sum_into(self._pieces[-1], self._receive.tensor)
         self._give_back()
         return total

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..layout import ReduceLayout, sends_directly
 from ..policy import Scale
+from .comparison import Comparison
 from .group import NodeLinks, ShardGroup, Work
 from .message import BothEnds, MessageReduce, sum_in_order, sum_of_rows
 from .pool import BufferPool, Slot
@@ -62,12 +63,16 @@ class HierarchicalReduce(MessageReduce):
         # Elements that one rank of a node has of the sums of that node.
         self.run_numel = nodes.grid.nodes * layout.chunk_numel
 
-    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+    def send(
+        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
+    ) -> FirstStage:
         receive = self.pool.take(self.key("receive", dtype), self.layout.numel, dtype, self.device, self._runs)
-        return _Hops(self, self.nodes.within.exchange(receive.tensor, send.tensor), send, receive)
+        return _Hops(self, self.nodes.within.exchange(receive.tensor, send.tensor), send, receive, carried)
 
-    def send_partials(self, receive: Slot) -> tuple[Work, Slot, Slot]:
+    def send_partials(self, receive: Slot, carried: Comparison | None) -> tuple[Work, Slot, Slot]:
         """Add what the ranks of this node sent, and send it to those who own it; the message and both of its ends."""
+        if carried is not None:
+            carried.met(self.facts_rows(receive.tensor, self.layout.pack.world))
         dtype, numel = self.dtypes.sum, self.run_numel
         partial = self.pool.take(self.key("partial", dtype), numel, dtype, self.device)
         self.add(receive, 1.0, partial.tensor)
@@ -76,6 +81,8 @@ class HierarchicalReduce(MessageReduce):
             wide, partial = partial, self.pool.take(self.key("partial", travels), numel, travels, self.device)
             partial.tensor.copy_(wide.tensor)
             self.pool.give(wide)
+        if carried is not None:
+            carried.write(self.facts_rows(partial.tensor, self.nodes.grid.nodes))
         arriving = self.pool.take(self.key("partials", travels), numel, travels, self.device, self._chunks)
         return self.nodes.across.exchange(arriving.tensor, partial.tensor), partial, arriving
 
@@ -100,13 +107,16 @@ class _Hops(BothEnds):
 
     has_next = True
 
-    def __init__(self, channel: HierarchicalReduce, work: Work, send: Slot, receive: Slot) -> None:
+    def __init__(
+        self, channel: HierarchicalReduce, work: Work, send: Slot, receive: Slot, carried: Comparison | None
+    ) -> None:
         super().__init__(channel.pool, work, send, receive)
         self._channel = channel
+        self._carried = carried
 
     def advance(self) -> None:
         self._work.wait()
-        work, send, receive = self._channel.send_partials(self._receive)
+        work, send, receive = self._channel.send_partials(self._receive, self._carried)
         self.give_back()
         self._work, self._send, self._receive = work, send, receive
         self.hop, self.has_next = Hop.NODES, False
@@ -114,6 +124,8 @@ class _Hops(BothEnds):
     def total(self) -> Tensor:
         self._work.wait()
         channel = self._channel
+        if self._carried is not None:
+            self._carried.met(channel.facts_rows(self._receive.tensor, channel.nodes.grid.nodes))
         total = torch.empty(channel.layout.chunk_numel, dtype=channel.dtypes.sum, device=channel.device)
         channel.add(self._receive, channel.scale.before, total)
         self.give_back()

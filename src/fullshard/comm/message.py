@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import ReduceLayout, contiguous_stride
+from ..layout import FACTS_NUMEL, ReduceLayout, contiguous_stride
 from ..layout.chunks import SendRegion
 from ..policy import Scale
+from .comparison import CARRIERS, Comparison
 from .data_group import drain
 from .group import ShardGroup, Work
 from .pool import BufferPool, Slot
@@ -40,6 +41,8 @@ class MessageReduce:
 
     # Whether all gradients are in the send buffer on backends that keep none, so that it is large and often new.
     packs_all = False
+    # Whether chunks arrive here as they were sent, so that digests in them can be compared.
+    compares = True
 
     def __init__(
         self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
@@ -74,10 +77,25 @@ class MessageReduce:
         accumulated: bool,
         partials: Sequence[Tensor | None] = (),
         keep: bool = False,
+        carried: Comparison | None = None,
     ) -> Reduction:
         dtype = self.send_dtype(accumulated)
         send, complete = self.fill(gradients, dtype)
-        return StagedReduction(self, self.after, self.send(send, dtype, gradients), complete, partials, keep=keep)
+        if carried is not None and self.compares:
+            carried.write(self.facts_rows(send.tensor, self._world, self.layout.message_start))
+        first = self.send(send, dtype, gradients, carried)
+        return StagedReduction(self, self.after, first, complete, partials, keep=keep, carried=carried)
+
+    @property
+    def carries(self) -> bool:
+        """Whether a reduction can carry a comparison."""
+        dtypes = {self.dtypes.wire, self.dtypes.reduce, self.dtypes.sum}
+        return (self.compares or not self.after.native) and dtypes <= CARRIERS
+
+    def facts_rows(self, buffer: Tensor, count: int, start: int = 0) -> Tensor:
+        """Of `count` chunks in `buffer`, from element `start` of each on, what is compared: (count, FACTS_NUMEL)."""
+        layout = self.layout
+        return buffer.as_strided((count, FACTS_NUMEL), (layout.chunk_numel - start, 1), layout.facts_offset - start)
 
     def send_dtype(self, accumulated: bool) -> torch.dtype:
         """In which dtype gradients are put into the send buffer: the wire dtype, or of sums over several backwards the
@@ -85,8 +103,11 @@ class MessageReduce:
         return self.dtypes.reduce if accumulated else self.dtypes.wire
 
     @abstractmethod
-    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
-        """Send the buffer, which is given back when it is no longer needed, and the direct ones of `gradients`."""
+    def send(
+        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
+    ) -> FirstStage:
+        """Send the buffer, which is given back when it is no longer needed, and the direct ones of `gradients`. What
+        arrives is compared as `carried` says, where the buffer carries a digest."""
 
     def key(self, use: str, dtype: torch.dtype) -> int:
         found = self._keys.get((use, dtype))

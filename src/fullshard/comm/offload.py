@@ -135,6 +135,11 @@ class OffloadedReduce:
         # The round of the link in which a result of this channel was last collected.
         self.landed_in = -1
 
+    @property
+    def carries(self) -> bool:
+        """See `ReduceChannel.carries`."""
+        return self._inner.carries
+
     def issue(self, *args: Any, **kwargs: Any) -> Reduction:
         """See `ReduceChannel.issue`."""
         return _Landing(self, self._inner.issue(*args, **kwargs))

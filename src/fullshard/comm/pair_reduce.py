@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layout import ReduceLayout
 from ..policy import Scale
+from .comparison import Comparison
 from .data_group import drain
 from .group import ShardGroup, Work
 from .message import MessageReduce
@@ -37,7 +38,9 @@ class PairReduce(MessageReduce):
         self.ranges.append((layout.message_start, layout.message_numel))
         self.padding = layout.unwritten(group.rank)
 
-    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+    def send(
+        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
+    ) -> FirstStage:
         large = [
             torch.zeros(numel * self.group.world, dtype=dtype, device=self.device)
             if (gradient := gradients[index]) is None
@@ -59,7 +62,7 @@ class PairReduce(MessageReduce):
         theirs = {peer: receive.views[i * width : (i + 1) * width] for i, peer in enumerate(peers)}
         leaving = {peer: mine[peer] for peer in peers}
         works = self.group.exchange_each(theirs, leaving, GRADIENTS_TAG)
-        return _Pairs(self, works, mine, theirs, (send, receive))
+        return _Pairs(self, works, mine, theirs, (send, receive), carried)
 
     def _chunks(self, receive: Tensor) -> list[Tensor]:
         chunks = receive.view(-1, self.layout.chunk_numel).unbind()
@@ -74,6 +77,7 @@ class _Pairs(FirstStage):
         mine: list[list[Tensor]],
         theirs: dict[int, list[Tensor]],
         slots: tuple[Slot, Slot],
+        carried: Comparison | None,
     ) -> None:
         self._channel = channel
         self._works = works
@@ -81,6 +85,7 @@ class _Pairs(FirstStage):
         self._mine = mine
         self._theirs = theirs
         self._slots = slots
+        self._carried = carried
 
     @property
     def held_nbytes(self) -> int:
@@ -91,6 +96,8 @@ class _Pairs(FirstStage):
     def total(self) -> Tensor:
         self._wait()
         channel = self._channel
+        if self._carried is not None:
+            self._carried.met(channel.facts_rows(self._slots[1].tensor, channel.group.world - 1))
         group, dtype = channel.group, channel.dtypes.sum
         total = torch.empty(channel.layout.chunk_numel, dtype=dtype, device=channel.device)
         for start, stop in channel.padding:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..layout import Pack, ReduceLayout, sends_directly
 from ..policy import Controls, resolve_scale
+from .comparison import Comparison
 from .custom import CustomBuffers, CustomGroup
 from .data_group import drain
 from .direct import DirectReduce
@@ -48,11 +49,15 @@ from .replicate import AfterSum
 class FlatReduce(MessageReduce):
     """The gradients in one buffer, which is all there is to sum on this axis; scaled as DDP does it, before."""
 
+    compares = False
+
     def send_dtype(self, accumulated: bool) -> torch.dtype:
         # The other axis sums in this buffer, which is as large as the parameters: in the dtype that was asked for.
         return self.dtypes.reduce
 
-    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+    def send(
+        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
+    ) -> FirstStage:
         if not self.after.averages and self.scale.before != 1:
             send.tensor.div_(self.scale.before)
         return _Flat(self.pool, send)
@@ -82,21 +87,28 @@ class _Flat(FirstStage):
 class ExchangeReduce(MessageReduce):
     """All-to-all in the wire dtype, then a sum in rank order in the sum dtype."""
 
-    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+    def send(
+        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
+    ) -> FirstStage:
         receive = self.pool.take(self.key("receive", dtype), self.layout.numel, dtype, self.device, self._chunks)
-        return _Exchange(self, self.group.exchange(receive.tensor, send.tensor), send, receive)
+        return _Exchange(self, self.group.exchange(receive.tensor, send.tensor), send, receive, carried)
 
     def _chunks(self, receive: Tensor) -> list[Tensor]:
         return list(receive.view(self.group.world, self.layout.chunk_numel).unbind())
 
 
 class _Exchange(BothEnds):
-    def __init__(self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot) -> None:
+    def __init__(
+        self, channel: ExchangeReduce, work: Work, send: Slot, receive: Slot, carried: Comparison | None
+    ) -> None:
         super().__init__(channel.pool, work, send, receive)
         self._channel = channel
+        self._carried = carried
 
     def total(self) -> Tensor:
         self._work.wait()
+        if self._carried is not None:
+            self._carried.met(self._channel.facts_rows(self._receive.tensor, self._channel.group.world))
         total = sum_in_order(self._receive.views, self._channel.dtypes.sum)
         if self._channel.scale.before != 1:
             total.div_(self._channel.scale.before)
@@ -107,10 +119,14 @@ class _Exchange(BothEnds):
 class NativeReduce(MessageReduce):
     """One reduce-scatter of the backend, in the reduce dtype. The order of its sum is the backend's."""
 
+    compares = False
+
     def send_dtype(self, accumulated: bool) -> torch.dtype:
         return self.dtypes.reduce
 
-    def send(self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> FirstStage:
+    def send(
+        self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
+    ) -> FirstStage:
         if self.scale.overflows and self.scale.before != 1:
             # A sum of many float16 gradients overflows before the division; FSDP2 divides before the sum too.
             send.tensor.div_(self.scale.before)

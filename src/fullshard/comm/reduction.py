@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .comparison import Comparison
+
 
 class Dtypes(NamedTuple):
     """The dtypes of one reduction (see policy/precision.py)."""
@@ -123,6 +125,11 @@ class Reduction(Protocol):
 class ReduceChannel(Protocol):
     """How the gradients of one group are reduced."""
 
+    @property
+    def carries(self) -> bool:
+        """Whether a reduction can carry a comparison to all ranks of the mesh."""
+        ...
+
     def issue(
         self,
         gradients: Sequence[Tensor | None],
@@ -130,18 +137,22 @@ class ReduceChannel(Protocol):
         accumulated: bool,
         partials: Sequence[Tensor | None] = (),
         keep: bool = False,
+        carried: Comparison | None = None,
     ) -> Reduction:
         """Send `gradients`, one full gradient (unpadded shape) per parameter of the pack or None.
 
         `accumulated`: they are sums over several backwards in the reduce dtype. The gradients may be freed on return.
         `partials`: what earlier reductions with `keep` left, per parameter; they are added, and stay the caller's.
         `keep`: stop before the ranks that replicate the shards are asked.
+        `carried`: travels with the message, where the channel `carries`.
         """
         ...
 
 
 class LocalReduce:
     """One rank: its gradients are the result."""
+
+    carries = False
 
     def __init__(self, storage: torch.dtype, divide_factor: float | None) -> None:
         self._storage = storage
@@ -154,6 +165,7 @@ class LocalReduce:
         accumulated: bool,
         partials: Sequence[Tensor | None] = (),
         keep: bool = False,
+        carried: Comparison | None = None,
     ) -> Reduction:
         if self._factor is not None:
             gradients = [None if g is None else g / self._factor for g in gradients]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..layout import ReduceLayout
 from ..policy import Scale
+from .comparison import Comparison
 from .data_group import drain
 from .group import MEAN, SUM, ShardGroup, Work
 from .reduction import Dtypes, FirstStage, Hop
@@ -66,6 +67,7 @@ class StagedReduction:
         partials: Sequence[Tensor | None],
         *,
         keep: bool,
+        carried: Comparison | None = None,
     ) -> None:
         self._chunks = chunks
         self._after = after
@@ -74,6 +76,7 @@ class StagedReduction:
         self._partials = partials
         # Without ranks that replicate there is nothing to wait for, and so nothing to keep.
         self.keeps = keep and after.replicate is not None
+        self._carried = carried
         self._total: Tensor | None = None
         self._work: Work | None = None
         if first.reuses:
@@ -121,6 +124,8 @@ class StagedReduction:
         self._total = total
         replicate = self._after.replicate
         if replicate is not None and not self.keeps:
+            if self._carried is not None:
+                self._carried.ask_replicas(replicate)
             self._work = replicate.all_reduce(total, MEAN if self._after.averages else SUM)
         return total
 
@@ -129,12 +134,16 @@ class StagedReduction:
         try:
             if self._work is not None:
                 self._work.wait()
+            if self._carried is not None:
+                self._carried.arrive()
             return self._kept(total) if self.keeps else self._chunks.split(self._finished(total), self._complete)
         finally:  # a hook may raise
             self._total = self._work = None
             self._first.release()
 
     def abandon(self) -> None:
+        if self._carried is not None:
+            self._carried.abandon()
         if self._total is None:
             self._first.abandon()
             return

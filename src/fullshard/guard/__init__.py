@@ -3,7 +3,8 @@
 `watch` (one for a process: signs of life, waits, who finds out), `scope` (the ranks of a mesh: questions, failures,
 meetings), `wait` (the one way to wait), `diagnosis` (why waits last), `store` (what stands in the store), `process`
 (what can be seen of one from outside), `fault` and `errors` (what is told and raised), `order` (the order of messages,
-pure), `structure` (what a model is, pure), `question` (questions about long texts), `settings` (what users choose).
+pure), `facts` (what a rank did to its shards, pure), `structure` (what a model is, pure), `question` (questions about
+long texts), `settings` (what users choose).
 """
 
 from . import structure as structure

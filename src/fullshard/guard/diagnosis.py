@@ -16,12 +16,12 @@ when two readings show the same waits. And who looks late itself accuses nobody 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .fault import Fault
-from .process import condition
+from .process import Host
 from .store import ranks_of
 from .structure import shown_ranks
 
@@ -73,12 +73,22 @@ class Record:
         return wait["name"] in far["issued"] or (own is not None and own["name"] == wait["name"])
 
 
+@dataclass
+class _Seen:
+    """A record as it is since `since`; `used`: the processor time of its process then."""
+
+    text: str
+    record: Record
+    since: float
+    used: int
+
+
 class Reader:
     """What one rank has seen of the others' records, on its own clock."""
 
-    def __init__(self) -> None:
-        # Of each rank its last record, since when it is the last, and the processor time it had used then.
-        self._seen: dict[int, tuple[str, float, int]] = {}
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._seen: dict[int, _Seen] = {}
         self._stuck: frozenset[tuple[int, float]] = frozenset()
 
     def forget(self) -> None:
@@ -91,30 +101,26 @@ class Reader:
         found = {}
         for rank, text in texts.items():
             known = self._seen.get(rank)
-            if known is None or known[0] != text:
+            if known is None or known.text != text:
                 said = _loads(text)
-                used = condition(said["process"])[1] if said is not None else 0
-                if said is None and known is not None:
-                    text = known[0]
-                else:
-                    self._seen[rank] = (text, now, used)
-            said = _loads(text)
-            if said is not None:
-                found[rank] = Record(rank, said)
+                if said is not None:
+                    known = _Seen(text, Record(rank, said), now, self._host.condition(said["process"])[1])
+                    self._seen[rank] = known
+            if known is not None:
+                found[rank] = known.record
         return found
 
     def lost(self, record: Record, silence: float, now: float) -> str:
         """What is wrong with the process of `record`; "": nothing."""
-        what, used = condition(record.said["process"])
+        what, used = self._host.condition(record.said["process"])
         if what == "gone" and "ended" not in record.said:
             return "gave no sign of life since its process has ended"
-        text, since, used_then = self._seen[record.rank]
-        silent = now - since
-        if not silence or silent < silence:
+        seen = self._seen[record.rank]
+        if not silence or now - seen.since < silence:
             return ""
-        if what == "exists" and used > used_then:
+        if what == "exists" and used > seen.used:
             # It computes: some call holds the interpreter lock, and nothing else is wrong.
-            self._seen[record.rank] = (text, now, used)
+            seen.since, seen.used = now, used
             return ""
         how = {"stopped": "it is stopped", "exists": "it exists and does nothing", "gone": "it has ended"}
         return f"gave no sign of life for {silence:g} s: {how.get(what, 'killed, stopped or hanging')}{record.place}"
@@ -142,16 +148,63 @@ def _has_come(rank: int, wait: Mapping[str, Any], records: Mapping[int, Record])
     return rank in records and records[rank].has_come(wait)
 
 
+def needed(records: Iterable[Record]) -> set[int]:
+    """The ranks that somebody waits for, whether they have come or not."""
+    ranks = {str(wait["ranks"]): wait["ranks"] for record in records if (wait := record.wait) is not None}
+    return {rank for its in ranks.values() for rank in ranks_of(its)}
+
+
+def _alike(wait: Mapping[str, Any]) -> tuple[object, ...]:
+    """Equal for waits that are for the same: of ten thousand ranks nearly all."""
+    name = "" if wait["kind"] == "ask" else wait["name"]
+    return wait["kind"], wait["scope"], wait["epoch"], name, wait["number"], str(wait["ranks"])
+
+
 def stuck(records: Mapping[int, Record]) -> dict[int, Record]:
     """The greatest set of ranks each of which waits for one of the set: nobody of them can go on."""
     waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record)}
-    needs = {rank: set(missing(record.said["wait"], records, rank)) for rank, record in waiting.items()}
-    while True:
-        free = [rank for rank in waiting if not needs[rank] & waiting.keys()]
-        if not free:
-            return waiting
-        for rank in free:
-            del waiting[rank]
+    # Ranks by what they wait for, and of that the ranks that have not come and wait themselves.
+    members: dict[tuple[object, ...], list[int]] = {}
+    for rank, record in waiting.items():
+        members.setdefault(_kind_of(record), []).append(rank)
+    absent = {
+        one: waiting.keys() & missing(waiting[ranks[0]].said["wait"], records, -1) for one, ranks in members.items()
+    }
+    for one, (rank, *_) in members.items():
+        if waiting[rank].said["wait"]["also"] == "device":
+            # Its host goes on, and may come to anything but what it has passed: those who wait for it before that.
+            before = {other for other in absent[one] if _is_before(waiting[other], waiting[rank])}
+            absent[one] = {other for other in before if rank in absent[_kind_of(waiting[other])]}
+    waited_for: dict[int, list[tuple[object, ...]]] = {}
+    for one, ranks in absent.items():
+        for rank in ranks:
+            waited_for.setdefault(rank, []).append(one)
+    free: list[int] = []
+    changed = list(members)
+    while changed or free:
+        while changed:
+            one = changed.pop()
+            if len(absent[one]) <= 1:  # nobody waits for himself
+                free += [rank for rank in members[one] if absent[one] <= {rank}]
+        while free:
+            rank = free.pop()
+            if waiting.pop(rank, None) is not None:
+                for one in waited_for.get(rank, ()):
+                    absent[one].discard(rank)
+                    changed.append(one)
+    return waiting
+
+
+def _kind_of(record: Record) -> tuple[object, ...]:
+    """Equal for ranks that wait for the same; what a device waits for is a matter of its rank."""
+    wait = record.said["wait"]
+    return (*_alike(wait), record.rank if wait["also"] == "device" else -1)
+
+
+def _is_before(record: Record, passed: Record) -> bool:
+    """Whether `record` waits in the same order of messages and questions as `passed`."""
+    wait = record.said["wait"]
+    return wait["kind"] not in ("torch", "meet") and wait["scope"] == passed.said["wait"]["scope"]
 
 
 def _proves(record: Record) -> bool:
@@ -185,8 +238,10 @@ def _alone(alone: Mapping[int, Record], found: Mapping[int, Record]) -> str:
     first = next(iter(alone.values()))
     wait = first.said["wait"]
     ranks = [rank for rank, record in alone.items() if _same(record.said["wait"], wait)]
-    others = [record for rank, record in sorted(found.items()) if rank not in alone]
-    needs = shown_ranks(ranks_of(wait["ranks"]))
+    needed = ranks_of(wait["ranks"])
+    others = [record for rank, record in found.items() if rank not in alone]
+    others.sort(key=lambda record: (record.rank not in needed, record.rank))
+    needs = shown_ranks(needed)
     waits = f"{shown_ranks([others[0].rank])} waits in {others[0].said['wait']['what']}" if others else "others wait"
     return (
         f"expected all ranks to take the same calls, found {shown_ranks(ranks)} in {wait['what']}{first.place}, which "

@@ -56,6 +56,11 @@ class Action(NamedTuple):
         return " ".join((self.kind, f"{self.family}.{self.unit}", self.name, self.sizes, *self.flags))
 
     @property
+    def doing(self) -> str:
+        """What a rank does that compares it with the others, in words."""
+        return f"a comparison, about to {_phrase(self)}"
+
+    @property
     def starts(self) -> bool:
         """Whether the program begins anew with it."""
         return any(flag in _STARTS for flag in self.flags)
@@ -173,6 +178,8 @@ class Order:
             return
         self.place += 1
         if script is None:
+            if len(self._new) >= self._limit:
+                self._new = []  # a program that never starts anew
             self._new.append(action)
             return
         # The others of this start: one may go on like this.

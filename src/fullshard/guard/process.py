@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 _PROC = Path("/proc")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -89,3 +92,46 @@ def is_within(thread: int, folder: str, torch: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class Event(Protocol):
+    """What is used of `threading.Event`."""
+
+    def set(self) -> None: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
+class Host:
+    """The time, and what is seen of processes, for one `Watch`. Benchmarks and tests give it another one."""
+
+    def now(self) -> float:
+        """Seconds, of a clock that is never put back."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let other threads go on."""
+        time.sleep(seconds)
+
+    def event(self) -> Event:
+        """What one thread waits for, and another one sets."""
+        return threading.Event()
+
+    def identity(self) -> str:
+        """See `identity`."""
+        return identity()
+
+    def condition(self, process: str) -> tuple[str, int]:
+        """See `condition`."""
+        return condition(process)
+
+    def place(self, thread: int, torch: str) -> str:
+        """See `place`."""
+        return place(thread, torch)
+
+    def called(self, thread: int, torch: str) -> str:
+        """See `called`."""
+        return called(thread, torch)
+
+    def is_within(self, thread: int, folder: str, torch: str) -> bool:
+        """See `is_within`."""
+        return is_within(thread, folder, torch)

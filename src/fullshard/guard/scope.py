@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .fault import TEXT_CHARACTERS, Fault
@@ -49,7 +50,7 @@ class Scope:
 
     def __init__(self, watch: Watch, ranks: tuple[int, ...], apart: str = "") -> None:
         self.watch, self.ranks, self.rank = watch, ranks, watch.rank
-        self.name = hashlib.blake2s(f"{','.join(map(str, ranks))}{apart}".encode(), digest_size=6).hexdigest()
+        self.name = _name(ranks, apart)
         self.epoch = self.renewed = self.asked = self.attempts = 0
         # What is being done, for the text of an error, or what tells it; and the optimizer steps taken.
         self.doing: str | Callable[[], str] = ""
@@ -130,8 +131,7 @@ class Scope:
         self.watch.records.append(f"{key}/who", f"{self.rank}:{digest} ")
         if last:
             found: dict[str, list[int]] = {}
-            wait = Wait("ask", self, what, name=what, number=number, also=value[:TEXT_CHARACTERS])
-            wait_until(lambda: self._all_told(key, found), wait)
+            wait_until(lambda: self._all_told(key, found), self._asking(number, what, value), alone=True)
             answers = [[runs(ranks), *json.loads(store.get(f"{key}/text/{one}"))] for one, ranks in found.items()]
             store.set(f"{key}/answer", json.dumps(answers))
         else:
@@ -160,9 +160,13 @@ class Scope:
                 for old in (f"{key}/all", f"{key}/{digest}", f"{key}/text/{digest}", f"{key}/verdict"):
                     store.delete_key(old)
 
+    def _asking(self, number: int, what: str, value: str) -> Wait:
+        # The value is for `explained_by`. A record is small: one rank reads all of them.
+        also = value[:TEXT_CHARACTERS] if what in self.explained_by else ""
+        return Wait("ask", self, what, name=what, number=number, also=also)
+
     def _wait_for(self, key: str, number: int, what: str, value: str) -> None:
-        wait = Wait("ask", self, what, name=what, number=number, also=value[:TEXT_CHARACTERS])
-        wait_until(lambda: self.watch.records.store.check([key]), wait)
+        wait_until(lambda: self.watch.records.store.check([key]), self._asking(number, what, value))
 
     # ---- failures ------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class Scope:
 
     def end(self, wait: Wait, fault: Fault) -> None:
         """`wait` is in vain. From any thread."""
-        wait.fault = fault
+        wait.end(fault)
         if wait.kind == "message":
             self.fail(fault)
 
@@ -278,12 +282,13 @@ class Scope:
         key = f"{self.base}/meet"
         cut = self.is_half_connected or any(group.is_cut for group in list(self.groups.values()))
         mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
-        records.append(key, f"{self.rank}:{'cut' if cut else mine} ")
+        records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine} ")
         wait = Wait("meet", self, _AFTER)
         if self.rank == self.ranks[0]:
-            found: dict[str, str] = {}
-            wait_until(lambda: self._all_here(key, found), wait)
-            renews = len(set(found.values())) > 1 or "cut" in found.values()
+            found: dict[str, tuple[int, str]] = {}
+            wait_until(lambda: self._all_here(key, found), wait, alone=True)
+            ways = {how for _, how in found.values()}
+            renews = len(ways) > 1 or "cut" in ways
             records.store.set(f"{key}/done", "renew" if renews else "same")
         else:
             wait_until(lambda: records.store.check([f"{key}/done"]), wait)
@@ -299,10 +304,17 @@ class Scope:
             self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
         return renews
 
-    def _all_here(self, key: str, found: dict[str, str]) -> bool:
-        pairs = (pair.partition(":") for pair in self.watch.records.read(key).split())
-        found.update({rank: how for rank, _, how in pairs})
-        return len(found) == len(self.ranks)
+    def _all_here(self, key: str, found: dict[str, tuple[int, str]]) -> bool:
+        """Also equally often: a rank whose peer failed once more hears of that, and comes again."""
+        for rank, attempts, how in (told.split(":") for told in self.watch.records.read(key).split()):
+            found[rank] = int(attempts), how
+        return len(found) == len(self.ranks) and len({attempts for attempts, _ in found.values()}) == 1
+
+
+@cache
+def _name(ranks: tuple[int, ...], apart: str) -> str:
+    """The same on all of them."""
+    return hashlib.blake2s(f"{','.join(map(str, ranks))}{apart}".encode(), digest_size=6).hexdigest()
 
 
 def by_value(answers: Mapping[int, str]) -> dict[str, list[int]]:

@@ -44,7 +44,7 @@ class Records:
         self.store, self._beside, self.rank = store, beside, rank
         # A process group may be made again over the same store: all ranks do so equally often.
         self.prefix = f"fullshard/{store.add(f'fullshard/made/{rank}', 1)}"
-        self._last = ""
+        self._last = self._machine = ""
         # Held while the record is exchanged: two threads would overwrite each other's.
         self._posting = threading.Lock()
 
@@ -52,9 +52,16 @@ class Records:
         """Of the record of `rank`."""
         return f"{self.prefix}/rank/{rank}"
 
-    def join(self) -> None:
-        """Say, once, that this rank has a record."""
+    def join(self, machine: str) -> None:
+        """Say, once, that this rank has a record, and on which machine it is."""
         self.append(f"{self.prefix}/ranks", f"{self.rank} ")
+        self._machine = f"{self.prefix}/machine/{machine}"
+        self.store.add(self._machine, 1)
+        self.store.add(f"{self.prefix}/machines", 1)
+
+    def is_one_machine(self) -> bool:
+        """Whether all ranks that have joined are on this one: of these everything can be seen."""
+        return self.store.add(self._machine, 0) == self.store.add(f"{self.prefix}/machines", 0)
 
     def post(self, record: str) -> list[str]:
         """Write this rank's record; what others left in its place."""

@@ -139,7 +139,7 @@ def _place(items: Sequence[Item], like: Item) -> str:
         if (item.kind, item.name) == (like.kind, like.name):
             break
         before = item if item.kind == like.kind else before
-    return f"behind {before.name}" if before is not None else "first"
+    return f"after {before.name}" if before is not None else "first"
 
 
 def _grouped(by_rank: Mapping[int, str | None]) -> tuple[tuple[tuple[int, ...], str | None], ...]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .fault import Fault
+from .process import Event
 from .store import runs
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ GRACE_SECONDS = 2.0
 # Requests of all ranks together that a store answers while they wait (it can do about ten times as many).
 _REQUESTS_PER_SECOND = 2000
 _QUICK_RANKS = 64
+# Who waits for something in the store looks for it, and writes its record, so much more rarely than each `pace`:
+# together one request.
+STORE_WAIT_LOOKS, STORE_WAIT_POSTS = 3.0, 1.5
+# Without a thread that looks after waits (watch.py) the loop below does so at least as often.
+_UNWATCHED_SECONDS = 0.05
 
 
 def pace(ranks: int) -> float:
@@ -44,20 +50,32 @@ def pace(ranks: int) -> float:
 
 
 def pauses(ranks: int) -> Iterator[float]:
-    """Seconds to sleep between two looks into the store, for a rank of so many: begins at once, ends at `pace`."""
-    last = max(0.05, pace(ranks) if ranks > 8 else 0.0)
-    pause = max(0.0002, 20e-6 * ranks)
-    yield 0.0
+    """Seconds to sleep between two looks into the store, for a rank of so many.
+
+    They grow quickly at first: a question of many ranks takes its time anyway. In the end the looks and the record,
+    which is then written more rarely too, together are one request each `pace`.
+
+    >>> [round(pause, 4) for pause, _ in zip(pauses(64), range(8))]
+    [0.0, 0.0013, 0.0051, 0.0205, 0.0819, 0.3277, 1.3107, 3.0]
+    """
+    total = 0.0
+    if ranks <= _QUICK_RANKS:
+        yield total
+    pause = max(0.0002, 20e-6 * ranks * max(1.0, ranks / _REQUESTS_PER_SECOND))
     while True:
-        yield min(pause, last)
-        pause *= 1.6 if ranks <= 8 else 3.0
+        yield pause
+        total += pause
+        if ranks <= 8:
+            pause = min(1.6 * pause, max(0.05, total / 8), pace(ranks))
+        else:
+            pause = min(4 * pause, STORE_WAIT_LOOKS * pace(ranks))
 
 
 class Wait:
     """Something that a rank waits for, as its record tells it. `needs` and `number` depend on the kind: the ranks of
     the group (message, connect, torch) and the number of the message or question."""
 
-    __slots__ = ("also", "fault", "kind", "name", "number", "ranks", "scope", "since", "what")
+    __slots__ = ("_ended", "also", "fault", "kind", "name", "number", "ranks", "scope", "since", "what")
 
     def __init__(
         self,
@@ -69,12 +87,32 @@ class Wait:
         number: int = 0,
         ranks: Sequence[int] = (),
         also: str = "",
+        since: float | None = None,
     ) -> None:
         self.kind, self.scope, self.what = kind, scope, what
         self.name, self.number, self.ranks, self.also = name, number, ranks, also
-        self.since = time.monotonic()
+        self.since = since if since is not None else time.monotonic() if scope is None else scope.watch.host.now()
         # Why it is in vain.
         self.fault: Fault | None = None
+        self._ended: Event | None = None if scope is None or kind == "message" else scope.watch.host.event()
+
+    @property
+    def asks_store(self) -> bool:
+        """Whether its loop asks the store again and again."""
+        return self.kind in ("ask", "meet", "connect")
+
+    def end(self, fault: Fault) -> None:
+        """It is in vain. From any thread."""
+        self.fault = fault
+        if self._ended is not None:
+            self._ended.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Until its end, at most so long."""
+        if self._ended is not None:
+            self._ended.wait(seconds)
+        elif self.scope is not None:
+            self.scope.watch.host.sleep(seconds)
 
     @property
     def doing(self) -> str:
@@ -114,16 +152,16 @@ class Wait:
         }
 
 
-def wait_until(is_there: Callable[[], bool], wait: Wait) -> None:
+def wait_until(is_there: Callable[[], bool], wait: Wait, *, alone: bool = False) -> None:
     """Return when `is_there()`, which asks the store. Raises what the watch finds out, `PeerFailed` or
-    `RanksDisagree`."""
+    `RanksDisagree`. `alone`: only one rank of the scope does so, and may ask more often."""
     scope = wait.scope
     assert scope is not None
     watch = scope.watch
     with watch.waits(wait):
-        for pause in pauses(len(scope.ranks)):
+        for pause in pauses(1 if alone else len(scope.ranks)):
             if pause:
-                time.sleep(pause)
+                wait.sleep(pause if watch.is_watched else min(pause, _UNWATCHED_SECONDS))
             if is_there():
                 return
             watch.look_unless_watched()

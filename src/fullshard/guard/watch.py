@@ -5,8 +5,10 @@ A thread of its own does that (`begin`); where there is none (ranks that are thr
 Per rank and second it costs
 
     at rest             one request each five seconds: the record, which is the sign of life (store.py)
-    while it waits      one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000
-    the one that reads  one more each second: all records of the scope at once (diagnosis.py). Whoever waits elects it
+    while it waits      one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000. Who waits for something in the
+                        store gives a part of that to asking for it (wait.py)
+    the one that reads  one more each second or two: all records of the scope at once (diagnosis.py). Whoever waits
+                        elects it
 
 It sends no message and raises nothing: a wait in vain is ended, and the wait raises.
 """
@@ -19,7 +21,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +36,7 @@ from .fault import Fault
 from .scope import Scope
 from .settings import Settings
 from .store import Records, Store, dumps, ranks_of
-from .wait import PATIENCE_SECONDS, Wait, pace
+from .wait import PATIENCE_SECONDS, STORE_WAIT_POSTS, Wait, pace
 
 _log = logging.getLogger("fullshard")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -66,13 +67,18 @@ class Waiting(Protocol):
 class Watch:
     """Of one process (in tests: of one thread), which is `rank` of the default process group."""
 
-    def __init__(self, store: Store, beside: Store, rank: int, settings: Settings) -> None:
+    def __init__(
+        self, store: Store, beside: Store, rank: int, settings: Settings, host: process.Host | None = None
+    ) -> None:
         self.rank, self.settings = rank, settings
+        self.host = process.Host() if host is None else host
         self.records = Records(store, beside, rank)
         self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
         # The thread that runs the model. What it waits for, and what others do (a save in the background).
         self.model_thread = threading.get_ident()
         self._waits: dict[int, Any] = {}
+        # Whether somebody calls `look` now and then: the thread, if there is one. Otherwise the loops that wait do.
+        self.is_watched = False
         # Threads of this process that send messages beside the model's.
         self.beside = 0
         self._beside_lock = threading.Lock()
@@ -80,13 +86,16 @@ class Watch:
         self._process = os.getpid()
         self._thread: _Thread | None = None
         self._looking = threading.Lock()
-        self._reader = Reader()
+        self._reader = Reader(self.host)
         self._count = 0
         self._looked = self._posted = self._read = 0.0
         self._posted_wait: object = None
         self._requests = 0
-        self._leads: dict[str, Scope] = {}
+        # The scopes whose records it reads now, by name.
+        self.leads: dict[str, Scope] = {}
         self._idle_reads = 0
+        # Ranks known to have a record.
+        self._joined: frozenset[int] = frozenset()
         self._told: set[tuple[object, ...]] = set()
         # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
         self.elsewhere: list[str] = []
@@ -102,11 +111,14 @@ class Watch:
     def scope(self, ranks: Sequence[int], apart: str = "") -> Scope:
         """The scope of these ranks of the default group. Every one of them makes this call at its first time.
         `apart`: for what is none of a model's business: failures of one are none of the other."""
-        key = tuple(sorted(ranks)), apart
+        in_order = tuple(ranks)
+        if list(in_order) != sorted(in_order):
+            in_order = tuple(sorted(in_order))
+        key = in_order, apart
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
-                self.records.join()
+                self.records.join(self.host.identity().partition(" ")[0])
             self.scopes[key] = Scope(self, *key)
         return self.scopes[key]
 
@@ -115,6 +127,7 @@ class Watch:
         self.model_thread = threading.get_ident()
         if self._thread is None:
             self._thread = _Thread(self)
+            self.is_watched = True
             self._thread.start()
 
     def send_beside(self, more: int) -> None:
@@ -169,13 +182,13 @@ class Watch:
 
     def look_unless_watched(self) -> None:
         """What the thread does, now and then, where there is none."""
-        if self._thread is None and time.monotonic() - self._looked > _TICK_SECONDS / 5:
+        if not self.is_watched and self.host.now() - self._looked > _TICK_SECONDS / 5:
             self.look()
 
     def look(self) -> None:
         """Once for each tick. Raises what the store raises."""
         with self._looking:
-            self._look(time.monotonic())
+            self._look(self.host.now())
 
     def _look(self, now: float) -> None:
         if self._looked and now - self._looked > _LATE_SECONDS:
@@ -189,26 +202,35 @@ class Watch:
         if wait is not None and now - wait.since < self._patience(wait):
             wait = None
         told = wait or self._in_torch(now)
-        ranks = len(wait.scope.ranks) if wait is not None and wait.scope is not None else 1
-        due = self._posted + (pace(ranks) if wait is not None else self.settings.beat_seconds)
-        if now >= due or (told is not self._posted_wait and (told is None or now >= self._posted + pace(ranks))):
+        pause = self.settings.beat_seconds if told is None and self._posted_wait is None else self._pace(wait)
+        if now >= self._posted + pause:
             self._requests += 1
             if wait is not None and self._claims(wait):
                 self._claim(wait, now)
                 self._posted = now
             else:
                 self._post(told, now)
-        if self._leads and now - self._read >= self._reading_seconds():
+        if self.leads and now - self._read >= self._reading_seconds():
             self._read = now
-            for scope in list(self._leads.values()):
+            for scope in list(self.leads.values()):
                 self._lead(scope, wait, now)
 
+    def _pace(self, wait: Wait | None) -> float:
+        """Seconds between two requests for the record, in `wait` or after it."""
+        scopes = [wait.scope] if wait is not None and wait.scope is not None else list(self.scopes.values())
+        seconds = pace(max((len(scope.ranks) for scope in scopes), default=1))
+        if wait is not None and wait.asks_store:
+            seconds *= STORE_WAIT_POSTS
+        silence = self.settings.silence_seconds
+        return min(seconds, silence / 4) if silence else seconds
+
     def _reading_seconds(self) -> float:
-        return 0.5 if max(len(scope.ranks) for scope in self._leads.values()) <= 8 else 1.0
+        ranks = max(len(scope.ranks) for scope in self.leads.values())
+        return 0.5 if ranks <= 8 else max(1.0, pace(ranks) / 2)
 
     def _claims(self, wait: Wait) -> bool:
         """Whether this request is for becoming the one that reads."""
-        if wait.scope is None or wait.scope.name in self._leads or wait is not self._posted_wait:
+        if wait.scope is None or wait.scope.name in self.leads or wait is not self._posted_wait:
             return False
         first, self._claimed_for = self._claimed_for is not wait, wait
         return first or self._requests % _CLAIM_EACH == 0
@@ -219,7 +241,8 @@ class Watch:
         scope = wait.scope
         ranks = 1 if scope is None else len(scope.ranks)
         # Ten thousand ranks do not all begin in the same moment.
-        return PATIENCE_SECONDS if ranks < 2000 else pace(ranks) * ((self.rank * 37) % 101) / 101
+        spread = 0.0 if ranks < 2000 else pace(ranks) * ((self.rank * 37) % 101) / 101
+        return PATIENCE_SECONDS + spread
 
     def _end_by_what_is_known(self, wait: Wait, now: float) -> None:
         scope = wait.scope
@@ -239,8 +262,8 @@ class Watch:
         scopes = list(self.scopes.values())
         found: dict[str, Any] = {
             "n": self._count,
-            "process": process.identity(),
-            "at": process.place(self.model_thread, _TORCH),
+            "process": self.host.identity(),
+            "at": self.host.place(self.model_thread, _TORCH),
             "far": {scope.name: scope.far for scope in scopes},
         }
         for scope in scopes:
@@ -252,6 +275,8 @@ class Watch:
             found["step"] = scopes[0].step()
         if wait is not None:
             found["wait"] = wait.told()
+            if not self._waits and wait.kind == "message":
+                found["wait"]["also"] = "device"  # its host goes on
             if wait is not self._posted_wait or self._issued is None:
                 self._issued = issued_by_group()
             found["torch"] = self._issued
@@ -263,7 +288,7 @@ class Watch:
 
     def post(self) -> None:
         """Write the record now."""
-        self._post(None, time.monotonic())
+        self._post(None, self.host.now())
 
     def _post(self, wait: Wait | None, now: float) -> None:
         text = dumps(self.record(wait))
@@ -286,7 +311,7 @@ class Watch:
 
     def _in_torch(self, now: float) -> Wait | None:
         """The collective of torch's own that the model's thread has been in for a while."""
-        if self.model_thread in self._waits or not process.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
+        if self.model_thread in self._waits or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
             self._torch = None
             return None
         if now - self._torch_looked < PATIENCE_SECONDS:
@@ -303,8 +328,8 @@ class Watch:
             if len(ranks) > 2 and not first.needs_all:
                 return None  # who is needed is not recorded
             self._warned = False
-            call = process.called(self.model_thread, _TORCH) or first.call
-            self._torch = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks)
+            call = self.host.called(self.model_thread, _TORCH) or first.call
+            self._torch = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks, since=now)
             return None
         return before
 
@@ -323,23 +348,27 @@ class Watch:
                 self._takeovers[key] = turn
                 holder = self.records.claim(key, holder)
         if holder == str(self.rank):
-            self._leads[scope.name] = scope
+            self.leads[scope.name] = scope
             self._idle_reads = 0
             self._read = 0.0
 
     def _lead(self, scope: Scope, own: Wait | None, now: float) -> None:
         """Read the records of `scope`, and tell its ranks what they show."""
-        joined = self.records.joined()
-        wanted = {rank for rank in scope.ranks if rank in joined}
+        everyone = frozenset(scope.ranks)
+        if not self._joined >= everyone:
+            self._joined = self.records.joined()
+        wanted = everyone & self._joined
         records = self._reader.read(self.records.of(sorted(wanted)), now)
-        more = self._needed(records) & joined - wanted
+        more = diagnosis.needed(records.values()) - wanted
         if more:
-            records |= self._reader.read(self.records.of(sorted(more)), now)
+            if not self._joined >= more:
+                self._joined = self.records.joined()
+            records |= self._reader.read(self.records.of(sorted(more & self._joined)), now)
         waiting = [rank for rank in scope.ranks if rank in records and records[rank].wait is not None]
         if not waiting and (own is None or own.scope is not scope):
             self._idle_reads += 1
             if self._idle_reads > 2:
-                del self._leads[scope.name]
+                del self.leads[scope.name]
                 self.records.release(f"{scope.base}/reader")
             return
         self._idle_reads = 0
@@ -358,11 +387,6 @@ class Watch:
             self._disagree(stuck, now)
         if own is not None and own.scope is scope and now - own.since > self.settings.limit_seconds:
             self._deliver(scope, diagnosis.late(own.told(), records, self.rank, now - own.since), now)
-
-    def _needed(self, records: Mapping[int, Record]) -> set[int]:
-        return {
-            rank for record in records.values() if record.wait is not None for rank in ranks_of(record.wait["ranks"])
-        }
 
     def _found(self, scope: Scope, rank: int, kind: str, text: str, records: Mapping[int, Record]) -> Fault:
         record = records.get(rank)
@@ -438,12 +462,12 @@ class Watch:
 
     def wait_for_readers(self, seconds: float) -> None:
         """Until all others have ended or read why this process ends: it serves the store."""
-        begun = time.monotonic()
+        begun = self.host.now()
         heard = [fault for scope in self.scopes.values() for fault, _ in scope.heard]
         lost = {fault.rank for fault in heard if fault.kind == "lost"}
         gone = lost | {fault.rank for fault in heard if fault.kind == "ended"}
         with suppress(Exception):
-            while time.monotonic() - begun < seconds:
+            while self.host.now() - begun < seconds:
                 joined = self.records.joined()
                 # What was told of one may stand in the place of the record of another one that ended.
                 if self.records.store.add(f"{self.records.prefix}/ended", 0) + len(lost) >= len(joined):
@@ -451,9 +475,9 @@ class Watch:
                 texts = self.records.of(sorted(joined - {self.rank} - gone))
                 if all('"ended":' in text for text in texts.values()):
                     return
-                if not any(text.startswith('{"mail":') for text in texts.values()) and time.monotonic() - begun > 0.5:
+                if not any(text.startswith('{"mail":') for text in texts.values()) and self.host.now() - begun > 0.5:
                     return
-                time.sleep(0.05)
+                self.host.sleep(0.05)
 
     def without_store(self) -> None:
         """End all waits: nobody can say any more why they last."""
@@ -520,9 +544,8 @@ def watch() -> Watch | None:
     if known is not None and known[0]() is world:
         return known[1]
     silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
-    made = None
-    if not silent:
-        made = Watch(default_store(), default_store(), dist.get_rank(world), Settings.read(timeout_of(world)))
+    settings = Settings.read(1800.0 if silent else timeout_of(world))
+    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
     _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
     if made is not None:
         _latest[:] = [made]

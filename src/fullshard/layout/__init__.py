@@ -10,6 +10,7 @@ ranks compare).
 from .budget import Candidate as Candidate
 from .budget import choose_resident as choose_resident
 from .budget import leading_within as leading_within
+from .chunks import FACTS_NUMEL as FACTS_NUMEL
 from .chunks import ReduceLayout as ReduceLayout
 from .dtypes import itemsize as itemsize
 from .dtypes import known_dtypes as known_dtypes

@@ -9,6 +9,10 @@ from typing import NamedTuple
 from .nodes import NodeGrid, SlotGrid, flat_grids
 from .pack import Pack, align_up
 
+# Elements at the end of each chunk for what ranks compare: 64 bits, eight in each as a number from 0 to 255, which all
+# floating dtypes have exactly, and whose sums are finite.
+FACTS_NUMEL = 8
+
 
 class SendGap(NamedTuple):
     """A grid of elements of the send buffer that nothing is written to."""
@@ -36,7 +40,8 @@ class ReduceLayout:
     produced a gradient for it, else 0. So the presence of each gradient travels with the message: the
     message has the same size whatever gradients a rank has, ranks cannot disagree on it, and after the
     reduction a parameter got a gradient somewhere exactly when its presence is not 0 (a sum or an average
-    of zeros and ones, in any float dtype).
+    of zeros and ones, in any float dtype). After presence a chunk has `FACTS_NUMEL` elements for a digest that ranks
+    compare on arrival (comm/comparison.py); the message has them whether it carries one or not.
 
     The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
     The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel). Its
@@ -46,9 +51,9 @@ class ReduceLayout:
     >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
     >>> layout = ReduceLayout(pack)
     >>> layout.presence_offset, layout.chunk_numel, layout.numel
-    (12, 16, 32)
+    (12, 24, 48)
     >>> ReduceLayout(pack, direct=(0,)).message_start, ReduceLayout(pack, direct=(0,)).numel
-    (8, 16)
+    (8, 32)
     """
 
     # The parameters whose gradients are reduced together: of trainable parameters, if some are frozen.
@@ -84,9 +89,14 @@ class ReduceLayout:
         return self.pack.padded_local_numel
 
     @property
+    def facts_offset(self) -> int:
+        """First of the `FACTS_NUMEL` elements in a chunk that ranks compare."""
+        return self.presence_offset + len(self.pack.segments)
+
+    @property
     def chunk_numel(self) -> int:
-        """Elements of what one rank gets: its part of every gradient, and presence."""
-        return align_up(self.presence_offset + len(self.pack.segments), self.pack.align_numel)
+        """Elements of what one rank gets: its part of every gradient, presence, and what is compared."""
+        return align_up(self.facts_offset + FACTS_NUMEL, self.pack.align_numel)
 
     @property
     def packed(self) -> tuple[int, ...]:
@@ -150,12 +160,13 @@ class ReduceLayout:
         return tuple(found)
 
     def gaps(self) -> tuple[SendGap, ...]:
-        """What neither the gradients of `regions` nor presence fill: alignment, and the padding of uneven rows.
+        """What neither the gradients of `regions` nor presence fill: alignment, the padding of uneven rows, and what is
+        compared, which not every message carries.
 
         >>> from fullshard.layout import ShardLayout
         >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
         >>> [(gap.sizes, gap.start) for gap in ReduceLayout(pack).gaps()]
-        [((2, 2), 6), ((2, 2), 10), ((1, 1), 25), ((2, 2), 14)]
+        [((2, 2), 6), ((2, 2), 10), ((1, 1), 33), ((2, 10), 14)]
         """
         chunk, world = self.message_numel, self.pack.world
         found = []
@@ -179,7 +190,7 @@ class ReduceLayout:
                 add(piece.first_rank, piece.ranks, segment.offset + numel, segment.end)
                 full = piece.first_rank + piece.ranks
             add(full, world - full, segment.offset, segment.end)
-        add(0, world, self.presence_offset + len(self.pack.segments), self.chunk_numel)
+        add(0, world, self.facts_offset, self.chunk_numel)
         return tuple(found)
 
     def _grids(self, first: int, ranks: int) -> Iterator[SlotGrid]:

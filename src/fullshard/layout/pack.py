@@ -5,8 +5,8 @@ alignment:
 
     local buffer of a rank     aaaaaa__bbb.cccc          segments at 0, 8, 12; padded_local_numel 16
     gathered buffer            aaaaaa__bbb.ccccaaaaaa__bbb.cccc       rank-major: rank r starts at 16 * r
-    one reduction message      aaaaaa__bbb.cccc110_      per rank: a chunk of the same offsets, then presence
-    with `a` direct                    bbb.cccc110_      what is left of the chunk; `a` travels by itself
+    one reduction message      aaaaaa__bbb.cccc110ffffffff_      per rank: a chunk of the same offsets, presence, facts
+    with `a` direct                    bbb.cccc110ffffffff_      what is left of the chunk; `a` travels by itself
 
 Everything is counted in elements, so the offsets are the same in storage, compute and reduce dtype. Every
 list is indexed by the position of the parameter in the `layouts` given to `Pack.build`; `order` alone says

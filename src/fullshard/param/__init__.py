@@ -15,6 +15,7 @@ from .group import ParamGroup as ParamGroup
 from .initial import full_digests as full_digests
 from .initial import is_written as is_written
 from .initial import note_initial as note_initial
+from .initial import note_loaded as note_loaded
 from .kept import KeptGradients as KeptGradients
 from .kept import KeptTensor as KeptTensor
 from .memory import OwnedMemory as OwnedMemory

@@ -35,6 +35,12 @@ def note_initial(params: Sequence[ShardedParam], found: Sequence[Found]) -> None
             param.initial = Initial(digest(full), digest(param.local), weakref.ref(param.local), _versions(param))
 
 
+def note_loaded(param: ShardedParam, value: Tensor) -> None:
+    """`param` was made of the full `value`, or loaded from it: that is what ranks compare now."""
+    if can_digest(value) and can_digest(param.local):
+        param.initial = Initial(digest(value), digest(param.local), weakref.ref(param.local), _versions(param))
+
+
 def is_written(param: ShardedParam) -> bool:
     """Whether the shard was written, in whatever way, or replaced since. Of one without a noted value: True."""
     noted = param.initial

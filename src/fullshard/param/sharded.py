@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks, settled, tensor_hooks
+from .._torch_compat import dtensor_like, local_of, post_accumulate_grad_hooks, settled, tensor_hooks, version_of
 from ..layout import ShardLayout
 from .parameter import Owner
 from .pending import PendingGrad
@@ -182,16 +182,17 @@ class ShardedParam:
             self._commit_held(self.fresh, reduce_dtype)
         return arrived
 
-    def run_tensor_hooks(self) -> None:
+    def run_tensor_hooks(self) -> bool:
         """Those of `sharded.register_hook`: each sees what this backward brought, reduced, before it is added to
-        `.grad`, and may return another gradient, which takes its place.
+        `.grad`, and may return another gradient, which takes its place. Whether one of them changed it.
 
         Collective over the parameter's mesh where a hook returns other placements. Raises `TypeError` for what is no
         tensor and `RuntimeError` for one of another shape, dtype or mesh, as autograd does.
         """
         if self.reduced is None:
-            return
+            return False
         gradient = dtensor_like(self.sharded, self.reduced)
+        given = gradient
         with torch.no_grad():
             for hook in tensor_hooks(self.sharded):
                 returned = hook(gradient)
@@ -199,6 +200,7 @@ class ShardedParam:
                     gradient = self._returned(hook, returned)
         # A hook may keep what it was given, or what it returned, and `.grad` is written in place.
         self.reduced = settled(local_of(gradient)).clone()
+        return gradient is not given or version_of(given) > 0
 
     def _returned(self, hook: Any, returned: Any) -> DTensor:
         """What `hook` returned, as the parameter is placed."""
@@ -241,10 +243,20 @@ class ShardedParam:
 
         return bring_back
 
-    def run_hooks(self) -> None:
-        """Those that the user registered to see `sharded.grad` whenever it was written."""
-        for hook in post_accumulate_grad_hooks(self.sharded):
+    def run_hooks(self) -> bool:
+        """Those that the user registered to see `sharded.grad` whenever it was written. Whether they changed it, or the
+        parameter, by what every rank does alike: not where they wrote to what is this rank's alone."""
+        hooks = post_accumulate_grad_hooks(self.sharded)
+        if not hooks:
+            return False
+        gradient, written = self.sharded.grad, self._versions()
+        for hook in hooks:
             hook(self.sharded)
+        return self.sharded.grad is not gradient or self._versions() != written
+
+    def _versions(self) -> tuple[int, int]:
+        gradient = self.sharded.grad
+        return version_of(self.sharded), -1 if gradient is None else version_of(gradient)
 
     def _commit_held(self, fresh: Tensor, reduce_dtype: torch.dtype) -> None:
         """No reduction took place: `fresh` joins `held`, and `.grad` says so."""

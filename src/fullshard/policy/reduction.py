@@ -41,6 +41,16 @@ class Controls:
     # How many send buffers may exist when this unit's has been made; None: what the root's options say.
     send_buffers: int | None = None
 
+    @property
+    def text(self) -> str:
+        """What ranks have to have the same of."""
+        set_ = ["none" if each is None else type(each).__name__ for each in (self.gather, self.reduce_scatter)]
+        return (
+            f"communication={self.communication}, divide factor={self.divide_factor}, sums alone={self.sum_only}, "
+            f"all-reduce hook={'none' if self.hook is None else 'set'}, custom all-gather={set_[0]}, "
+            f"custom reduce-scatter={set_[1]}, unused parameters reduced={self.zero_unused}"
+        )
+
     def strategy(self, default: str) -> str:
         """The communication strategy; a custom reduce-scatter needs the one that makes a reduce-scatter."""
         return "torch" if self.reduce_scatter is not None else self.communication or default

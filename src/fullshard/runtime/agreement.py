@@ -107,6 +107,8 @@ class Agreement:
                 for other in self._scopes:
                     if other is not scope and not other.scope.must_meet:
                         other.scope.publish("disagree", str(error))
+                    # Once: they tell this rank the same.
+                    other.scope.has_raised = True
                 raise
 
     def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:

@@ -79,7 +79,7 @@ def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Dr
 
     Names that some ranks do not have are left out. One question where all are equal, two otherwise.
     """
-    values = _values(tensors)
+    values = digests_of(tensors)
     text = json.dumps(values, separators=(",", ":"))
     what = f"{kind}s"
     if ask(scope, what, text) is None:
@@ -94,7 +94,8 @@ def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Dr
     return found
 
 
-def _values(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of each, a text of its values, shape and dtype. One synchronisation for each device."""
     digests = [digest(tensor) for tensor in tensors.values()]
     numbers = [0] * len(digests)
     by_device: dict[torch.device, list[int]] = {}
@@ -120,7 +121,7 @@ def find_drift(units: Sequence[Unit], top: nn.Module) -> list[Drift]:
     meshes = meshes_of(units)
     questions = [(ranks, "buffer", buffers_on(top, ranks)) for ranks in meshes]
     questions += [(ranks, "unsharded parameter", unsharded_on(top, ranks)) for ranks in meshes]
-    questions += [(ranks, "replica", shards) for ranks, shards in sorted(_replicas(units, top).items())]
+    questions += [(ranks, "replica", shards) for ranks, shards in sorted(replicas_of(units, top).items())]
     found: list[Drift] = []
     for ranks, kind, tensors in questions:
         scope = scope_of(ranks)
@@ -130,7 +131,7 @@ def find_drift(units: Sequence[Unit], top: nn.Module) -> list[Drift]:
     return found
 
 
-def _replicas(units: Sequence[Unit], top: nn.Module) -> dict[tuple[int, ...], dict[str, Tensor]]:
+def replicas_of(units: Sequence[Unit], top: nn.Module) -> dict[tuple[int, ...], dict[str, Tensor]]:
     """This rank's shards of which other ranks have copies, by those ranks."""
     names = parameter_names(top, units)
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}

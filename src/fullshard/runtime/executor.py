@@ -19,6 +19,7 @@ from ..param import ShardedParam
 from .open_windows import note_window
 from .order import MessageOrder
 from .shared import InFlight, Shared
+from .step_facts import StepFacts
 from .stepping import Stepping
 from .taken_back import TakenBack
 from .unit import Unit
@@ -56,6 +57,8 @@ class Executor:
         self.scopes: list[Scope] = []
         self._order = order
         self.stepping = Stepping()
+        # What the others are told with the first reduction of a backward; set by the root.
+        self.facts: StepFacts
         # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
         self.may_stay_pending: Callable[[], bool] = lambda: False
         self.listeners: list[Callable[[Command], None]] = []
@@ -222,11 +225,13 @@ class Executor:
             gradients = [param.to_send(dtype, with_held=with_held) for param in params]
             if unit.controls.zero_unused:
                 gradients = [p.zero() if g is None else g for p, g in zip(params, gradients, strict=True)]
-            reduction = unit.reduce_channel(position).issue(
+            channel = unit.reduce_channel(position)
+            reduction = channel.issue(
                 gradients,
                 accumulated=accumulated,
                 partials=[param.live_partial() for param in params] if with_partials else (),
                 keep=keep,
+                carried=self.facts.carry(unit, position, channel, keep=keep),
             )
             self._put(InFlight(self, unit, group, group.trainable, reduction))
         if limit is None:
@@ -316,17 +321,23 @@ class Executor:
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
+        self.facts.compare()
         touched = [
-            (unit, group, group.params[i]) for unit in self._touched for group in unit.groups for i in group.trainable
+            (unit, position, group.params[i])
+            for unit in self._touched
+            for position, group in enumerate(unit.groups)
+            for i in group.trainable
         ]
         # Before anything is handed over: one that raises leaves the step as if it had not been tried.
         for i in with_tensor_hooks([param.sharded for _, _, param in touched]):
-            touched[i][2].run_tensor_hooks()
-        arrived: dict[Unit, list[ShardedParam]] = {}
+            unit, position, param = touched[i]
+            if param.run_tensor_hooks():
+                self.facts.hooked(unit, position, param.name)
+        arrived: dict[Unit, list[tuple[int, ShardedParam]]] = {}
         undo = TakenBack(self.units, [param for _, _, param in touched])
-        for unit, group, param in touched:
-            if param.commit(group.precision.reduce):
-                arrived.setdefault(unit, []).append(param)
+        for unit, position, param in touched:
+            if param.commit(unit.groups[position].precision.reduce):
+                arrived.setdefault(unit, []).append((position, param))
         self._touched.clear()
         self._waiting.clear()
         self._waiting_nbytes = 0
@@ -341,10 +352,11 @@ class Executor:
         self._carrying.clear()
         # Last: they are the user's and may read any gradient, and raise.
         with undo:
-            for params in arrived.values():
-                for param in params:
-                    param.run_hooks()
-        self.stepping.finish(arrived)
+            for unit, params in arrived.items():
+                for position, param in params:
+                    if param.run_hooks():
+                        self.facts.hooked(unit, position, param.name)
+        self.stepping.finish({unit: [param for _, param in params] for unit, params in arrived.items()})
 
     def _discard(self, root: Unit) -> None:
         for flights in self.shared.hops.values():
@@ -360,6 +372,7 @@ class Executor:
         self._waiting.clear()
         self._waiting_nbytes = 0
         self.stepping.discard()
+        self.facts.discard()
         for unit in self.units:
             unit.arrived = 0
             for param in unit.params:

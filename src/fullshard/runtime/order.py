@@ -20,6 +20,7 @@ import torch
 from ..comm import Links, alike
 from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
 from ..param import PendingGrad
+from ..policy import Options
 from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
@@ -101,12 +102,17 @@ def _shared_order(scope: Scope) -> _ScopeOrder:
     return _orders.get(scope) or _orders.setdefault(scope, _ScopeOrder(scope))
 
 
-def _compare(scope: Scope, order: Order, action: Action) -> None:
-    """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all."""
-    if order.expected is None and alike(scope, f"{order.place}: {action}"):
-        order.enter(action)
-        return
-    answers = scope.agree("order", str(order.question(action)))
+def _compare(scope: Scope, order: Order, action: Action, *, in_band: bool = True) -> None:
+    """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all. `in_band`
+    off: by no message, for programs that count them."""
+    doing, scope.doing = scope.doing, action.doing
+    try:
+        if in_band and order.expected is None and alike(scope, f"{order.place}: {action}"):
+            order.enter(action)
+            return
+        answers = scope.agree("order", str(order.question(action)))
+    finally:
+        scope.doing = doing
     if answers is None:
         order.enter(action)
         return
@@ -131,6 +137,7 @@ class _Lane:
         self.shared = _shared_order(scope)
         # Of the root.
         self._first = first
+        self._in_band = not all(_is_native(unit) for unit in members)
         self._members = members
         self._family = -1
         # In which it was introduced.
@@ -182,7 +189,7 @@ class _Lane:
                 self._actions.clear()
             action = self._actions[key] = Action(kind, self._family, index, name, sizes, flags)
         if not order.follows(action):
-            _compare(self.scope, order, action)
+            _compare(self.scope, order, action, in_band=self._in_band)
 
     def _introduce(self, order: Order) -> None:
         known = [
@@ -193,7 +200,7 @@ class _Lane:
         ]
         form = order.introduce(self._first.record.name, known)
         if not order.follows(form):
-            _compare(self.scope, order, form)
+            _compare(self.scope, order, form, in_band=self._in_band)
         order.introduced()
         self._order, self._family = order, form.family
         self._actions = {}
@@ -229,6 +236,12 @@ def _way(unit: Unit, links: Links) -> str:
         return "/torch"
     nodes = links.nodes
     return "" if nodes is None else f"/{nodes.grid.nodes}x{nodes.grid.local}"
+
+
+def _is_native(unit: Unit) -> bool:
+    """Whether its messages are those of torch's FSDP2, one for one."""
+    options = unit.root.options if unit.root is not None else Options.from_environment()
+    return unit.controls.strategy(options.communication) == "torch"
 
 
 def _trains(param: ShardedParam) -> bool:

@@ -33,6 +33,7 @@ from .optimizer_steps import count_optimizer_steps, tell_optimizer_steps
 from .order import MessageOrder
 from .peers import Peers
 from .shared import Shared
+from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Unit
@@ -89,6 +90,8 @@ class Root:
         for unit in self.units:
             self.settle_links(unit, unit.controls)
         self.executor.scopes = self.peers.scopes
+        self.compares_facts = self.guard_mode == "full"
+        self.facts = self.executor.facts = StepFacts(self)
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
         for unit in self.units:
@@ -133,6 +136,8 @@ class Root:
             trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.module.training
             if not self.agreement.forward_begins(trains=trains):
                 self.agreement = None
+        if run.forward_root is None and not in_backward and outermost and not nested:
+            self.facts.forward_begins(trains=record.index == 0 and torch.is_grad_enabled() and unit.module.training)
         if run.forward_root is None and not in_backward:
             self._wait_for_optimizer()
             if torch.is_grad_enabled():

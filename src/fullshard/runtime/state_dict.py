@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensor_like, hand_over_hooks, local_of
-from ..param import ShardedParam, Slot, local_part
+from ..param import ShardedParam, Slot, can_digest, local_part, note_loaded
 from .replaced import note_assigned
 from .unit import Unit
 
@@ -61,6 +61,8 @@ class _ModuleHooks:
         self._before: list[tuple[Slot, nn.Parameter | None]] = []
         # Of the keys in the dict that is loaded.
         self._prefix = ""
+        # Whole values in it.
+        self._values: dict[str, Tensor] = {}
 
     def before_saving(self, *_: object) -> None:
         self._hidden = []
@@ -82,6 +84,11 @@ class _ModuleHooks:
         if self._unit.root is not None:
             self._unit.root.reshard(self._unit)
         self._prefix = prefix
+        self._values = {
+            place.slot.name: value
+            for place in self._places
+            if isinstance(value := state_dict.get(prefix + place.slot.name), Tensor) and can_digest(value)
+        }
         self._before = [(place.slot, place.slot.get()) for place in self._places]
         for (slot, parameter), place in zip(self._before, self._places, strict=True):
             value = state_dict.get(prefix + slot.name)
@@ -95,6 +102,7 @@ class _ModuleHooks:
 
     def after_loading(self, *_: object) -> None:
         before, self._before = self._before, []
+        values, self._values = self._values, {}
         if not before:
             return  # full parameters were loaded
         strangers: dict[str, str] = {}
@@ -105,6 +113,7 @@ class _ModuleHooks:
                 if held is not None:
                     strangers[self._prefix + slot.name] = held
                     note_assigned(self._unit, old, place.param.name)
+        self._tell(values)
         if strangers:
             warnings.warn(
                 f"load_state_dict(assign=True): expected parameters that nobody else holds, so that they can take "
@@ -114,6 +123,18 @@ class _ModuleHooks:
                 UserWarning,
                 stacklevel=2,
             )
+
+    def _tell(self, values: dict[str, Tensor]) -> None:
+        """What was loaded, to those who compare it with other ranks."""
+        root = self._unit.root
+        if root is not None and not root.provisional:
+            names = [self._prefix + place.slot.name for place in self._places]
+            root.facts.loaded(self._unit, names, {self._prefix + name: value for name, value in values.items()})
+            return
+        for place in self._places if self._unit.notes_values else ():
+            value = values.get(place.slot.name)
+            if value is not None and value.shape == place.param.sharded.shape:
+                note_loaded(place.param, value)
 
 
 def _sharded_as(parameter: DTensor, value: Tensor, device: torch.device) -> DTensor:

@@ -91,6 +91,8 @@ class Unit:
         self.links: list[Links] = []
         # What the user set about reductions, and whether they go on to the ranks that replicate.
         self.controls = Controls()
+        # Names of the parameters below the module that the user said to leave alone.
+        self.ignored_names: tuple[str, ...] = ()
         self.all_reduces = True
         for part in parts:
             for same in _by_dtype(part.found):
@@ -101,6 +103,7 @@ class Unit:
                 if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
                     note_initial(group.params, same)
         self.record.empty = not self.groups
+        self.notes_values = note_values
         # Between shards on the host and compute on the device; None where both are in one place.
         offload = next((part.placing.offload for part in parts), Offload())
         self.host_link = HostLink(device, pin=offload.pin) if offload.to_host else None
@@ -229,6 +232,7 @@ class Unit:
         """Reduce, and gather, as `controls` say from now on."""
         if self.root is not None:
             self.root.settle_links(self, controls)
+            self.root.facts.settings_changed()
         self.controls = controls
         self._remake_channels()
 

@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from tests.faults.cases import Case
-from tests.faults.table import divergence, exceptions, initialisation, misuse, numbers, processes
+from tests.faults.table import (
+    checkpoints,
+    divergence,
+    exceptions,
+    forks,
+    initialisation,
+    misuse,
+    numbers,
+    optimizers,
+    outside,
+    pending,
+    processes,
+    signals,
+    waits,
+)
 
 # Class -> what it is about, in the order of the documents.
 CLASSES: dict[str, str] = {
@@ -13,9 +27,15 @@ CLASSES: dict[str, str] = {
     "misuse": "autograd and API misuse",
     "numbers": "numbers: NaN, stale state, what must be equal",
     "processes": "processes: killed, stopped, slow",
+    "optimizers": "optimizers: what ranks do to their shards, and the update inside of a guard",
+    "outside": "outside: what no unit has, replicas, loads and initial values",
+    "waits": "waits: first contacts, collective calls, settings, the limit",
+    "signals": "signals that reach a rank while it waits",
+    "forks": "forks, collected models, and who ends first",
+    "checkpoints": "checkpoints: saves and loads of several ranks",
 }
 # Cases whose outcome is not the demanded one, and what is missing. A test fails when one of them is right by now.
-OPEN: dict[str, str] = {}
+OPEN: dict[str, str] = dict.fromkeys(pending.OPEN, "one guard of what ranks do")
 CASES: tuple[Case, ...] = (
     *initialisation.CASES,
     *exceptions.CASES,
@@ -23,4 +43,10 @@ CASES: tuple[Case, ...] = (
     *misuse.CASES,
     *numbers.CASES,
     *processes.CASES,
+    *optimizers.CASES,
+    *outside.CASES,
+    *waits.CASES,
+    *signals.CASES,
+    *forks.CASES,
+    *checkpoints.CASES,
 )

@@ -1,4 +1,4 @@
-"""The agreed order: ranks as `Order`s, programs as lists of actions. No torch, no messages.
+"""The agreed order: ranks as `Order`s, programs as lists of actions. No messages.
 
 Programs are what training loops do: steps of several micro-batches, with and without synchronisation, evaluations of
 any length, units that run twice or are skipped, two models in turn.
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.lifecycle import (
+from fullshard.guard import (
     Action,
     Order,
     Question,
@@ -57,7 +57,7 @@ class Loop:
             self.add("gather", index)
 
     def micro_batch(self, order: Sequence[int], *, sync: bool = True) -> None:
-        """Forward and backward: in backward each unit but the root is gathered before that behind it is reduced."""
+        """Forward and backward: in backward each unit but the root is gathered before that after it is reduced."""
         self.forward([0, *order])
         back = list(reversed(order))
         for position, index in enumerate(back):
@@ -109,24 +109,29 @@ PROGRAMS = st.builds(program, st.integers(2, 6), STEPS)
 
 @dataclass
 class World:
-    """Ranks that run programs. `issued[rank]`: what each sent."""
+    """Ranks that run programs. `issued[rank]`: what each sent.
+
+    `compared`: how often all compared what they were about to do where nothing was known; `asked`: how often through
+    the store, because it was not what was known.
+    """
 
     orders: list[Order]
     issued: list[list[Action]] = field(default_factory=list)
-    questions: int = 0
+    compared: int = 0
+    asked: int = 0
 
     @staticmethod
     def of(world: int, units: int = 6, *, limit: int = 20_000) -> World:
         made = World([Order(limit=limit) for _ in range(world)], [[] for _ in range(world)])
-        form, plain = plain_actions(made.orders[0], units)
+        form = introduction(made.orders[0], units)
         for order in made.orders:
             assert not order.follows(form)
             order.enter(form)
-            order.introduced(plain)
+            order.introduced()
         return made
 
     def run(self, programs: Sequence[Sequence[Action]]) -> dict[int, Question] | None:
-        """Each rank goes on as far as it may without a question, then all answer. The questions on which they
+        """Each rank goes on as far as it may without a comparison, then all compare. The questions on which they
         disagree: those of the ranks that ask (others ended, or wait for what does not come); None: all ended."""
         at = [0] * len(programs)
         while True:
@@ -139,9 +144,17 @@ class World:
                     asking[rank] = order.question(actions[at[rank]])
             if not asking:
                 return None
+            # At one place the same is expected, so all compare in the same way.
+            by_place: dict[int, set[Action | None]] = {}
+            for question in asking.values():
+                by_place.setdefault(question.place, set()).add(question.expected)
+            assert all(len(expected) == 1 for expected in by_place.values())
             if len(asking) < len(programs) or len(set(asking.values())) > 1:
                 return asking
-            self.questions += 1
+            if self.orders[0].expected is None:
+                self.compared += 1
+            else:
+                self.asked += 1
             for rank, order in enumerate(self.orders):
                 order.enter(programs[rank][at[rank]])
                 self.issued[rank].append(programs[rank][at[rank]])
@@ -153,7 +166,7 @@ class World:
         return all(len({sent[i] for sent in self.issued if i < len(sent)}) == 1 for i in range(longest))
 
 
-def plain_actions(order: Order, units: int) -> tuple[Action, list[Action]]:
+def introduction(order: Order, units: int) -> Action:
     plain = [(kind, index, f"unit{index}", f"float32*{16 * (index + 1)}") for index in range(units) for kind in KINDS]
     return order.introduce("unit0", plain)
 
@@ -171,119 +184,139 @@ def test_equal_programs_never_disagree(actions: list[Action], world: int, limit:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 6), STEPS)
-def test_what_repeats_is_not_asked_again(units: int, steps: list[Step]) -> None:
-    ranks, loop, before = World.of(2), Loop(units), 0
+def test_what_repeats_is_not_compared_again(units: int, steps: list[Step]) -> None:
+    """And asked about only where steps differ, in which case the store is asked for the way that is taken."""
+    ranks, loop, before = World.of(2), Loop(units), (0, 0)
     for _ in range(5):
-        before = ranks.questions
+        before = ranks.compared, ranks.asked
         assert ranks.run([program(units, steps, loop)] * 2) is None
-    # Where steps differ questions remain where their ways part; and on the way into evaluation and out of it.
-    forks = len(steps) if len(set(steps)) > 1 else 0
+    kinds = {(batches, sync, skipped) for batches, sync, _, skipped in steps}
     evaluations = sum(step[2] > 0 for step in steps)
-    assert ranks.questions - before <= 2 * (forks + evaluations)
+    assert ranks.compared == before[0]
+    # A question for each step that begins unlike the last time, and one for each other kind of step that was tried;
+    # and on the way into an evaluation, from its first batch to the next, and out of it.
+    forks = len(steps) * len(kinds) if len(kinds) > 1 or evaluations else 0
+    assert ranks.asked - before[1] <= forks + 3 * evaluations
+    if len(set(steps)) == 1 and not evaluations:
+        assert ranks.asked == before[1]
 
 
 def test_a_steady_state_asks_nothing() -> None:
-    ranks = World.of(2, units=40)
-    loop = Loop(40)
-    for _ in range(3):
+    ranks, loop = World.of(2, units=40), Loop(40)
+    for step in range(20):
+        loop.actions, before = [], (ranks.compared, ranks.asked)
         loop.micro_batch(range(1, 40), sync=False)
         loop.micro_batch(range(1, 40))
         loop.step()
-    rest = loop.actions
-    assert ranks.run([rest] * 2) is None
-    assert len(rest) > 590 and ranks.questions <= 20  # nearly all of them are guessed
-    before = ranks.questions
-    for _ in range(20):
-        assert ranks.run([[action("gather", 0, "stepped"), *rest[1:]]] * 2) is None
-    assert ranks.questions - before <= 1  # the first of them follows a step
-
-
-def test_a_second_micro_batch_is_like_the_first() -> None:
-    """Nothing of it was ever at this place of a step; but for its end nothing is asked."""
-    ranks, loop = World.of(2, units=6), Loop(6)
-    asked = []
-    for _ in range(4):
-        loop.actions = []
-        loop.micro_batch(range(1, 6))
         assert ranks.run([loop.actions] * 2) is None
-        asked.append(ranks.questions - sum(asked))
-    assert asked[0] > 5 and asked[1:] == [1, 0, 0]
+        count = len(loop.actions)
+        # The first step is compared, the second one begins for the first time after another.
+        assert ranks.compared - before[0] == (count if step == 0 else 1 if step == 1 else 0)
+        assert ranks.asked == before[1]
 
 
-def test_evaluation_now_and_then_asks_twice_and_batches_of_it_nothing() -> None:
+def test_an_evaluation_now_and_then_asks_four_times_and_batches_of_it_nothing() -> None:
     ranks, loop = World.of(2, units=5), Loop(5)
 
-    def steps(count: int, batches: int) -> int:
-        loop.actions, before = [], ranks.questions
+    def steps(count: int, batches: int) -> tuple[int, int]:
+        loop.actions, before = [], (ranks.compared, ranks.asked)
         for _ in range(count):
             loop.micro_batch(range(1, 5))
             loop.step()
         loop.evaluate(batches)
         assert ranks.run([loop.actions] * 2) is None
-        return ranks.questions - before
+        return ranks.compared - before[0], ranks.asked - before[1]
 
     steps(3, 3)
     steps(3, 3)
-    assert [steps(10, batches) for batches in (2, 7, 30)] == [2, 2, 2]
+    # Into the evaluation, from its first batch to the next, out of it, and from the first step to the next.
+    assert [steps(10, batches) for batches in (2, 7, 30)] == [(0, 4)] * 3
 
 
-def test_a_program_that_changes_for_good_asks_for_two_steps() -> None:
+def test_a_program_that_changes_for_good_asks_in_one_step() -> None:
     ranks = World.of(2, units=6)
     before, after = ([0, *range(1, 6)], [0, 1, 2, 4, 5])
 
-    def step(order: Sequence[int]) -> int:
-        loop, asked = Loop(6, stepped=True), ranks.questions
+    def step(order: Sequence[int]) -> tuple[int, int]:
+        loop, counts = Loop(6, stepped=True, trained=True), (ranks.compared, ranks.asked)
         loop.micro_batch(order[1:])
         assert ranks.run([loop.actions] * 2) is None
-        return ranks.questions - asked
+        return ranks.compared - counts[0], ranks.asked - counts[1]
 
     for _ in range(3):
         step(before)
-    assert step(before) == 0
-    # The change, and once more; from then on it is what is expected.
-    assert 0 < step(after) <= 7
-    assert [step(after), step(after), step(after)] == [1, 0, 0]
+    assert step(before) == (0, 0)
+    # Asked where it changes, and compared from there on; then it is what is expected.
+    compared, asked = step(after)
+    assert asked == 1 and 0 < compared <= 12
+    assert [step(after), step(after), step(after)] == [(1, 0), (0, 0), (0, 0)]
+    # What was before is known still.
+    assert step(before) == (0, 1)
 
 
-def test_skipping_layers_at_random_asks_a_few_times_each() -> None:
-    """Layer drop, with the same choice on every rank: what was never seen is guessed behind the gap."""
+def test_ways_that_alternate_ask_where_they_part() -> None:
+    """Of up to eight kinds of steps; with more all is still right, and more is compared."""
+    kinds = [tuple(index for index in range(1, 10) if index != left_out) for left_out in range(1, 9)]
+    ranks, loop, asked = World.of(2, units=10), Loop(10), []
+    for round_ in range(4):
+        before = ranks.compared, ranks.asked
+        for kind in kinds:
+            loop.actions = []
+            loop.micro_batch(kind)
+            loop.step()
+            assert ranks.run([loop.actions] * 2) is None
+        asked.append(ranks.asked - before[1])
+        assert round_ == 0 or ranks.compared - before[0] <= 1
+    assert max(asked[1:]) <= len(kinds) * len(kinds)
+
+
+def test_skipping_layers_at_random_asks_once_and_compares_the_rest() -> None:
+    """Layer drop, with the same choice on every rank: what was never seen is compared from where it differs."""
     import random
 
     draw = random.Random(1)
-    ranks, questions = World.of(2, units=33), []
+    ranks, asked, compared = World.of(2, units=33), [], []
     for _ in range(60):
         dropped = draw.sample(range(2, 32), 3)
-        loop, before = Loop(33, stepped=True), ranks.questions
+        loop, before = Loop(33, stepped=True, trained=True), (ranks.compared, ranks.asked)
         loop.micro_batch([index for index in range(1, 33) if index not in dropped])
         assert ranks.run([loop.actions] * 2) is None
-        questions.append(ranks.questions - before)
-    # Of some 90 actions: each gap is met in forward, and when it is gathered and sent in backward.
-    assert sum(questions[30:]) / 30 <= 15
+        compared.append(ranks.compared - before[0])
+        asked.append(ranks.asked - before[1])
+    # Of some 90 actions.
+    assert sum(asked[30:]) / 30 <= 3 and max(compared) <= 92
 
 
 def test_the_history_is_bounded() -> None:
     order = Order(limit=100)
+
+    def kept() -> int:
+        return sum(len(script.actions) for known in order._scripts.values() for script in known)
+
     for place in range(5000):
-        order.enter(action("gather", place, *["eval"] * (place % 3 == 0)))
-        assert order._nodes <= 100 and len(order._starts) <= 100
-        assert len(order._habits) <= 100 and len(order._seen) <= 100
-    for _ in range(50):
-        form, plain = plain_actions(order, 10)
-        order.enter(form)
-        order.introduced(plain)
-        assert len(order._plain) <= 100
+        order.enter(action("gather", place % 700, *["eval"] * (place % 3 == 0)))
+        assert kept() <= 100 and order._kept == kept() and len(order._new) <= 100
+    most = max(map(len, order._scripts.values()), default=0)
+    assert most <= 8
+
+
+def test_a_program_without_any_start_is_forgotten_now_and_then() -> None:
+    """A gather by hand that is repeated for ever, without a step or an evaluation."""
+    order = Order(limit=100)
+    for place in range(1000):
+        order.enter(action("full", place))
+        assert len(order._new) <= 100
 
 
 def test_each_root_is_another_one() -> None:
     """Units of two roots have the same numbers, and are not taken for each other."""
     order = Order()
-    families = []
+    forms = []
     for _ in range(2):
-        form, plain = plain_actions(order, 3)
-        order.introduced(plain)
-        assert {one.family for one in plain} == {form.family}
-        families.append(form.family)
-    assert len(set(families)) == 2 and len(order._plain) == 2 * len(plain)
+        forms.append(introduction(order, 3))
+        order.introduced()
+    assert [form.family for form in forms] == [0, 1] and order.families == 2
+    assert forms[0].sizes != forms[1].sizes, "units are told with the number of their root"
 
 
 # ---- every divergence is found --------------------------------------------------------------------------------------
@@ -339,7 +372,7 @@ def test_any_divergence_is_found_before_a_message_of_it(
     at = data.draw(st.integers(0, len(cycle) - 1))
     who = data.draw(st.integers(0, world - 1))
     assert callable(diverge)
-    # Something follows on all ranks: without any message behind it nothing can be noticed, and nothing is wrong.
+    # Something follows on all ranks: without any message after it nothing can be noticed, and nothing is wrong.
     tail = [action("gather", 0, "eval"), action("gather", 1), action("gather", 0, "eval", "stepped")]
     programs = [[*(diverge(cycle, at) if rank == who else cycle), *tail] for rank in range(world)]
     found = ranks.run(programs)
@@ -359,29 +392,13 @@ def test_any_divergence_is_found_before_a_message_of_it(
         assert longer[: len(shorter)] == shorter
         return
     # Whoever did something else than was expected asked before; the place of the first question is that of the change.
-    place = min(question.place for question in found.values()) - 1  # behind `form`
+    place = min(question.place for question in found.values()) - 1  # after `form`
     deviating = [rank for rank, question in found.items() if question.place - 1 == place]
     assert all(len(ranks.issued[rank]) == place for rank in deviating)
     if same is not None:
         assert place == same
     text = disagreement(found) if len(found) == world else deviation(found[deviating[0]], deviating, 1 - deviating[0])
     assert "expected" in text and "found" in text and f"rank {deviating[0]}" in text.replace("ranks", "rank")
-
-
-def test_a_guess_is_not_what_the_steps_before_did() -> None:
-    ranks, loop = World.of(1, units=6), Loop(6)
-    loop.forward(range(4))
-    assert ranks.run([loop.actions]) is None
-    (order,) = ranks.orders
-    guess = order.question(action("reduce", 3))
-    assert guess.expected == action("gather", 4) and guess.guessed
-    again = Loop(6)
-    again.forward(range(3))
-    assert ranks.run([again.actions]) is None
-    known = order.question(action("reduce", 3))
-    assert known.expected == action("gather", 3) and not known.guessed
-    assert "as in the steps before" in deviation(known, [0], 1)
-    assert "as in the steps before" not in deviation(guess, [0], 1)
 
 
 def test_a_rank_that_follows_does_not_ask_and_one_that_deviates_does() -> None:
@@ -421,7 +438,7 @@ def test_a_rank_that_follows_does_not_ask_and_one_that_deviates_does() -> None:
 )
 def test_actions_and_questions_are_printed_and_read_back(printed: Action, place: int, known: bool) -> None:
     assert parse_action(str(printed)) == printed
-    question = Question(place, printed, printed if known else None, guessed=not known or place % 2 == 0)
+    question = Question(place, printed, printed if known else None)
     assert parse_question(str(question)) == question
 
 
@@ -445,8 +462,8 @@ def test_what_is_said_about_units_in_another_order() -> None:
         "unit2: expected rank 0 to gather the parameters of unit1 (float32*32), as in the steps before (as rank 1), "
         "found rank 0 about to gather the parameters of unit2 (float32*48); make all ranks run"
     )
-    guessed = questions[0]._replace(guessed=True)
-    assert "as in the steps before" not in deviation(guessed, [0], 1)
+    unknown = questions[0]._replace(expected=None)
+    assert "as in the steps before" not in deviation(unknown, [0], 1)
 
 
 @pytest.mark.parametrize(

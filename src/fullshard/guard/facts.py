@@ -1,0 +1,209 @@
+"""What a rank does to its shards, as named texts and one digest that ranks compare. Standard library only.
+
+A `Ledger` belongs to the ranks of one mesh and one root. It holds what stands (settings) and what was done since the
+last comparison (deeds), in order:
+
+    fact                                        taken        where it is taken
+    settings of reductions (divide factor,      on change    the setters of `FSDPModule`
+      sums, hooks, custom messages)
+    values outside of units, and of replicas    first use,   before the first reduction of a backward
+                                                load, change
+    optimizer: class, options of each group     each step    after `optimizer.step()`; texts are made of what changed
+      (lr, weight_decay, ...), parameters
+    optimizer: how much state there is, and     each step    likewise
+      its step counter; state replaced
+    gradients written since their reduction     each step    likewise, by version counters
+    parameters written between steps            each step    before the first reduction of a backward, likewise
+    `clip_grad_norm_`: arguments                each call    the call; its place among the deeds says before or after
+    `GradScaler`: scale, growth                 each call    `unscale_`, or `step` without it
+    gradients that tensor hooks changed         each time    the end of a backward
+    loads of parameters                         each load    the hooks of `load_state_dict`
+
+The number of steps taken is the number of their deeds. Two ranks whose ledgers say the same have the same digest; where
+digests differ, ranks tell each other the ledgers (`Ledger.seal`) and `differences` finds what differs, the cause first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .structure import shown_ranks
+
+# More than so many since the last comparison are kept as a digest.
+_MOST_DEEDS = 64
+# What to do, by the kind of a fact.
+ADVICE = {
+    "settings": "call the setters of FSDPModule with the same arguments on all ranks",
+    "outside": "give it to fully_shard, reduce its gradients yourself, or freeze it; fullshard.find_drift(model) lists "
+    "all that differ",
+    "ignored": "nothing",
+    "replicas": "seed and load the ranks that replicate alike; fullshard.find_drift(model) lists all that differ",
+    "optimizer": "build the optimizer and its schedule from the same numbers on all ranks",
+    "parameters": "build the optimizer from the same parameters in the same order on all ranks",
+    "state": "load the optimizer's state on all ranks, or on none",
+    "gradients": "change gradients on all ranks or on none",
+    "written": "change or load parameters on all ranks or on none",
+    "clip": "call clip_grad_norm_ with the same arguments on all ranks",
+    "scaler": "build the scaler with the same arguments on all ranks, and load its state on all of them",
+    "hooks": "register hooks that change gradients on all ranks or on none",
+    "load": "load the same checkpoint on all ranks",
+    "calls": "take the same calls in the same order on all ranks",
+}
+
+
+class Fact(NamedTuple):
+    """One thing that ranks have to have the same of. `kind` is a key of `ADVICE`."""
+
+    kind: str
+    name: str
+    value: str
+
+
+class Deed(NamedTuple):
+    """Something that was done, and how: its facts in a fixed order."""
+
+    name: str
+    facts: tuple[Fact, ...]
+
+
+class Difference(NamedTuple):
+    """A fact that differs; which ranks have which value of it, those of most ranks first."""
+
+    fact: Fact
+    values: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def text(self) -> str:
+        """The error, one or two lines."""
+        found = " and ".join(f"{_shortened(value)} on {shown_ranks(ranks)}" for value, ranks in self.values[:4])
+        more = f" and {len(self.values) - 4} more" if len(self.values) > 4 else ""
+        return f"{self.fact.name}: expected the same on every rank, found {found}{more}; {ADVICE[self.fact.kind]}"
+
+    @property
+    def by_rank(self) -> dict[int, str]:
+        return {rank: value for value, ranks in self.values for rank in ranks}
+
+
+class Ledger:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._standing: dict[str, Fact] = {}
+        self.deeds: list[Deed] = []
+        # What only some of the ranks have the same of, and those ranks: the shards of which they hold copies.
+        self._replicas: tuple[str, tuple[Fact, ...]] | None = None
+        # Of the last comparison: what it was made of, as text, and its digests.
+        self._compared: list[Deed] | None = None
+        self._text = ""
+        self._digests = (0, 0)
+
+    def stand(self, fact: Fact) -> None:
+        """`fact` holds from now on, in the place of what stood under its name."""
+        if self._standing.get(fact.name) != fact:
+            self._standing[fact.name] = fact
+            self._compared = None
+
+    def do(self, deed: Deed) -> None:
+        """It was done."""
+        if len(self.deeds) >= _MOST_DEEDS:
+            folded, self.deeds = self.deeds[: _MOST_DEEDS // 2], self.deeds[_MOST_DEEDS // 2 :]
+            before = Fact("calls", "digest of the calls before the last ones", f"{digest_of(_dumps(folded)):016x}")
+            self.deeds.insert(0, Deed("calls before", (before,)))
+        self.deeds.append(deed)
+
+    def share(self, among: str, facts: Sequence[Fact]) -> None:
+        """For the next comparison: the ranks `among` have the same of these."""
+        self._replicas = among, tuple(facts)
+        self._compared = None
+
+    def seal(self) -> tuple[str, tuple[int, int]]:
+        """All of it, as ranks tell it to each other, and two digests: of what all ranks have the same of, and of what
+        replicas have besides (0: nothing). What was done is past then. In a steady state one comparison of lists."""
+        deeds, self.deeds = self.deeds, []
+        if self._compared is None or self._compared != deeds:
+            standing = sorted(self._standing.values())
+            replicas, self._replicas = self._replicas, None
+            self._text = _dumps([deeds, standing, replicas])
+            shared = 0 if replicas is None else digest_of(_dumps(replicas[1]))
+            self._digests = digest_of(_dumps([deeds, standing])), shared
+            self._compared = deeds if replicas is None else None
+        return self._text, self._digests
+
+    def forget(self) -> None:
+        """What was done is no matter any more: ranks begin anew, and some were further than others."""
+        self.deeds, self._replicas, self._compared = [], None, None
+
+
+def digest_of(text: str) -> int:
+    """64 bits of `text`, of which the lowest is 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & ~1
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def differences(told: Mapping[int, str]) -> Iterator[Difference]:
+    """What differs among the ledgers that ranks told, a cause before what comes of it: what was done, then what stands,
+    then replicas."""
+    ledgers = {rank: json.loads(text) for rank, text in sorted(told.items())}
+    deeds = {rank: [Deed(name, _facts(facts)) for name, facts in done] for rank, (done, _, _) in ledgers.items()}
+    for place in range(max(map(len, deeds.values()))):
+        names = {rank: done[place].name if place < len(done) else "" for rank, done in deeds.items()}
+        if len(set(names.values())) > 1:
+            calls = {rank: ", ".join(deed.name for deed in done) or "nothing" for rank, done in deeds.items()}
+            yield _difference(Fact("calls", "calls since the last comparison", ""), calls)
+            break
+        yield from _unlike({rank: done[place].facts for rank, done in deeds.items()})
+    yield from _unlike({rank: _facts(standing) for rank, (_, standing, _) in ledgers.items()})
+    groups: dict[str, dict[int, tuple[Fact, ...]]] = {}
+    for rank, (_, _, replicas) in ledgers.items():
+        if replicas is not None:
+            groups.setdefault(replicas[0], {})[rank] = _facts(replicas[1])
+    for by_rank in groups.values():
+        yield from _unlike(by_rank)
+
+
+def _facts(told: Sequence[Sequence[str]]) -> tuple[Fact, ...]:
+    return tuple(Fact(*fact) for fact in told)
+
+
+def _unlike(by_rank: Mapping[int, Sequence[Fact]]) -> Iterator[Difference]:
+    known = {fact.name: fact for facts in by_rank.values() for fact in facts}
+    values = {rank: {fact.name: fact.value for fact in facts} for rank, facts in by_rank.items()}
+    for name, fact in known.items():
+        found = {rank: mine.get(name, "none") for rank, mine in values.items()}
+        if len(set(found.values())) > 1:
+            yield _difference(fact, found)
+
+
+def _difference(fact: Fact, by_rank: Mapping[int, str]) -> Difference:
+    groups: dict[str, list[int]] = {}
+    for rank, value in sorted(by_rank.items()):
+        groups.setdefault(value, []).append(rank)
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
+    return Difference(fact, tuple((value, tuple(ranks)) for value, ranks in ordered))
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= 200 else f"{value[:197]}..."
+
+
+def first_unlike(listed: Mapping[int, Sequence[str]]) -> str:
+    """Of lists of names that differ, what the error says: which names some ranks have and others have not.
+
+    >>> first_unlike({0: ["a", "b"], 1: ["a"]})
+    'b (not on rank 1)'
+    >>> first_unlike({0: ["a", "b"], 1: ["b", "a"]})
+    'another order'
+    """
+    every = dict.fromkeys(name for names in listed.values() for name in names)
+    sets = {rank: set(names) for rank, names in listed.items()}
+    lacking = [(name, [rank for rank in listed if name not in sets[rank]]) for name in every]
+    shown = [f"{name} (not on {shown_ranks(ranks)})" for name, ranks in lacking if ranks]
+    if not shown:
+        return "another order"
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")

@@ -1,0 +1,165 @@
+"""What one optimizer did to the parameters of one root, as a deed of each mesh that has some of them (guard/facts.py).
+
+Everything is compared with what it was a step before; texts are made only of what changed. A rate on a device is not
+read, because that would wait for the device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch_compat import versions_of
+from ..guard.facts import Deed, Fact, digest_of
+
+# Options that say how a step is computed and not what.
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_PLAIN = (int, float, bool, str, complex, type(None))
+_get_grad = operator.attrgetter("grad")
+
+# Where a parameter belongs: the key of its mesh, and its dotted name.
+Places = Mapping[int, tuple[Any, str]]
+
+
+class _Part:
+    """Of one optimizer, what is on one mesh."""
+
+    def __init__(self, groups: Sequence[int], params: Sequence[Tensor], names: Sequence[str]) -> None:
+        # Positions of its groups that have parameters of the mesh; these, group by group, and their names.
+        self.groups, self.params, self.names = tuple(groups), list(params), tuple(names)
+        self.listed = f"{len(names)}, {digest_of(chr(10).join(names)):016x}"
+        self.options: tuple[Fact, ...] = ()
+        self.states = 0
+        self.counter: float | None = None
+        self.deed: Deed | None = None
+        self.made_of: tuple[str, str] | None = None
+
+
+class OptimizerFacts:
+    """One optimizer, as of its last step. Holds its parameters, as it does itself."""
+
+    def __init__(self, optimizer: Optimizer, places: Places) -> None:
+        self._name = type(optimizer).__name__
+        self._lists = [list(group["params"]) for group in optimizer.param_groups]
+        self._raw: list[Any] | None = None
+        self._states = -1
+        self._state = optimizer.state
+        found: dict[Any, tuple[dict[int, None], list[Tensor], list[str]]] = {}
+        self.strangers: list[Tensor] = []
+        for position, params in enumerate(self._lists):
+            for param in params:
+                place = places.get(id(param))
+                if place is not None:
+                    groups, own, names = found.setdefault(place[0], ({}, [], []))
+                    groups[position] = None
+                    own.append(param)
+                    names.append(f"{len(groups) - 1}.{place[1]}")
+                elif not isinstance(param, DTensor):
+                    self.strangers.append(param)
+        self.parts = {key: _Part(tuple(groups), own, names) for key, (groups, own, names) in found.items()}
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether it is still about the parameters that `optimizer` has."""
+        groups = optimizer.param_groups
+        return len(groups) == len(self._lists) and all(
+            len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
+            for group, known in zip(groups, self._lists, strict=True)
+        )
+
+    def stepped(self, optimizer: Optimizer, do: Callable[[Any, Deed], None]) -> None:
+        """It took a step: `do(key of a mesh, deed)` for each mesh."""
+        groups = optimizer.param_groups
+        raw = [
+            value if isinstance(value, _PLAIN) else text_of(value)
+            for group in groups
+            for key, value in group.items()
+            if key not in _HOW
+        ]
+        changed = raw != self._raw
+        if changed:
+            self._raw = raw
+            for part in self.parts.values():
+                part.options = tuple(self._options(groups, part))
+                part.made_of = None
+        if _changes_nothing(groups):
+            return
+        replaced = self._state is not optimizer.state
+        if replaced or len(optimizer.state) != self._states:
+            self._state, self._states = optimizer.state, len(optimizer.state)
+            for part in self.parts.values():
+                part.states = sum(param in self._state for param in part.params)
+        for key, part in self.parts.items():
+            made_of = self._state_text(part, replaced), _written(part.params)
+            if part.made_of != made_of or part.deed is None:
+                part.made_of, part.deed = made_of, self._deed(part, *made_of)
+            do(key, part.deed)
+
+    def _options(self, groups: Sequence[Mapping[str, Any]], part: _Part) -> list[Fact]:
+        several = len(part.groups) > 1
+        return [
+            Fact("optimizer", f"{key} of {f'group {place} of ' if several else ''}the optimizer", text_of(value))
+            for place, position in enumerate(part.groups)
+            for key, value in groups[position].items()
+            if key not in _HOW
+        ]
+
+    def _deed(self, part: _Part, state: str, gradients: str) -> Deed:
+        facts = (
+            Fact("optimizer", "class of the optimizer", self._name),
+            Fact("parameters", "parameters of the optimizer", part.listed),
+            *part.options,
+            Fact("state", "state of the optimizer", state),
+            Fact("gradients", "gradients that the optimizer took", gradients),
+        )
+        return Deed("optimizer.step", facts)
+
+    def _state_text(self, part: _Part, replaced: bool) -> str:
+        """How much state there is, and how its counter of steps went on; the same in each step of a training."""
+        counter = None
+        if part.states:
+            first = next((param for param in part.params if param in self._state), None)
+            counter = None if first is None else _counter(self._state[first])
+        before, part.counter = part.counter, counter
+        if counter is None:
+            went = ""
+        elif before is not None and counter == before + 1 and not replaced:
+            went = ", one step further"
+        else:
+            went = f", at step {counter:g}"
+        return f"of {part.states} parameters{went}{', replaced since the last step' if replaced else ''}"
+
+
+def _changes_nothing(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """A step with a rate of zero, as torch takes it to make the state of an optimizer that has none: on some ranks
+    alone, where a checkpoint is loaded or written."""
+    return all(isinstance(rate := group.get("lr"), (int, float)) and rate == 0 for group in groups)
+
+
+def _written(params: Sequence[Tensor]) -> str:
+    """By the versions of the gradients as DTensors, which every rank writes alike; a new gradient has none."""
+    gradients = [gradient for gradient in map(_get_grad, params) if gradient is not None]
+    versions = sum(versions_of(gradients))
+    return f"written {versions} times since their reduction" if versions else "as reduced"
+
+
+def _counter(state: Mapping[str, Any]) -> float | None:
+    step = state.get("step") if isinstance(state, Mapping) else None
+    if isinstance(step, Tensor):
+        return float(step) if step.device.type == "cpu" and step.numel() == 1 and type(step) is Tensor else None
+    return float(step) if isinstance(step, (int, float)) else None
+
+
+def text_of(value: Any) -> str:
+    """A value that ranks compare; what is on a device is not read."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.numel() > 16 or isinstance(value, DTensor):
+            return f"a tensor on {value.device.type}"
+        return repr(value.tolist())
+    if isinstance(value, (tuple, list)) and len(value) <= 16:
+        return f"({', '.join(map(text_of, value))})"
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__

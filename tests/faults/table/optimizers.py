@@ -1,0 +1,609 @@
+"""What ranks do to their shards: optimizers, schedules, clipping, scalers, hooks, and the update inside of a guard."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+from tests.faults.actions import Action, send_signal
+from tests.faults.cases import PLAIN, Case, Equal, Outcome, Raises, Recovers, Setup, at
+from tests.faults.deeds import optimizers as do
+
+# A difference of one step is found in the next one at the latest.
+FOUR = Setup(steps=4)
+CLIPS = replace(FOUR, clip=True)
+SCALES = replace(FOUR, scaler=True)
+# Every text says what to do, after a semicolon.
+TO_DO = r"; [a-z]+"
+
+
+def _case(name: str, does: str, expected: Outcome, step: int, event: str, action: Action, **more: Any) -> Case:
+    """Rank 1 alone does it."""
+    struck = (*more.pop("before", ()), at(step, event, action, rank=1))
+    return Case(f"optimizers/{name}", does, expected, struck, more.pop("setup", FOUR), limit=20.0, **more)
+
+
+def _fact(name: str, does: str, step: int, event: str, action: Action, *words: str, **more: Any) -> Case:
+    """All ranks are told what differs, on which rank, and what to do."""
+    expected = Raises("RanksDisagree", ("rank 1", *words, TO_DO), within=more.pop("within", 5.0))
+    return _case(name, does, expected, step, event, action, **more)
+
+
+def _legal(name: str, does: str, step: int, event: str, action: Action, bound: float = 0.0, **more: Any) -> Case:
+    return _case(name, does, Equal("undisturbed", bound), step, event, action, **more)
+
+
+HYPER = (
+    _fact("lr", "rank 1 has another learning rate", 1, "step", do.put(lr=0.02), r"\blr\b", r"0\.02", fast=True),
+    _fact("lr_first", "rank 1 has another learning rate from the start", -1, "ready", do.put(lr=0.02), r"\blr\b"),
+    _fact(
+        "lr_of_a_group",
+        "rank 1 has another learning rate in one of two groups",
+        1,
+        "step",
+        do.put(1, lr=0.03),
+        r"\blr\b",
+        r"0\.03",
+        setup=replace(FOUR, optimizer=do.two_groups),
+    ),
+    _fact(
+        "lr_on_a_mesh",
+        "rank 1 of a 2 x 2 mesh has another learning rate",
+        1,
+        "step",
+        do.put(lr=0.02),
+        r"\blr\b",
+        setup=replace(FOUR, world=4, options=do.hsdp),
+    ),
+    _fact(
+        "lr_of_three",
+        "rank 1 of three has another learning rate",
+        1,
+        "step",
+        do.put(lr=0.02),
+        r"\blr\b",
+        setup=replace(FOUR, world=3),
+    ),
+    _fact(
+        "lr_with_torch_messages",
+        "rank 1 has another learning rate, and messages are as torch's",
+        1,
+        "step",
+        do.put(lr=0.02),
+        r"\blr\b",
+        setup=replace(FOUR, environment=(("FULLSHARD_COMMUNICATION", "torch"),)),
+    ),
+    _fact(
+        "lr_of_replicas",
+        "rank 1 has another learning rate, nothing is sharded",
+        1,
+        "step",
+        do.put(lr=0.02),
+        r"\blr\b",
+        setup=replace(FOUR, how="replicate"),
+    ),
+    _fact(
+        "schedule",
+        "rank 1's schedule decays more slowly",
+        -1,
+        "ready",
+        do.other_schedule,
+        r"\blr\b",
+        setup=replace(FOUR, schedule=do.decays(0.5)),
+    ),
+    _fact(
+        "schedule_twice",
+        "rank 1's schedule takes two steps in one",
+        1,
+        "updated",
+        do.schedule_more,
+        r"\blr\b",
+        setup=replace(FOUR, schedule=do.decays(0.5)),
+    ),
+    _fact(
+        "schedule_stops",
+        "rank 1's schedule takes no more steps",
+        1,
+        "step",
+        do.schedule_less,
+        r"\blr\b",
+        setup=replace(FOUR, schedule=do.decays(0.5)),
+    ),
+    _fact("weight_decay", "rank 1 has another weight decay", 1, "step", do.put(weight_decay=0.5), "weight_decay"),
+    _fact("betas", "rank 1 has other betas", 1, "step", do.put(betas=(0.5, 0.9)), "betas"),
+    _fact("eps", "rank 1 has another eps", 1, "step", do.put(eps=1e-2), "eps"),
+    _fact("maximize", "rank 1 maximizes", 1, "step", do.put(maximize=True), "maximize"),
+    _fact("amsgrad", "rank 1 has amsgrad", -1, "wrapped", do.make(do.adamw(amsgrad=True)), "amsgrad"),
+    _fact(
+        "momentum",
+        "rank 1 has another momentum",
+        1,
+        "step",
+        do.put(momentum=0.5),
+        "momentum",
+        setup=replace(FOUR, optimizer=do.momentum),
+    ),
+    _fact(
+        "nesterov",
+        "rank 1 has Nesterov's momentum",
+        1,
+        "step",
+        do.put(nesterov=True),
+        "nesterov",
+        setup=replace(FOUR, optimizer=do.momentum),
+    ),
+    _fact("class", "rank 1 has Adam where the others have AdamW", -1, "wrapped", do.make(do.adam), r"\bAdamW\b"),
+    _fact(
+        "subset",
+        "rank 1's optimizer has not the parameters of layers.1",
+        -1,
+        "wrapped",
+        do.make(do.without_second),
+        r"layers\.1",
+    ),
+    _fact(
+        "group_added",
+        "rank 1 alone adds the parameters of layers.1 to its optimizer in the middle of training",
+        1,
+        "step",
+        do.add_second,
+        r"layers\.1",
+        setup=replace(FOUR, optimizer=do.without_second),
+    ),
+    _fact(
+        "groups_exchanged",
+        "rank 1 exchanges the learning rates of its two groups",
+        1,
+        "step",
+        do.exchange_rates,
+        r"\blr\b",
+        setup=replace(FOUR, optimizer=do.two_groups),
+    ),
+    _legal(
+        "groups_turned",
+        "rank 1 has its two groups in the other order",
+        -1,
+        "wrapped",
+        do.make(do.groups_turned),
+        setup=replace(FOUR, optimizer=do.two_groups),
+    ),
+    _legal(
+        "parameters_turned",
+        "rank 1's optimizer has its parameters backwards",
+        -1,
+        "wrapped",
+        do.make(do.parameters_turned),
+    ),
+    _legal(
+        "foreach", "rank 1 updates one parameter after the other", -1, "ready", do.put(foreach=False), 2e-5, fast=True
+    ),
+    _legal("fused", "rank 1's optimizer is fused", -1, "wrapped", do.make(do.adamw(fused=True)), 2e-5),
+    _legal("lr_as_tensor", "rank 1's learning rate is a tensor", -1, "wrapped", do.make(do.lr_as_tensor), 2e-5),
+)
+
+STATE = (
+    _fact(
+        "loaded_lr",
+        "rank 1 loads its optimizer's state with another learning rate",
+        1,
+        "step",
+        do.load_optimizer(lr=0.02),
+        r"\blr\b|load_state_dict",
+    ),
+    _fact(
+        "loaded_optimizer",
+        "rank 1 alone loads an older state of its optimizer",
+        2,
+        "step",
+        do.load_optimizer_kept,
+        r"load_state_dict|\bsteps?\b",
+        before=(at(1, "step", do.keep_state),),
+        setup=replace(FOUR, steps=5),
+    ),
+    _fact(
+        "loaded_model",
+        "rank 1 alone loads an older state of its model",
+        2,
+        "step",
+        do.load_model_kept,
+        "load_state_dict|loaded|written",
+        before=(at(1, "step", do.keep_state),),
+        setup=replace(FOUR, steps=5),
+        fast=True,
+    ),
+    _fact("lost_state", "rank 1 loses its optimizer's state", 1, "step", do.lose_state, r"\bsteps?\b|state"),
+    _fact("made_anew", "rank 1 makes its optimizer anew", 1, "step", do.made_anew, r"\bsteps?\b|state"),
+    _fact(
+        "steps_at_zero",
+        "rank 1 sets the counts of its optimizer's state back",
+        1,
+        "step",
+        do.steps_at_zero,
+        r"\bsteps?\b|state",
+    ),
+    _fact(
+        "one_of_two_left_out",
+        "rank 1 leaves out the second of two optimizers",
+        1,
+        "step",
+        do.second_left_out,
+        "step|SGD",
+        setup=replace(FOUR, optimizer=do.both),
+    ),
+    _legal(
+        "two_turned",
+        "rank 1 calls two optimizers of different parameters in the other order",
+        1,
+        "step",
+        do.turned,
+        setup=replace(FOUR, optimizer=do.both),
+    ),
+    _legal("zeros", "rank 1 calls zero_grad(set_to_none=False)", 1, "step", do.zeros),
+    Case(
+        "optimizers/loaded_by_all",
+        "all ranks load an older state of model and optimizer, and train that step again",
+        PLAIN,
+        (at(1, "step", do.keep_state), at(2, "step", do.load_all_kept)),
+        FOUR,
+    ),
+)
+
+WRITES = (
+    _fact(
+        "shards_scaled",
+        "rank 1 alone multiplies its shards of layers.1 between two steps",
+        1,
+        "step",
+        do.scaled_shards,
+        r"layers\.1",
+        "written|changed|version",
+    ),
+    _fact(
+        "average_kept",
+        "rank 1 alone puts a running average in the place of its parameters",
+        2,
+        "step",
+        do.average_into_model,
+        "written|changed|version",
+        before=(at(0, "step", do.begin_average),),
+    ),
+    Case(
+        "optimizers/average_evaluated",
+        "all ranks evaluate with a running average, and put the parameters back",
+        Equal(),
+        (
+            at(0, "step", do.begin_average),
+            at(1, "updated", do.update_average),
+            at(2, "step", do.average_for_an_evaluation),
+        ),
+        FOUR,
+    ),
+    _fact(
+        "gradient_scaled",
+        "rank 1 alone multiplies gradients of layers.1 before the update",
+        1,
+        "gradients",
+        do.gradient_scaled,
+        r"layers\.1",
+        "gradient",
+    ),
+    _fact(
+        "gradient_gone",
+        "rank 1 alone has no gradient of layers.1.up.weight at its update",
+        1,
+        "gradients",
+        do.gradient_gone,
+        r"layers\.1\.up\.weight",
+        "gradient",
+    ),
+    _fact(
+        "hook", "rank 1 alone has a tensor hook of a parameter", 1, "step", do.doubles, r"layers\.1\.up\.weight", "hook"
+    ),
+    _fact(
+        "hook_after",
+        "rank 1 alone has a hook after accumulation of a gradient",
+        1,
+        "step",
+        do.doubles_after,
+        r"layers\.1\.up\.weight",
+        "hook",
+    ),
+    _fact("step_hook", "rank 1 alone has a hook before its updates", 1, "step", do.step_hook, "hook|gradient"),
+    Case("optimizers/hook_of_all", "all ranks have the same tensor hook", PLAIN, (at(1, "step", do.looks),), FOUR),
+    Case(
+        "optimizers/doubled_by_all",
+        "all ranks have a tensor hook that doubles a gradient",
+        PLAIN,
+        (at(1, "step", do.doubles),),
+        FOUR,
+    ),
+)
+
+SETTINGS = (
+    _fact(
+        "divide_factor",
+        "rank 1 divides its gradients by another factor from step 1 on",
+        1,
+        "step",
+        do.setting("set_gradient_divide_factor", 3.0),
+        "divide",
+    ),
+    _fact(
+        "divide_factor_of_sharding",
+        "one rank of a 2 x 2 mesh divides what it reduces by another factor",
+        1,
+        "step",
+        do.setting("set_reduce_scatter_divide_factor", 3.0),
+        "divide",
+        setup=replace(FOUR, world=4, options=do.hsdp),
+    ),
+    _fact(
+        "all_reduce_hook",
+        "one rank of a 2 x 2 mesh has an all-reduce hook",
+        1,
+        "step",
+        do.all_reduce_hook,
+        "hook",
+        setup=replace(FOUR, world=4, options=do.hsdp),
+    ),
+)
+
+CLIPPING = (
+    _fact(
+        "clip_norm",
+        "rank 1 clips to another norm",
+        1,
+        "step",
+        do.clip_with(max_norm=0.01),
+        "max_norm|clip",
+        setup=CLIPS,
+    ),
+    _fact(
+        "clip_norm_type",
+        "rank 1 clips by another kind of norm",
+        1,
+        "step",
+        do.clip_with(norm_type=1.0),
+        "norm_type|clip",
+        setup=CLIPS,
+    ),
+    _fact(
+        "clip_inf",
+        "rank 1 clips by the largest element",
+        1,
+        "step",
+        do.clip_with(norm_type=float("inf")),
+        "norm_type|clip",
+        setup=CLIPS,
+    ),
+    _fact("clip_subset", "rank 1 clips layers.1 alone", 1, "step", do.clip_second, "clip", setup=CLIPS),
+    _fact("clip_after", "rank 1 clips after its update", 1, "step", do.clip_after, "clip", setup=CLIPS),
+    _fact("clip_twice", "rank 1 clips twice", 1, "step", do.clip_twice, "clip", setup=CLIPS, within=8.0),
+    _fact("clip_never", "rank 1 does not clip", 1, "step", do.clip_never, "clip", setup=CLIPS, within=8.0),
+    _fact(
+        "clip_parts_turned",
+        "rank 1 clips two parts of the model in the other order",
+        1,
+        "step",
+        do.clip_parts("layers.1", "layers.0"),
+        "clip",
+        before=(at(1, "step", do.clip_parts("layers.0", "layers.1")),),
+        setup=CLIPS,
+    ),
+    _case(
+        "clip_of_torch",
+        "rank 1 clips by torch's function, which sends other messages",
+        Raises("RanksDisagree", ("rank 1", "clip", TO_DO), on=(0,), within=8.0),
+        1,
+        "step",
+        do.clip_of_torch,
+        setup=CLIPS,
+    ),
+    _fact(
+        "clip_of_replicas",
+        "rank 1 clips to another norm, nothing is sharded",
+        1,
+        "step",
+        do.clip_with(max_norm=0.01),
+        "max_norm|clip",
+        setup=replace(CLIPS, how="replicate"),
+    ),
+    _legal("clip_foreach", "rank 1 scales one by one", 1, "step", do.clip_with(foreach=False), setup=CLIPS),
+    _legal(
+        "clip_error_off",
+        "rank 1 alone asks for no error of infinite norms, of which there are none",
+        1,
+        "step",
+        do.clip_with(error_if_nonfinite=False),
+        setup=CLIPS,
+    ),
+)
+
+SCALING = (
+    _fact(
+        "scale",
+        "rank 1's scaler begins at another scale",
+        -1,
+        "ready",
+        do.scaler(init_scale=32.0),
+        "scale",
+        setup=SCALES,
+    ),
+    _fact("scale_set", "rank 1 sets another scale", 1, "step", do.scaler_set, "scale", setup=SCALES),
+    _fact(
+        "scale_loaded", "rank 1 loads a scaler with another scale", 1, "step", do.scaler_loaded, "scale", setup=SCALES
+    ),
+    _fact(
+        "growth_interval",
+        "rank 1's scale grows after each step",
+        -1,
+        "ready",
+        do.scaler(growth_interval=1),
+        "growth|scale",
+        setup=SCALES,
+    ),
+    _fact(
+        "growth_factor",
+        "rank 1's scale grows by another factor",
+        -1,
+        "ready",
+        do.scaler(growth_factor=4.0, growth_interval=1),
+        "growth|scale",
+        before=(at(-1, "ready", do.scaler(growth_interval=1), rank=0),),
+        setup=SCALES,
+    ),
+    _fact(
+        "backoff_factor",
+        "rank 1's scale shrinks by another factor, when all skip an update",
+        -1,
+        "ready",
+        do.scaler(backoff_factor=0.25),
+        "backoff|scale",
+        before=(at(1, "gradients", do.infs_everywhere),),
+        setup=SCALES,
+    ),
+    _fact(
+        "scaler_disabled",
+        "rank 1's scaler is switched off",
+        -1,
+        "ready",
+        do.scaler(enabled=False),
+        "scale",
+        setup=SCALES,
+        within=8.0,
+    ),
+    _case(
+        "scaler_never_updated",
+        "rank 1 does not update its scaler, which torch refuses in the next step",
+        Raises("PeerFailed", ("rank 1", "update"), on=(0,)),
+        0,
+        "step",
+        do.scaler_never_updated,
+        setup=SCALES,
+    ),
+    _legal(
+        "unscale",
+        "rank 1 unscales before its step, the others in it: the same messages",
+        1,
+        "gradients",
+        do.unscale,
+        setup=SCALES,
+    ),
+    _case(
+        "unscale_twice",
+        "rank 1 unscales twice, which torch refuses",
+        Raises("PeerFailed", ("rank 1", "unscale_"), on=(0,)),
+        1,
+        "gradients",
+        do.unscale_twice,
+        before=(at(1, "gradients", do.unscale, rank=0),),
+        setup=SCALES,
+    ),
+    _legal("scale_logged", "rank 1 alone reads its scale for a log", 1, "step", do.scale_logged, setup=SCALES),
+    Case(
+        "optimizers/infs_of_all",
+        "all ranks skip an update because of infs, and go on with half the scale",
+        PLAIN,
+        (at(1, "gradients", do.infs_everywhere),),
+        SCALES,
+    ),
+)
+
+STEP_GUARD = Setup(steps=3, catches=4, guard="step")
+ENDS = replace(STEP_GUARD, catches=0)
+
+
+def _guarded(name: str, does: str, event: str, action: Action | None = None, **more: Any) -> Case:
+    """All catch it, no rank has taken the step, and all take it again."""
+    words = ("rank 1", "injected")
+    struck = (at(1, event, action, rank=1),)
+    setup = more.pop("setup", STEP_GUARD)
+    return Case(f"optimizers/{name}", does, Recovers("PeerFailed", words), struck, setup, limit=20.0, **more)
+
+
+def _lost(name: str, does: str, action: Action, setup: Setup = STEP_GUARD) -> Case:
+    """Some rank has written: who goes on all the same is told to load a checkpoint."""
+    expected = Raises("RuntimeError", ("load a checkpoint",))
+    struck = (at(1, "step", action, rank=1),)
+    return Case(f"optimizers/{name}", does, expected, struck, replace(setup, catches=1), limit=20.0)
+
+
+GUARDED = (
+    _guarded("guard_before", "rank 1 raises after its backward, inside a guard of the step", "gradients", fast=True),
+    _guarded("guard_backward", "rank 1 raises in backward, inside a guard of the step", "backward layers.1"),
+    _guarded(
+        "guard_hook",
+        "rank 1 raises in a hook before its update, inside a guard of the step",
+        "step",
+        do.raise_before_update,
+    ),
+    _guarded(
+        "guard_of_three",
+        "rank 1 of three raises in a hook before its update, inside a guard of the step",
+        "step",
+        do.raise_before_update,
+        setup=replace(STEP_GUARD, world=3),
+    ),
+    _lost("guard_after", "rank 1 raises after its update, inside a guard of the step", do.raise_after_update),
+    _lost(
+        "guard_halfway",
+        "rank 1 raises in the middle of its update, inside a guard of the step",
+        do.fails_halfway,
+        replace(STEP_GUARD, optimizer=do.halfway),
+    ),
+    Case(
+        "optimizers/guard_loaded",
+        "rank 1 raises after its update, inside a guard of the step, and all go on from the state before",
+        Recovers("RuntimeError", ("rank 1",)),
+        (at(1, "step", do.raise_after_update, rank=1),),
+        ENDS,
+        program=do.loads_and_goes_on,
+        limit=20.0,
+    ),
+    Case(
+        "optimizers/guard_uncaught",
+        "rank 1 raises in its update, inside a guard of the step, and nobody catches it",
+        Raises("PeerFailed", ("rank 1", "injected"), on="others"),
+        (at(1, "step", do.raise_after_update, rank=1),),
+        ENDS,
+    ),
+    Case(
+        "optimizers/guard_killed",
+        "rank 1 is killed in its update, inside a guard of the step",
+        Raises("PeerFailed", ("rank 1",), on="others"),
+        (at(1, "step", do.at_update(send_signal(signal.SIGKILL)), rank=1),),
+        ENDS,
+        deaths=(1,),
+    ),
+    Case(
+        "optimizers/guard_without_step",
+        "rank 1 leaves its update out, inside a guard of the step",
+        Raises("RanksDisagree", ("rank 1", "step", TO_DO)),
+        (at(1, "step", do.no_update, rank=1),),
+        ENDS,
+        limit=20.0,
+    ),
+    Case(
+        "optimizers/guard_all_raise",
+        "all ranks raise in a hook before their update, inside a guard of the step",
+        Equal(),
+        (at(1, "step", do.raise_before_update),),
+        STEP_GUARD,
+    ),
+    Case(
+        "optimizers/guard_nothing",
+        "nobody raises inside a guard of the step",
+        PLAIN,
+        setup=replace(STEP_GUARD, catches=0),
+    ),
+    Case(
+        "optimizers/guard_scaler",
+        "a scaler skips the update on all ranks, inside a guard of the step",
+        PLAIN,
+        (at(1, "gradients", do.infs_everywhere),),
+        replace(STEP_GUARD, scaler=True, catches=0),
+    ),
+)
+
+CASES: tuple[Case, ...] = (*HYPER, *STATE, *WRITES, *SETTINGS, *CLIPPING, *SCALING, *GUARDED)

@@ -1,0 +1,81 @@
+"""Cutting a data group ends what this rank waits for, whatever its peers did to their ends before
+(comm/data_group.py)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard import PeerFailed
+from fullshard.comm.data_group import DataGroup, open_data_group
+from fullshard.guard import Scope, scope_of
+from tests.harness.pool import pool
+
+
+def opened() -> tuple[Scope, DataGroup]:
+    """A data group of all ranks, over which a message went."""
+    scope = scope_of(range(dist.get_world_size()))
+    origin = dist.group.WORLD
+    assert scope is not None and origin is not None
+    data = open_data_group(scope, origin, torch.device("cpu"), "gloo", "test")
+    assert data is not None
+    data.issue(data.group.allreduce, [torch.ones(1)]).wait()
+    return scope, data
+
+
+def cut_after(rank: int, first: int) -> float:
+    """Rank `first` cuts its end; another one waits for the third, which keeps its end, and then cuts its own."""
+    world = dist.get_world_size()
+    scope, data = opened()
+    store = scope.watch.records.store
+    if rank == first:
+        data.cut()
+        store.set("first/cut", "1")
+    waits, seconds = (first - 1) % world, 0.0
+    if rank == waits:
+        while not store.check(["first/cut"]):
+            time.sleep(0.01)
+        time.sleep(0.1)  # until it is noticed here
+        (silent,) = {0, 1, 2} - {first, waits}
+        pending = data.group.recv([torch.empty(1)], silent, 7)
+        begun = time.monotonic()
+        data.cut()
+        with pytest.raises(RuntimeError):
+            pending.wait()
+        seconds = time.monotonic() - begun
+        store.set("second/cut", "1")
+    while not store.check(["second/cut"]):
+        time.sleep(0.01)
+    return seconds
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_cut_ends_waits_for_a_rank_that_did_not_cut(first: int) -> None:
+    """A closed connection to one peer must not keep the others open."""
+    assert max(pool(3).run(cut_after, first, timeout=20)) < 2
+
+
+def closed_by(rank: int) -> str:
+    """Rank 1 cuts its end, and says why a moment later."""
+    scope, data = opened()
+    if rank == 1:
+        data.cut()
+        time.sleep(0.5)
+        scope.publish("raised", "ValueError: a bad token")
+        while not scope.watch.records.store.check(["named"]):
+            time.sleep(0.01)
+        return ""
+    begun = time.monotonic()
+    with pytest.raises(PeerFailed) as caught:
+        data.issue(data.group.allreduce, [torch.ones(1)]).wait()
+    assert caught.value.rank == 1 and data.is_cut and scope.must_meet and time.monotonic() - begun < 5
+    scope.watch.records.store.set("named", "")
+    return caught.value.text
+
+
+def test_a_closed_connection_is_explained_by_the_one_who_closed_it() -> None:
+    """What the backend says is no name."""
+    assert pool(2).run(closed_by, timeout=20)[0] == "ValueError: a bad token"

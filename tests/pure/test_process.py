@@ -1,0 +1,105 @@
+"""A process of this machine that has ended, or is stopped, is told from one that is busy or elsewhere; and where one of
+our own threads is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+
+from fullshard.guard import process
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def test_this_process_is_there() -> None:
+    assert process.identity()
+    what, used = process.condition(process.identity())
+    assert what == "exists" and used > 0
+
+
+def test_nobody_knows_of_other_machines() -> None:
+    machine, number, began = process.identity().split()
+    assert process.condition("") == ("unknown", 0)
+    assert process.condition(f"{machine}x {number} {began}")[0] == "unknown"
+    assert process.condition(f"{machine}x 999999999 {began}")[0] == "unknown"
+
+
+def test_another_process_of_the_same_number() -> None:
+    machine, number, began = process.identity().split()
+    assert process.condition(f"{machine} {number} {int(began) + 1}")[0] == "gone"
+    assert process.condition(f"{machine} 999999999 {began}")[0] == "gone"
+
+
+def test_stopped_and_then_killed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        machine = process.machine()
+        identity = f"{machine} {child.pid} {process._fields(child.pid)[process._BEGAN]}"
+        assert process.condition(identity)[0] == "exists"
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert process.condition(identity)[0] == "stopped"
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.condition(identity)[0] == "gone", "nobody has collected it yet"
+        child.wait()
+    assert process.condition(identity)[0] == "gone"
+
+
+def test_a_process_that_computes_uses_time() -> None:
+    before = process.condition(process.identity())[1]
+    end = time.monotonic() + 5
+    while process.condition(process.identity())[1] <= before:
+        assert time.monotonic() < end
+
+
+def test_where_a_thread_is_is_told_by_a_line_of_the_user_s() -> None:
+    """Not by one of torch's, or of the package's: the line that called these."""
+    begun, ends, places = threading.Event(), threading.Event(), []
+
+    def where() -> str:
+        begun.set()
+        ends.wait(10)
+        return ""
+
+    thread = threading.Thread(target=where)
+    thread.start()
+    try:
+        begun.wait(10)
+        places = [process.place(thread.ident or 0, TORCH), process.place(-1, TORCH)]
+    finally:
+        ends.set()
+        thread.join()
+    # The innermost line that is neither torch's nor ours, whoever wrote it.
+    assert "threading.py:" in places[0] and " in wait" in places[0]
+    assert places[1] == ""
+
+
+def test_what_was_called_of_torch_s() -> None:
+    """By the name of the function that the user's line called."""
+    result: torch.futures.Future[int] = torch.futures.Future()
+
+    def waits() -> None:
+        result.wait()
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    ident, end = thread.ident or 0, time.monotonic() + 10
+    try:
+        while process.called(ident, TORCH) != "wait":
+            assert time.monotonic() < end
+        assert process.place(ident, TORCH).startswith(f"{__file__}:")
+        assert process.place(ident, TORCH).endswith(" in waits")
+        assert process.is_within(ident, TORCH + "futures", TORCH)
+        assert not process.is_within(ident, TORCH + "distributed", TORCH)
+    finally:
+        result.set_result(1)
+        thread.join()
+    assert process.called(ident, TORCH) == "" and not process.is_within(ident, TORCH, TORCH)
