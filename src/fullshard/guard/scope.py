@@ -245,12 +245,13 @@ class Scope:
             self.has_raised = self.must_meet = True
             raise fault.error(self.told)
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
         """Outside of a step something is about to be asked or sent: after a failure all ranks come together first, as
-        they do at a forward."""
-        if self.must_meet:
-            self.refuse_failure()
-            self.meet()
+        they do at a forward. Whether connections are new."""
+        if not self.must_meet:
+            return False
+        self.refuse_failure()
+        return self.meet()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
