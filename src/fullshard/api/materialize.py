@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..comm import agreed, sum_over
+from ..comm import agreed, sum_over, together_over
 from ..param import ParamGroup, ShardedParam, fingerprints, note_loaded, poison
 from ..runtime import Unit, unit_of
 from ..runtime.forming import module_units
@@ -72,6 +72,14 @@ def materialize(
     (`to_empty`, `reset_parameters`), which leaves all of this to the caller.
     """
     units = list(dict.fromkeys(module_units(model)))
+    with together_over((param.spec.mesh for unit in units for param in unit.params), "materialize"):
+        _materialize(model, units, device, init, seed)
+    return model
+
+
+def _materialize(
+    model: nn.Module, units: Sequence[Unit], device: torch.device | str | None, init: Init | None, seed: int | None
+) -> None:
     target = _target_device(device, units)
     value = _agreed_seed(seed, units)
     for unit in units:
@@ -89,7 +97,6 @@ def materialize(
                 for module, call in stage.calls:
                     _run(call, _seed_of(value, stage.names[module]), target, _crossed(module, stage.unit))
     recompute_buffers(model, target)
-    return model
 
 
 def mark_initialized(module: nn.Module) -> None:

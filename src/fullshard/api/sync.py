@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm import broadcast_over, sum_over
+from ..comm import broadcast_over, sum_over, together_over
 from ..guard import Item, RanksDisagree, ask, first_difference, scope_of, structure, tell
 from ..param import can_digest, local_data
 from ..runtime.describe import ranks_of
@@ -60,14 +60,15 @@ def sync_module_states(
         raise ValueError(f"from_rank: expected a position in the mesh, from 0 to {mesh.size() - 1}, found {from_rank}")
     if mesh.size() == 1:
         return model
-    tensors = dict(_tensors(model, buffers_only=buffers_only))
-    _check_kinds(tensors)
-    _refuse_other_names(mesh, tensors)
-    _refuse_missing(mesh, tensors, from_rank)
-    if any(tensor.is_meta for tensor in tensors.values()):
-        _allocate(model, validate.device_of(mesh), buffers_only=buffers_only)
+    with together_over([mesh], "sync_module_states"):
         tensors = dict(_tensors(model, buffers_only=buffers_only))
-    broadcast_over(mesh, [local_data(tensor) for tensor in tensors.values()], from_rank, "sync_module_states")
+        _check_kinds(tensors)
+        _refuse_other_names(mesh, tensors)
+        _refuse_missing(mesh, tensors, from_rank)
+        if any(tensor.is_meta for tensor in tensors.values()):
+            _allocate(model, validate.device_of(mesh), buffers_only=buffers_only)
+            tensors = dict(_tensors(model, buffers_only=buffers_only))
+        broadcast_over(mesh, [local_data(tensor) for tensor in tensors.values()], from_rank, "sync_module_states")
     return model
 
 
@@ -119,7 +120,6 @@ def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
     scope = scope_of(ranks_of(mesh))
     if scope is None:
         return
-    scope.resume()
     items = [
         Item("tensor", name, {"shape": str(tuple(local.shape)), "dtype": str(local.dtype).removeprefix("torch.")})
         for name, tensor in tensors.items()

@@ -12,6 +12,7 @@ from .agree import alike as alike
 from .agree import joining_groups as joining_groups
 from .agree import least_over as least_over
 from .agree import sum_over as sum_over
+from .agree import together_over as together_over
 from .agree import told_by_one as told_by_one
 from .blocks import block_of as block_of
 from .broadcast import broadcast_over as broadcast_over

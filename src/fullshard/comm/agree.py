@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..guard import Scope
+from ..guard import Scope, scope_of
 from .data_group import DataGroup
 from .group import all_reduce_over
 
 _TEXT_NBYTES = 1000
 # What is waited for, where nobody says more.
 _SUM = "a sum between steps"
+
+
+@contextmanager
+def together_over(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
+    """Inside all ranks of `meshes` do `what`, outside of a step: `Scope.together`, for those and for their axes."""
+    scopes: dict[Scope, None] = {}
+    for mesh in dict.fromkeys(meshes):
+        axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        for ranks in (mesh.mesh.flatten().tolist(), *axes):
+            scope = scope_of(ranks)
+            if scope is not None:
+                scopes[scope] = None
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope.together(what))
+        yield
 
 
 def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:

@@ -330,6 +330,9 @@ def _send_small(group: DataGroup, what: str, call: str, *args: Any) -> None:
     doing, scope.doing = scope.doing, scope.doing or what
     try:
         group.issue(getattr(group.group, call), *args).wait()
+    except BaseException as error:
+        scope.interrupted(error, what)
+        raise
     finally:
         scope.doing = doing
 

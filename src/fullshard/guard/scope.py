@@ -17,8 +17,8 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -245,12 +245,27 @@ class Scope:
             self.has_raised = self.must_meet = True
             raise fault.error(self.told)
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
         """Outside of a step something is about to be asked or sent: after a failure all ranks come together first, as
-        they do at a forward."""
-        if self.must_meet:
-            self.refuse_failure()
-            self.meet()
+        they do at a forward. Whether connections are new."""
+        if not self.must_meet:
+            return False
+        self.refuse_failure()
+        return self.meet()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Inside all ranks do `what`, outside of a step, by several messages: an exception of one rank is one of all,
+        and after it they come together first."""
+        doing, self.doing = self.doing, what
+        try:
+            self.resume()
+            yield
+        except BaseException as error:
+            self.interrupted(error, what)
+            raise
+        finally:
+            self.doing = doing
 
     # ---- together again ------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 DTensor sends these over the mesh's own process groups, which wait for ever where a rank does not come. So they are
 compared as the messages of a step are (order.py), each before it is sent: a rank that makes one alone is told, and so
-are those that go on in a step.
+are those that go on in a step. And an optimizer's step is told to the order of those whose parameters it has.
+
+Who holds a parameter takes part, whatever became of its model: when Python collects that is no matter of the ranks.
 
 Compared are those in which all ranks take part that share an order. Not so where only the ranks of one replica do (2-D
 meshes): each replica may gather as it likes.
@@ -18,50 +20,50 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from .._torch_compat import current_backward
-from ..guard import Action, Scope, scope_of
+from ..guard import Action, Scope, is_current, scope_of
 from ..param import Owner, ShardedParam, claim
 from .backward_calls import follow_backwards
 from .named_refusals import name_refusals
-from .names import clean_name, dotted_name
-from .order import compare
+from .names import clean_name, parameter_names
+from .optimizer_steps import tell_each_step
+from .order import changes_parameters, compare, note_stepped
 
 if TYPE_CHECKING:
     from .root import Root
     from .unit import Unit
 
 
+class _Formed:
+    """What of a root counts as long as one of its parameters is held: the thread that runs it, and its scopes."""
+
+    def __init__(self, thread: int, scopes: Iterable[Scope]) -> None:
+        self.thread = thread
+        # Kept by the watch of their process group, as long as that is there.
+        self.scopes = [weakref.ref(scope) for scope in scopes]
+
+
 class _Owned(Owner):
     """Of a parameter of a unit, which it does not keep: who holds a parameter does not hold the model."""
 
     def __init__(self, unit: Unit, position: int, param: ShardedParam) -> None:
+        # For what a failed step left in it, of which the other ranks know nothing.
         self._unit = weakref.ref(unit)
-        # Of its group.
-        self._position = position
-        self._param_name = param.name
-        # Its name in the model of this root: looking for it takes a walk over all modules.
-        self._named: tuple[weakref.ref[Root], str] | None = None
+        self._ranks = unit.links[position].everyone
+        self.dotted = param.name
+        self.formed: _Formed | None = None
 
     def name(self) -> str:
-        unit = self._unit()
-        if unit is None:
-            return self._param_name
-        if self._named is not None and self._named[0]() is unit.root:
-            return self._named[1]
-        name = dotted_name(unit, self._param_name)
-        if unit.root is not None:
-            self._named = weakref.ref(unit.root), name
-        return name
+        return self.dotted
 
     def before_messages(self, parameter: DTensor, axes: Sequence[int]) -> None:
-        unit = self._unit()
-        if unit is None:
-            return
-        scope = scope_of(unit.links[self._position].everyone)
+        scope = scope_of(self._ranks)
         if scope is not None and set(scope.ranks) <= _ranks_over(parameter, axes):
             shape = "x".join(map(str, parameter.shape)) or "1"
-            _compare(unit, scope, Action("full", 0, 0, self.name(), shape))
+            thread = None if self.formed is None else self.formed.thread
+            _compare(self._unit(), scope, thread, Action("full", 0, 0, self.dotted, shape))
 
 
 def own_parameters(unit: Unit) -> None:
@@ -72,6 +74,31 @@ def own_parameters(unit: Unit) -> None:
             claim(param.sharded, param.owner)
     name_refusals()
     follow_backwards()
+
+
+def own_by_root(root: Root) -> None:
+    """`root` formed: from now on its parameters are known by their names in its model, and their optimizer's steps
+    count where ranks compare what they are about to send."""
+    names = parameter_names(root.units[0].module, root.units)
+    formed = _Formed(root.thread, root.peers.scopes)
+    for param, name in names.items():
+        if isinstance(param.owner, _Owned):
+            param.owner.dotted, param.owner.formed = name, formed
+    if root.order is not None:
+        tell_each_step(_optimizer_stepped)
+
+
+def _optimizer_stepped(optimizer: Optimizer) -> None:
+    owners = [Owner.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    thread = threading.get_ident()
+    scopes: dict[Scope, None] = {}
+    for formed in {owner.formed for owner in owners if isinstance(owner, _Owned)}:
+        if formed is not None and formed.thread == thread:
+            here = (scope() for scope in formed.scopes)
+            scopes |= dict.fromkeys(scope for scope in here if scope is not None and is_current(scope.watch))
+    if scopes and changes_parameters(optimizer):
+        for scope in scopes:
+            note_stepped(scope, thread)
 
 
 def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
@@ -85,7 +112,8 @@ def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
     for scope, here in opened.items():
         known = [names.get(unit.module, "?") for unit in here]
         digest = hashlib.blake2s("\n".join(known).encode(), digest_size=6).hexdigest()
-        _compare(here[0], scope, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
+        thread = None if here[0].root is None else here[0].root.thread
+        _compare(here[0], scope, thread, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
 
 
 def _ranks_over(parameter: DTensor, axes: Sequence[int]) -> set[int]:
@@ -98,14 +126,13 @@ def _ranks_over(parameter: DTensor, axes: Sequence[int]) -> set[int]:
     return set(ranks.flatten().tolist())
 
 
-def _compare(unit: Unit, scope: Scope, action: Action) -> None:
-    root = unit.root
+def _compare(unit: Unit | None, scope: Scope, thread: int | None, action: Action) -> None:
+    """`thread`: runs the model. `unit`: of the model, if that is still there."""
     # Another thread's messages have no place in the order of those of the one that runs the model.
-    if scope.watch.settings.mode == "off" or (root is not None and root.thread != threading.get_ident()):
+    if scope.watch.settings.mode == "off" or thread not in (None, threading.get_ident()):
         return
-    if current_backward() == -1:
-        if root is not None:
-            root.meet_by_hand()
-        elif scope.must_meet:
-            scope.meet()
+    if current_backward() == -1 and scope.must_meet:
+        renewed = scope.resume()
+        if unit is not None and unit.root is not None:
+            unit.root.met_by_hand(renewed=renewed)
     compare(scope, action)

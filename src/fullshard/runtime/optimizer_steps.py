@@ -14,6 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ class Listener(Protocol):
 
 _steps: Counter[int] = Counter()
 _listeners: dict[int, weakref.WeakSet[Listener]] = {}
+_told: list[Callable[[Optimizer], None]] = []
 _registrations = itertools.count()
 
 
@@ -50,6 +52,12 @@ def tell_optimizer_steps(thread: int, listener: Listener) -> None:
     _listeners.setdefault(thread, weakref.WeakSet()).add(listener)
 
 
+def tell_each_step(function: Callable[[Optimizer], None]) -> None:
+    """Call `function` with each optimizer that took a step, in whatever thread. Once for each function."""
+    if function not in _told:
+        _told.append(function)
+
+
 def note_optimizer_step(thread: int) -> None:
     """A step that ran no hooks: one in backward."""
     _steps[thread] += 1
@@ -58,6 +66,8 @@ def note_optimizer_step(thread: int) -> None:
 def _count(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     thread = threading.get_ident()
     _steps[thread] += 1
+    for function in _told:
+        function(optimizer)
     listeners = _listeners.get(thread)
     for listener in tuple(listeners or ()):
         if not listener.optimizer_stepped(optimizer) and listeners is not None:

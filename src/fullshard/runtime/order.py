@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm import Links, alike
-from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
+from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, parse_question, scope_of
 from ..param import PendingGrad
 from ..policy import Options
 from .optimizer_steps import optimizer_steps
@@ -266,7 +266,6 @@ class MessageOrder:
                 scope = scope_of(links.everyone)
                 if scope is not None:
                     members.setdefault(scope, {}).setdefault(unit, []).append(position)
-        self._units = list(units)
         # Runs the model, and steps it. What a backward reports may come from a thread of the engine.
         self._thread = threading.get_ident()
         self._lanes = [_Lane(scope, units[0], here) for scope, here in members.items()]
@@ -316,27 +315,21 @@ class MessageOrder:
 
     def stepped(self) -> None:
         """Parameters of the root took an optimizer step, the last one of the thread that runs it."""
-        step = optimizer_steps(self._thread)
         for lane in self._lanes:
-            lane.shared.current(lane.scope.epoch)
-            # Told once by each root on the mesh, also by one that gave way to another and still exists.
-            if lane.shared.last_step != step:
-                lane.shared.last_step = step
-                lane.shared.stepped += 1
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> bool:
-        """`optimizer` took a step, in the thread that runs the model. Whether later ones are of interest: not where
-        nobody is asked, or the process group is gone."""
-        if not self._lanes or not is_current(self._lanes[0].scope.watch):
-            return False
-        if _changes_parameters(optimizer):
-            ours = {id(param.sharded) for unit in self._units for param in unit.params}
-            if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-                self.stepped()
-        return True
+            note_stepped(lane.scope, self._thread)
 
 
-def _changes_parameters(optimizer: Optimizer) -> bool:
+def note_stepped(scope: Scope, thread: int) -> None:
+    """Parameters on the mesh of `scope` took an optimizer step, the last one of `thread`, which runs their model."""
+    shared, step = _shared_order(scope), optimizer_steps(thread)
+    shared.current(scope.epoch)
+    # An optimizer may have parameters of several roots on one mesh.
+    if shared.last_step != step:
+        shared.last_step = step
+        shared.stepped += 1
+
+
+def changes_parameters(optimizer: Optimizer) -> bool:
     """Whether its steps do. torch makes the state of an optimizer that has none by a step with a rate of zero, when a
     checkpoint is loaded into it or written from it: on those ranks alone that have none."""
     rates = [group.get("lr") for group in optimizer.param_groups]

@@ -29,7 +29,8 @@ from ..policy import Controls, Options
 from .agreement import Agreement
 from .backward_calls import RunningBackward
 from .executor import Executor
-from .optimizer_steps import count_optimizer_steps, tell_optimizer_steps
+from .by_hand import own_by_root
+from .optimizer_steps import count_optimizer_steps
 from .order import MessageOrder
 from .peers import Peers
 from .shared import Shared
@@ -77,7 +78,6 @@ class Root:
         self.thread = self.executor.stepping.thread = count_optimizer_steps()
         self._backward = RunningBackward(self.thread, self.backward_end, self._backward_failed)
         if self.order is not None:
-            tell_optimizer_steps(self.thread, self.order)
             self.executor.stepping.on_step = self.order.stepped
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
             unit.record.index = index
@@ -104,11 +104,11 @@ class Root:
         # Some of what stands on the modules may never have been written; looked at in the next forward.
         self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
         self._agreed = False
+        own_by_root(self)
 
-    def meet_by_hand(self) -> None:
-        """Outside of a step something is about to be sent: after a failure all ranks come together first, as they do
-        at a forward."""
-        if any(scope.must_meet for scope in self.peers.scopes) and (self.peers.meet() or self.run.has_leftovers):
+    def met_by_hand(self, *, renewed: bool) -> None:
+        """Outside of a step, and after a failure, all ranks came together: as they do at a forward."""
+        if renewed or self.run.has_leftovers:
             self.abandon()
 
     # ---- forward -------------------------------------------------------------------------------------------
