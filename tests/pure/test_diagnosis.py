@@ -261,3 +261,8 @@ def test_the_words_of_a_question_are_taken_where_it_has_some() -> None:
     found = world(record(0, wait("message", 0, 1)), record(1, wait("ask", 0, 1, number=7)))
     assert disagreement(found, lambda given: f"{len(given)} ranks at other places") == "2 ranks at other places"
     assert diagnosis.disagreement(found, lambda given: None).startswith("expected all ranks to do the same")
+
+
+def test_a_proof_ends_the_meetings_that_are_in_it_and_no_later_ones() -> None:
+    found = world(record(0, wait("meet", 0, 1, since=7.25)), record(1, wait("torch", 0, 1)), record(2, wait("ask", 0)))
+    assert diagnosis.meetings(found, SCOPE) == {"0": 7.25} and diagnosis.meetings(found, OTHER) == {}

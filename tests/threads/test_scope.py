@@ -194,6 +194,47 @@ def test_a_rank_that_fails_once_more_ends_a_meeting(pause: float) -> None:
     )
 
 
+def test_who_raised_where_all_raised_may_go_on() -> None:
+    """In the same epoch: nobody is taken for one that does not come because it is a little later."""
+
+    def ranks(rank: int) -> object:
+        scope = _scope()
+        scope.publish("raised", "ValueError: a bad token, on all ranks")
+        dist.barrier()
+        scope.watch.post()
+        assert scope.causes()
+        time.sleep(0.2 * rank)
+        found = scope.agree("order", "gather layers.4")
+        return found, scope.must_meet
+
+    assert run_ranks(2, ranks) == [(None, True)] * 2
+
+
+def test_of_several_things_that_a_rank_said_the_last_one_knows_most() -> None:
+    """That a backward ended is known before why."""
+
+    def ranks(rank: int) -> str:
+        scope = _scope()
+        if rank:
+            scope.publish("raised", "its backward ended with an exception", vague=True)
+            scope.publish("raised", "its backward ended with an exception", vague=True)
+            dist.barrier()
+            scope.publish("raised", "ValueError: a bad token")
+            scope.publish("raised", "it follows")
+            dist.barrier()
+            return ""
+        dist.barrier()
+        scope.watch.post()
+        dist.barrier()
+        scope.watch.post()
+        with pytest.raises(PeerFailed) as caught:
+            scope.agree("order", "gather layers.4")
+        assert len(scope.causes()) == 1
+        return caught.value.text
+
+    assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
+
+
 def test_ranks_that_wait_in_different_ways_are_told() -> None:
     """One in a question, one for connections: neither comes."""
 

@@ -216,6 +216,12 @@ def _proves(record: Record) -> bool:
     return wait["kind"] in ("torch", "meet") or failed is None or failed["epoch"] != wait["epoch"]
 
 
+def meetings(found: Mapping[int, Record], scope: str) -> dict[str, float]:
+    """Since when ranks of `found` meet in that scope: what a fault ends of these."""
+    waits = {rank: record.said["wait"] for rank, record in found.items()}
+    return {str(rank): one["since"] for rank, one in waits.items() if (one["kind"], one["scope"]) == ("meet", scope)}
+
+
 def disagreement(found: Mapping[int, Record], explain: Callable[[Mapping[int, Record]], str | None]) -> str:
     """The error of ranks that wait for each other. `explain`: a better text for questions that have one."""
     better = explain(found)

@@ -383,7 +383,8 @@ class Watch:
             if rank != self.rank and rank in records and (text := self._reader.lost(records[rank], silence, now)):
                 self._deliver(scope, self._found(scope, rank, "lost", text, records), now)
         stuck = self._reader.stuck(records)
-        if stuck and not any(fault.epoch == scope.epoch for fault in scope.causes() if fault.is_found):
+        # Once; but who raises because of that, and tries again, may wait in vain again.
+        if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
             self._disagree(stuck, now)
         if own is not None and own.scope is scope and now - own.since > self.settings.limit_seconds:
             self._deliver(scope, diagnosis.late(own.told(), records, self.rank, now - own.since), now)
@@ -406,7 +407,7 @@ class Watch:
             )
         by_name = {scope.name: scope for scope in list(self.scopes.values())}
         for (name, epoch), ranks in told.items():
-            fault = Fault(first, "disagree", text, name, epoch, proof=True)
+            fault = Fault(first, "disagree", text, name, epoch, meets=diagnosis.meetings(found, name))
             scope = by_name.get(name)
             if scope is not None and scope.epoch == epoch:
                 self._deliver(scope, fault, now)
@@ -433,7 +434,8 @@ class Watch:
         return None
 
     def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:
-        known = (fault.rank, fault.kind, fault.scope, fault.epoch, fault.attempts)
+        said = (fault.attempts, fault.vague, *sorted(fault.meets.items()))
+        known = (fault.rank, fault.kind, fault.scope, fault.epoch, *said)
         if known not in self._told:
             self._told.add(known)
             scope.hear(fault, now)

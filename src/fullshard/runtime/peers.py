@@ -43,7 +43,7 @@ class Peers:
         for scope in self.scopes:
             doing, scope.doing = scope.doing, scope.doing or where
             try:
-                scope.publish("raised", text)
+                scope.publish("raised", text, vague=error is None)
             finally:
                 scope.doing = doing
 
