@@ -14,6 +14,7 @@ the answer is looked at a step later, at the same place on all ranks, when its e
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections import deque
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import Comparison, Digits, Domain, RanksDisagree, ReduceChannel, domain_of, is_current
-from ..guard.facts import Deed, Fact, Ledger, differences, first_unlike
+from ..comm import Comparison, Digits, Domain, RanksDisagree, ReduceChannel, domain_of, is_current, shown_ranks
+from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, text_of
@@ -106,6 +107,9 @@ class StepFacts:
                     scope.members.setdefault(unit, []).append(position)
                 scopes.append(scope)
             self._of[unit] = tuple(scopes)
+        for scope in self._scopes.values():
+            if scope.domain is not None:
+                scope.domain.explained_by[_QUESTION] = _asked_alone
         if self._scopes:
             tell_optimizer_steps(root.thread, self)
             _by_thread.setdefault(root.thread, weakref.WeakSet()).add(self)
@@ -339,6 +343,15 @@ class StepFacts:
     def _place(self, parameter: Tensor, scope: _Scope, name: str) -> None:
         self._places[id(parameter)] = scope.ranks, name
         self._placed.append(parameter)  # so that its identity stays its own
+
+
+def _asked_alone(told: str, asking: Sequence[int], here: int) -> str:
+    """The error of rank `here`, which sends a message while ranks `asking` compare facts."""
+    done = [deed[0] for deed in json.loads(told)[0]] if told.endswith("]") else []
+    return (
+        f"calls since the last comparison: expected the same on every rank, found {shown_ranks(asking)} comparing "
+        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} going on; {ADVICE['calls']}"
+    )
 
 
 def note_clip(parameters: Sequence[Tensor], max_norm: object, norm_type: object) -> None:
