@@ -91,6 +91,8 @@ class Root:
         self.executor.scopes = self.peers.scopes
         self.compares_facts = self.guard_mode == "full"
         self.facts = self.executor.facts = StepFacts(self)
+        if self.order is not None and self.compares_facts and device.type != "cpu":
+            self.order.compare_later(self.facts)
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
         for unit in self.units:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, ReduceChannel
-from ..guard import RanksDisagree, Scope, is_current, scope_of, shown_ranks
+from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
 from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
@@ -162,6 +162,12 @@ class StepFacts:
                 facts = [Fact("load", "names that load_state_dict loaded", ", ".join(names))]
                 facts += [Fact("load", f"loaded values of {n}", text) for n, text in digests_of(values).items()]
                 mesh.ledger.do(Deed("load_state_dict", tuple(facts)))
+
+    def sent(self, scope: Scope, place: int, action: Action) -> None:
+        """A message of which no order is known yet is about to be sent, on a device: nobody waits for a comparison."""
+        for mesh in self._meshes.values():
+            if mesh.scope is scope:
+                mesh.ledger.do(Deed("a message", (Fact("order", f"message {place}", str(action)),)))
 
     def settings_changed(self) -> None:
         """The user set something about reductions."""
