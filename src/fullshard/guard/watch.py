@@ -235,8 +235,9 @@ class Watch:
         """Whether this request is for becoming the one that reads."""
         if wait.scope is None or wait.scope.name in self.leads or wait is not self._posted_wait:
             return False
-        first, self._claimed_for = self._claimed_for is not wait, wait
-        return first or self._requests % _CLAIM_EACH == 0
+        if self._claimed_for is not wait:
+            self._claimed_for, self._requests = wait, 0
+        return self._requests % _CLAIM_EACH == 0
 
     def _patience(self, wait: Wait) -> float:
         if wait.also == "closed":
