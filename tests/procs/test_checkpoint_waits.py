@@ -1,4 +1,4 @@
-"""Checkpoints that wait for a rank which does not come: all ranks hear who it is, what became of it, and where it is."""
+"""Checkpoints that wait for a rank which does not come: all ranks hear who it is, what became of it, and where."""
 
 from __future__ import annotations
 

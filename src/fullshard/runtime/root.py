@@ -28,8 +28,8 @@ from ..param import ShardedParam
 from ..policy import Controls, Options
 from .agreement import Agreement
 from .backward_calls import RunningBackward
-from .executor import Executor
 from .by_hand import own_by_root
+from .executor import Executor
 from .optimizer_steps import count_optimizer_steps
 from .order import MessageOrder
 from .peers import Peers
