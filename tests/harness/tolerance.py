@@ -28,8 +28,10 @@ how far rounding may take parameters and state: `Trained.allowed`. The processor
 *A training that is long, or of a network whose gradients cancel.* To first order is too much after some five steps,
 and too little where a gradient is much smaller than what it is made of. There the oracle trains again as a whole, with
 `disturb(optimizer, sign)`: a product `W x` that was rounded is the exact one of a matrix whose elements are off by
-gamma(n) of their size (Higham, section 3.5), so its forwards and backwards run with such weights. Its ends are how far
-rounding goes: `ends(...)`.
+gamma(n) of their size (Higham, section 3.5), so its forwards and backwards run with such weights. With `model=`, the
+gradients of its modules' outputs are off too, each by itself: a backward that rounds is no gradient of any forward, and
+where much cancels (attention whose scores are nearly equal) that is most of it. Its ends are how far rounding goes:
+`ends(...)`.
 
 What has to be found stays far outside: a wrong divisor, a missing rank or a weight of the step before change gradients
 by some 1/100 of their size or more, and rounding in float32 by less than 1/10,000 (tests/pure/test_tolerance.py).
@@ -50,6 +52,8 @@ from torch.distributed.tensor import DTensor
 RISK = 1e-6
 # Samples or tokens that a test's gradient is summed over, at most, where the test does not say.
 ROWS = 128
+# The length of all sums behind a gradient or an output of the tests' tiny models, at most (test_tolerance.py).
+TERMS = 1024
 # Roundings of a module that are not its product's: bias, activation, normalisation, softmax.
 _ROUNDINGS = 8
 
@@ -77,26 +81,35 @@ def terms_of(parameters: nn.Module | Iterable[Tensor], rows: int = ROWS) -> int:
     return rows + sum(_ROUNDINGS + s[0] + math.prod(s[1:]) if len(s) > 1 else _ROUNDINGS for s in shapes)
 
 
+def coarsest(parameters: Iterable[Tensor]) -> torch.dtype:
+    """The dtype with the largest eps: what passes through a network is as exact as that."""
+    return max((p.dtype for p in parameters), key=unit)
+
+
 def allowed(
     expected: Tensor, terms: int | nn.Module, *, dtype: torch.dtype | None = None, scale: float | None = None
 ) -> float:
     """The largest difference that rounding explains. `dtype`: that of the sums, if narrower than `expected`'s; `scale`:
     the size of what is summed, if it is much larger than the sum.
     """
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0
     if isinstance(terms, nn.Module):
         terms = terms_of(terms)
     if scale is None:
-        scale = expected.detach().double().abs().max().item() if expected.numel() else 0.0
+        scale = expected.detach().abs().max().item() if expected.numel() else 0.0
     return sums(dtype or expected.dtype, terms, expected.numel()) * scale
 
 
-def close(found: Tensor, expected: Tensor, terms: int | nn.Module, **options: Any) -> bool:
+def close(found: Tensor, expected: Tensor, terms: int | nn.Module = TERMS, **options: Any) -> bool:
     """Whether two computations of the same sums agree."""
     assert found.shape == expected.shape, f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     return largest(found, expected) <= allowed(expected, terms, **options)
 
 
-def assert_close(found: Any, expected: Any, terms: int | nn.Module, what: str = "tensor", **options: Any) -> None:
+def assert_close(
+    found: Any, expected: Any, terms: int | nn.Module = TERMS, what: str = "tensor", **options: Any
+) -> None:
     """Fail unless shapes and dtypes are equal and rounding explains every difference. DTensors are gathered."""
     found, expected = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (found, expected))
     assert found.dtype == expected.dtype, f"{what}: dtype {found.dtype}, expected {expected.dtype}"
@@ -109,7 +122,8 @@ def largest(found: Tensor, expected: Tensor) -> float:
     """The largest difference; infinite where something is not a number on one side alone."""
     if not expected.numel():
         return 0.0
-    difference = (found.detach().double() - expected.detach().double()).abs()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    difference = (found.detach().to(wide) - expected.detach().to(wide)).abs()
     return difference.nan_to_num(nan=math.inf).max().item()
 
 
@@ -118,13 +132,15 @@ def watch(optimizer: torch.optim.Optimizer, rows: int = ROWS, terms: int = 0, dt
     `optimizer`. Where parameters turn out to be shards nothing is noted: an oracle has whole ones.
 
     `terms`: the length of the sums behind a gradient, where it is not `terms_of(parameters, rows)`; `dtype`: that of
-    these sums, where it is not the gradient's.
+    these sums, where it is not the coarsest of the parameters'.
     """
     optimizer.tolerance = Watched(optimizer, rows, terms, dtype)  # type: ignore[attr-defined]
     return optimizer
 
 
-def disturb(optimizer: torch.optim.Optimizer, sign: float, rows: int = ROWS) -> Callable[[], None]:
+def disturb(
+    optimizer: torch.optim.Optimizer, sign: float, rows: int = ROWS, model: nn.Module | None = None
+) -> Callable[[], None]:
     """From now on, forwards and backwards run with weights that are off by what rounding makes of their products, and
     `optimizer` finds gradients off by what it makes of all sums behind them, those over `rows` with the rest (that of
     softmax and norms is in no weight); with random signs, times `sign`.
@@ -155,6 +171,14 @@ def disturb(optimizer: torch.optim.Optimizer, sign: float, rows: int = ROWS) -> 
                 relative = sums(p.dtype, terms_of([p], 0), p.numel())
                 p += sign * relative * p * _signs(p, generator)
 
+    def on_output(module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            relative = sums(output.dtype, terms_of(module.parameters(recurse=False), 0), output.numel())
+            output.register_hook(lambda gradient: gradient + sign * _noise(gradient, relative, generator))
+
+    for module in model.modules() if model is not None else ():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(on_output)
     after(optimizer)
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
@@ -224,6 +248,7 @@ class Watched:
         self.parameters.extend(p for p in parameters if id(p) not in known)
         self.steps += 1
         terms = self.terms or terms_of(parameters, self.rows)
+        dtype = self.dtype or coarsest(parameters)
         moved = math.sqrt(max(sum(r * r for r in other.moved()) for other in self._others))
         noises: list[Tensor | None] = []
         for p in self.parameters:
@@ -231,7 +256,7 @@ class Watched:
             if gradient is None:
                 noises.append(None)
                 continue
-            relative = sums(self.dtype or gradient.dtype, terms, gradient.numel()) + moved
+            relative = sums(dtype, terms, gradient.numel()) + moved
             self.relative = max(self.relative, relative)
             noises.append(_noise(gradient, relative, self._generator))
         for sign, other in zip((1, -1), self._others, strict=True):
@@ -329,17 +354,21 @@ def _moved(value: Tensor, offset: Tensor | None) -> Tensor:
 def assert_parameters_close(
     found: Mapping[str, Tensor] | nn.Module, oracle: nn.Module, optimizer: torch.optim.Optimizer, what: str = ""
 ) -> None:
-    """Parameters of a training are those of its oracle, whose `optimizer` was watched. DTensors are gathered."""
+    """Parameters of a training are those of its oracle, whose `optimizer` was watched. DTensors are gathered.
+
+    Those that the optimizer does not have may be off as the farthest that it has: they were made from these.
+    """
     if isinstance(found, nn.Module):
         found = dict(found.named_parameters())
     bounds = watched(optimizer)
     assert bounds is not None, "watch() the oracle's optimizer before its first step"
+    farthest = max(bounds.of_parameter(p) for p in bounds.parameters)
     expected = dict(oracle.named_parameters())
     assert found.keys() == expected.keys(), f"{sorted(found.keys() ^ expected.keys())} only on one side"
     for name, wanted in expected.items():
         mine: Any = found[name]
         mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
         assert mine.dtype == wanted.dtype and mine.shape == wanted.shape, f"{what} {name}"
-        limit = bounds.of_parameter(wanted) if any(p is wanted for p in bounds.parameters) else 0.0
+        limit = bounds.of_parameter(wanted) if any(p is wanted for p in bounds.parameters) else farthest
         difference = largest(mine, wanted)
         assert difference <= limit, f"{what} {name}: off by {difference:.3g}, where rounding explains {limit:.3g}"

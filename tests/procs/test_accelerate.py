@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 import fullshard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import for_each_implementation
-from tests.harness.models import adamw, assert_close_to_tensor_max, assert_same_training, collect, full_copy
+from tests.harness.models import adamw, assert_same_training, collect, full_copy
 from tests.harness.packages import llama, loss_of, own, tokens
 from tests.harness.pool import pool
 
@@ -107,10 +108,10 @@ def test_prepared_by_accelerate(impl: Any, tied: bool, lean: bool) -> None:
     for rank, (actual, expected, norms, saved, whole, units, again) in enumerate(ranks):
         assert_same_training(actual, expected)
         for norm, plain in norms:
-            assert_close_to_tensor_max(norm, plain, EPS, "norm")
+            tolerance.assert_close(norm, plain, what="norm")
         assert saved.keys() == (set() if rank else whole.keys())
         for name, value in saved.items():
-            assert_close_to_tensor_max(value, whole[name], EPS, name)
+            tolerance.assert_close(value, whole[name], what=name)
         # Two blocks; the embedding with head and norm, or the embedding, and head and norm; the model.
         assert units == 6 and again
 

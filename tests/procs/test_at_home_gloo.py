@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, sharded
 from tests.harness.models import seeded
@@ -62,7 +63,7 @@ def _inside(rank: int, impl: str) -> tuple[str, bool]:
     for other in range(2):
         (plain(torch.full((2, 4), other + 1.0)).sum() / 2).backward()
     wanted: Any = [plain[0].weight.grad, plain[1].weight.grad]
-    return refused, all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, wanted, strict=True))
+    return refused, all(tolerance.close(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
 @behaviour(

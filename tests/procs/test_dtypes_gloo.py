@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.layout.gather import PAIRWISE_PARAMETER_NBYTES
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation
 from tests.harness.models import seeded
@@ -50,7 +51,7 @@ def _frozen(rank: int, name: str, dtype: str, alone: bool, rows: int = 5) -> Non
     table = model[0].table
     assert isinstance(table, DTensor) and table.dtype is getattr(torch, dtype) and table.grad is None
     if not alone:
-        torch.testing.assert_close(model[0].bias.grad.full_tensor(), expected)
+        tolerance.assert_close(model[0].bias.grad.full_tensor(), expected)
 
 
 @behaviour("frozen parameters of dtypes that gloo does not know, beside others: {dtype}", area="parameters")
@@ -100,7 +101,7 @@ def _trained(rank: int, world: int) -> None:
         torch.view_as_real(_complex(r) @ plain.t()).square().mean().backward()
         total += plain.grad / world
     model(_complex(rank)).backward()
-    torch.testing.assert_close(model.weight.grad.full_tensor(), total)
+    tolerance.assert_close(model.weight.grad.full_tensor(), total)
 
 
 def _complex(rank: int) -> Tensor:

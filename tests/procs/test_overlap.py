@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from fullshard import fully_shard
 from fullshard.comm.group import ShardGroup
 from fullshard.observe import record
-from tests.harness.models import assert_close_to_tensor_max, seeded
+from tests.harness import tolerance
+from tests.harness.models import seeded
 from tests.harness.pool import pool
 
 TIMEOUT = 30.0
@@ -246,7 +247,7 @@ def test_compute_does_not_wait_for_a_late_peer(kind: str, part: str, tmp_path: P
     """Were one of these messages to block when it is issued, rank 0 would never reach what rank 1 waits for."""
     late = pool(2).run(_late_peer, str(tmp_path), kind, part, timeout=TIMEOUT)[0]
     for found, expected in zip(late, _plain_gradients(step=1), strict=True):
-        assert_close_to_tensor_max(found, expected, 8)
+        tolerance.assert_close(found, expected)
 
 
 def _plain_gradients(step: int) -> list[Tensor]:

@@ -156,7 +156,10 @@ def _trained(titan: Any, rank: int, world: int, ours: bool, variant: dict[str, A
     shares = world // replicas
     oracles = [plain, copy.deepcopy(plain), copy.deepcopy(plain)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (model, *oracles)]
-    settle = [tolerance.disturb(optimizers[i], sign, shares * ROWS * LENGTH) for i, sign in ((2, 1.0), (3, -1.0))]
+    settle = [
+        tolerance.disturb(optimizers[i], sign, shares * ROWS * LENGTH, oracles[i - 1])
+        for i, sign in ((2, 1.0), (3, -1.0))
+    ]
     for step in range(STEPS):
         _step(model, optimizers[0], step, range(group, group + 1), shares)
         for oracle, optimizer in zip(oracles, optimizers[1:], strict=True):

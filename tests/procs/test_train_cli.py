@@ -18,6 +18,7 @@ from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
 from fullshard.cli import main
 from fullshard.train.config_load import load_config
 from fullshard.train.data import read_corpus
+from tests.harness import tolerance
 
 TINY = (
     "model.layers=2",
@@ -164,7 +165,7 @@ def test_under_torchrun_it_is_the_same_run(finished: Finished, tmp_path: Path) -
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
     expected = read_safetensors(finished.run_dir / "model.safetensors")
     for name, found in read_safetensors(run_dir / "model.safetensors").items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
+        tolerance.assert_close(found, expected[name])
 
 
 def started(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -53,8 +53,7 @@ IMPURE_FILES = frozenset({"planner/facts.py"})
 
 MAX_LINES = 600
 # Files over the limit, each with the reason that a reader is asked to accept.
-LONG_FILES: dict[str, str] = {
-}
+LONG_FILES: dict[str, str] = {}
 
 # Private names of others that a file outside of _torch_compat uses, each with its reason.
 PRIVATE_ALLOWED: dict[tuple[str, str], str] = {

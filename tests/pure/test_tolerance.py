@@ -48,6 +48,11 @@ def test_the_bound_is_the_formula() -> None:
     assert tolerance.allowed(torch.tensor([0.5, -2.0]), 1) == tolerance.sums(torch.float32, 1, 2) * 2.0
 
 
+def test_the_tests_models_are_no_larger_than_the_default() -> None:
+    for case in BY_NAME.values():
+        assert tolerance.terms_of(case.build()) <= tolerance.TERMS, case.name
+
+
 def test_shape_dtype_and_what_is_not_a_number_are_never_inside() -> None:
     one = torch.ones(3)
     for other in (

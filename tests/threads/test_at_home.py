@@ -319,13 +319,13 @@ def test_clipping_functions_of_torch(impl: Implementation) -> None:
         plain(_inputs(0, 0)).square().sum().backward()
         norms = [nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in (model, plain)]
         total = norms[0].full_tensor()  # type: ignore[attr-defined]
-        torch.testing.assert_close(total, norms[1])
+        tolerance.assert_close(total, norms[1])
         for m in (model, plain):
             nn.utils.clip_grads_with_norm_(m.parameters(), 1.0, norms[1])
             nn.utils.clip_grad_value_(m.parameters(), 0.1)
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert theirs.grad is not None and theirs.grad.abs().max() <= 0.1
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+            tolerance.assert_close(ours.grad.full_tensor(), theirs.grad)
         assert max(p.grad.abs().max() for p in plain.parameters()) == torch.tensor(0.1)  # some were cut
 
     run(job, impl)
@@ -359,7 +359,7 @@ def test_an_average_of_weights(impl: Implementation) -> None:
         sharded(impl, model), sharded(impl, average.module)
         found = train(model, average, range(rank, rank + 1))
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+            tolerance.assert_close(found[name], value)
         assert kinds(average.module) == {DTensor}
         with pytest.raises(AssertionError, match="deepcopy"):
             averaged(model)

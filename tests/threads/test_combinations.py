@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.observe import record
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import (
@@ -259,7 +260,7 @@ def test_extensions_on_a_mesh_that_replicates(kind: Any, impl: Implementation) -
 
     replicas = run(rank_main, impl, world=4)
     for value, wanted in zip(replicas[0], expected, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+        tolerance.assert_close(value, wanted)
     for other in replicas[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, replicas[0], strict=True))
 
@@ -275,7 +276,7 @@ def test_extensions_and_offload(kind: Any, impl: Implementation) -> None:
         policy = impl.namespace.CPUOffloadPolicy(pin_memory=False)
         found = train_extension(rank, models[rank], impl.fully_shard, offload_policy=policy)
         for value, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+            tolerance.assert_close(value, wanted)
 
     run(rank_main, impl)
 

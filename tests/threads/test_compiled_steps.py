@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation
 from tests.harness.threads import run_ranks
@@ -32,4 +33,4 @@ def test_a_compiled_step_of_an_optimizer_of_torchs(impl: Implementation) -> None
 
     # The compiler is not meant for several threads.
     for mine, plain in zip(run_ranks(1, ranks, True)[0], run_ranks(1, ranks, False)[0], strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+        tolerance.assert_close(mine, plain)

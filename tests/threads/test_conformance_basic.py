@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     Implementation,
@@ -112,7 +113,7 @@ def test_meta_initialisation(impl: Implementation, world: int) -> None:
             chunks = full.chunk(world)
             param.to_local().data.copy_(chunks[rank] if rank < len(chunks) else full[:0])
         x = torch.randn(2, 10)
-        assert torch.allclose(model(x), reference(x), atol=1e-6)
+        assert tolerance.close(model(x), reference(x))
 
     run(rank_main, impl, world=world)
 

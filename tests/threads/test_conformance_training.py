@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     FULLSHARD,
@@ -35,7 +36,6 @@ from tests.harness.models import (
     Case,
     Transformer,
     adamw,
-    assert_close_to_tensor_max,
     assert_same_training,
     collect,
     seeded,
@@ -69,7 +69,7 @@ def test_gradients_are_dtensors_with_the_mean_over_ranks(case: Case, impl: Imple
                 assert isinstance(grad, DTensor) and wanted is not None
                 assert (grad.placements, grad.shape, grad.dtype) == (param.placements, param.shape, param.dtype)
                 assert grad.device_mesh == param.device_mesh
-                assert_close_to_tensor_max(grad.full_tensor(), times * wanted, 8, name)
+                tolerance.assert_close(grad.full_tensor(), times * wanted, what=name)
 
     run(rank_main, impl, world=world)
 
@@ -139,7 +139,7 @@ def test_accumulation_without_synchronisation(impl: Implementation, world: int) 
             assert isinstance(param.grad, DTensor)
             wanted = reference.get_parameter(name).grad
             assert wanted is not None
-            assert_close_to_tensor_max(param.grad.full_tensor(), wanted, 8, name)
+            tolerance.assert_close(param.grad.full_tensor(), wanted, what=name)
 
     run(rank_main, impl, world=world)
 
@@ -180,7 +180,7 @@ def test_activation_checkpointing(kind: str, impl: Implementation, world: int) -
             assert isinstance(param.grad, DTensor)
             wanted = expected.get_parameter(name).grad
             assert wanted is not None
-            assert_close_to_tensor_max(param.grad.full_tensor(), wanted, 8, name)
+            tolerance.assert_close(param.grad.full_tensor(), wanted, what=name)
 
     run(rank_main, impl, world=world)
 
@@ -199,7 +199,7 @@ def test_two_forwards_then_one_backward(impl: Implementation, world: int) -> Non
         first, second = (case.loss(model, case.batch(i, rank)) for i in range(2))
         (first + second).backward()
         for name, param in model.named_parameters():
-            assert_close_to_tensor_max(param.grad.full_tensor(), expected.get_parameter(name).grad, 8, name)
+            tolerance.assert_close(param.grad.full_tensor(), expected.get_parameter(name).grad, what=name)
         assert kinds(model) == {DTensor}
 
     run(rank_main, impl, world=world)
@@ -259,7 +259,7 @@ def test_outputs_in_any_container_reach_backward(container: str, impl: Implement
         out.sum().backward()
         assert kinds(model.children_) == {DTensor}
         for name, param in model.named_parameters():
-            assert_close_to_tensor_max(param.grad.full_tensor(), expected.get_parameter(name).grad, 8, name)
+            tolerance.assert_close(param.grad.full_tensor(), expected.get_parameter(name).grad, what=name)
 
     run(rank_main, impl, world=world)
 
@@ -304,11 +304,11 @@ def test_clipping_by_the_global_norm(norm_type: float, impl: Implementation, wor
             case.loss(model, case.batch(0, rank)).backward()
             found = clip(model.parameters(), 0.01, norm_type)
             found = found.full_tensor() if isinstance(found, DTensor) else found
-            torch.testing.assert_close(found, norm)
+            tolerance.assert_close(found, norm)
             for name, param in model.named_parameters():
                 wanted = reference.get_parameter(name).grad
                 assert wanted is not None and param.grad is not None
-                assert_close_to_tensor_max(param.grad.full_tensor(), wanted, 16, name)
+                tolerance.assert_close(param.grad.full_tensor(), wanted, what=name)
 
     run(rank_main, impl, world=world)
 

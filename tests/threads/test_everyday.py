@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation
 from tests.harness.threads import run_ranks
@@ -72,13 +73,6 @@ def _parts(world: int, step: int) -> list[Tensor]:
     return [part(batch(world, step), rank) for rank in range(world)]
 
 
-def _compare(model: nn.Module, reference: nn.Module, what: str) -> None:
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        whole: Any = ours
-        difference = (whole.full_tensor() - theirs).abs().max()
-        assert difference <= 5e-5 * theirs.abs().max() + 1e-6, f"{what}, {name}: off by {difference:g}"
-
-
 def _mean_square(model: Any, tokens: Tensor) -> Tensor:
     return model(tokens).pow(2).mean()
 
@@ -90,6 +84,7 @@ class _Pair:
         self.rank, self.world = rank, world
         self.models = [shard(copy.deepcopy(base), impl), copy.deepcopy(base)]
         self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in self.models]
+        tolerance.watch(self.optimizers[1])
 
     def backward(self, loss: Callable[[int, Tensor], Tensor], step: int) -> None:
         """`loss(i, tokens)` of the i-th of both models: this rank's part, and the mean over all parts."""
@@ -102,8 +97,9 @@ class _Pair:
             optimizer.step()
             optimizer.zero_grad()
 
-    def compare(self, what: str) -> None:
-        _compare(self.models[0], self.models[1], what)
+    def compare(self, what: str, made_by: _Pair | None = None) -> None:
+        """`made_by`: whose steps made these values, if not its own."""
+        tolerance.assert_parameters_close(*self.models, (made_by or self).optimizers[1], what)
 
 
 def _adversaries(rank: int, impl: Implementation, world: int, base: nn.Module) -> None:
@@ -155,7 +151,7 @@ def _momentum_encoder(rank: int, impl: Implementation, world: int, base: nn.Modu
                 for ours, theirs in zip(follower.parameters(), leader.parameters(), strict=True):
                     ours.mul_(0.9).add_(theirs, alpha=0.1)
         query.compare(f"step {step}")
-        key.compare(f"follower, step {step}")
+        key.compare(f"follower, step {step}", query)
 
 
 def _sharpness(rank: int, impl: Implementation, world: int, base: nn.Module) -> None:
@@ -198,7 +194,7 @@ def _closures(rank: int, impl: Implementation, world: int, base: nn.Module) -> N
                     for p, weight in zip(pair.models[i].parameters(), slow[i], strict=True):
                         p.copy_(weight.lerp_(p, 0.5))
         with torch.no_grad():
-            torch.testing.assert_close(*(model(parts[0]) for model in pair.models), rtol=1e-4, atol=1e-5)
+            tolerance.assert_close(*(model(parts[0]) for model in pair.models))
         pair.compare(f"step {step}")
 
 
@@ -215,7 +211,7 @@ def _averaged_weights(rank: int, impl: Implementation, world: int, base: nn.Modu
                 for name, p in model.named_parameters():
                     weights[name].lerp_(p, 0.3)
                 outs.append(torch.func.functional_call(model, weights, (_parts(world, step)[rank],)))
-        torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+        tolerance.assert_close(*outs)
         pair.compare(f"step {step}")
 
 
@@ -301,6 +297,7 @@ def test_freezing_in_mixed_precision(world: int, order: tuple[bool, ...], impl: 
         model = shard(copy.deepcopy(base), impl, mp_policy=policy, mesh=mesh)
         reference = copy.deepcopy(base)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+        tolerance.watch(optimizers[1])
         for step, frozen in enumerate(order):
             for each in (model, reference):
                 for layer in each.layers:
@@ -317,6 +314,6 @@ def test_freezing_in_mixed_precision(world: int, order: tuple[bool, ...], impl: 
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        _compare(model, reference, "at the end")
+        tolerance.assert_parameters_close(model, reference, optimizers[1])
 
     run_ranks(world, rank_main)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import fullshard
 from fullshard.runtime import unit_of
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import seeded
@@ -290,7 +291,7 @@ def test_short_and_empty_shards(rows: int, world: int, impl: Implementation) -> 
             model(inputs(step, rank)).square().sum().backward()
             optimizer.step()
         for value, wanted in zip(values(model), expected, strict=True):
-            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+            tolerance.assert_close(value, wanted)
 
     run(rank_main, impl, world=world)
 
@@ -340,7 +341,7 @@ def test_evaluation_frozen_accumulation_and_a_retry() -> None:
             model.set_requires_gradient_sync(step == 1)
             model(inputs(step, rank)).sum().backward()
         for p, expected in zip(model.parameters(), both, strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), expected)
+            tolerance.assert_close(p.grad.full_tensor(), expected)
         model.zero_grad()
         model.first.requires_grad_(False)
         model(inputs(0, rank)).sum().backward()
@@ -387,7 +388,7 @@ def test_on_a_mesh_that_replicates_too() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("re", "dp"))
         first: Any = fullshard.fully_shard(models[rank].first, mesh=mesh)
         first(inputs(0, rank)).sum().backward()
-        torch.testing.assert_close(first.weight.grad.full_tensor(), used.grad)
+        tolerance.assert_close(first.weight.grad.full_tensor(), used.grad)
         whole: Any = First(Master, 4)
         own = DTensor.from_local(Master(reference), mesh, [Replicate(), Replicate()], run_check=False)
         whole.weight = nn.Parameter(own)

@@ -210,7 +210,7 @@ ROW_2: dict[str, Odd] = {
     "norm_type": Odd(_attribute("norm_type", 1.0), "norm_type of clip_grad_norm_: "),
     "clip after the step": Odd(
         _attribute("clips_after", True),
-        "calls since the last comparison: .*clip_grad_norm_, optimizer.step on rank 0 and optimizer.step, clip_grad_norm_",
+        "calls since .*: .*clip_grad_norm_, optimizer.step on rank 0 and optimizer.step, clip_grad_norm_ on rank 1",
     ),
     "divide factor": Odd(
         lambda run: run.model.layers[1].set_gradient_divide_factor(run.other(1.0, 2.0)),

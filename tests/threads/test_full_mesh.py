@@ -14,9 +14,10 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from fullshard import DataParallelMeshDims as Dims
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
-from tests.harness.models import assert_close_to_tensor_max, seeded
+from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.test_tensor_parallel import R, batch, blocks, both, collect, plan_tp, train_plain
 
@@ -105,7 +106,7 @@ def test_training_on_a_full_mesh(axes: dict[str, int], dims: dict[str, Any], imp
             model(x).redistribute(placements=[R] * mesh.ndim).to_local().square().sum().backward()
         for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert p.grad.placements == p.placements
-            assert_close_to_tensor_max(p.grad.full_tensor(), expected.grad, 32, name)
+            tolerance.assert_close(p.grad.full_tensor(), expected.grad, what=name)
 
     run(rank_main, impl, world=world)
 
@@ -135,7 +136,7 @@ def test_hybrid_sharding_and_tensor_parallelism(impl: Implementation) -> None:
                 impl.clip(model.parameters(), 0.05)
             optimizer.step()
             for name, value in collect(model, optimizer).items():
-                assert_close_to_tensor_max(value, expected[step][name], 256, f"step {step} {name}")
+                tolerance.assert_close(value, expected[step][name], what=f"step {step} {name}")
 
     run(rank_main, impl, world=8)
 

@@ -19,6 +19,7 @@ from benchmarks.counting import nccl_plan
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm.hierarchical import HierarchicalReduce
 from fullshard.runtime import unit_of
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.parity import assert_same_bits, environment, train_alone, train_beside_oracle
 from tests.harness.random_models import EXPLORING, BlockSpec, LeafSpec, ModelSpec, examples, model_specs
@@ -219,7 +220,7 @@ def test_strategies_change_from_step_to_step() -> None:
             assert [isinstance(c, HierarchicalReduce) for c in _channels(model)] == [hops[strategy]] * 2, strategy
             flat = found if flat is None else flat
             for a, b in zip(found, flat, strict=True):
-                torch.testing.assert_close(a, b)
+                tolerance.assert_close(a, b)
         model.set_separate_reduce_scatter_group(True)
         for a, b in zip(_step(model, x), flat or [], strict=True):
             assert torch.equal(a, b)
@@ -290,7 +291,7 @@ def test_a_custom_reduce_scatter_goes_before_it() -> None:
             found.append(_step(model, x))
             assert [isinstance(c, HierarchicalReduce) for c in _channels(model)] == [comm is None]
         for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b)
+            tolerance.assert_close(a, b)
 
     with environment(_dials(2)):
         run_ranks(4, rank_main, timeout=TIMEOUT)
@@ -307,7 +308,7 @@ def test_what_a_hook_sees_has_zeros_for_padding() -> None:
         _step(model, torch.ones(2, 6) * (rank + 1))
         (gradients,) = seen
         expected = sum(p.grad.to_local().pow(2).sum() for p in model.parameters())
-        torch.testing.assert_close(gradients.pow(2).sum(), expected)
+        tolerance.assert_close(gradients.pow(2).sum(), expected)
 
     torch.use_deterministic_algorithms(True)  # then torch fills what `empty` makes
     try:

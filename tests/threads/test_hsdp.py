@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation
@@ -235,7 +236,7 @@ def test_accumulation_without_all_reduce(impl: Implementation, window: str) -> N
                 model.set_requires_all_reduce(all_reduce)
                 case.loss(model, case.batch(micro, rank)).backward()
             for (name, ours), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
-                assert_close_to_tensor_max(_flat(ours.grad), plain.grad, 8, f"{name}, window {again}")
+                tolerance.assert_close(_flat(ours.grad), plain.grad, what=f"{name}, window {again}")
             model.zero_grad()
 
     for shape in ((2, 2), (4, 1)):
@@ -278,7 +279,7 @@ def test_partial_sums_are_kept_cleared_and_outlive_a_failed_backward(shape: tupl
             handle.remove()
         case.loss(model, case.batch(3, rank)).backward()
         for (name, ours), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert_close_to_tensor_max(_flat(ours.grad), plain.grad, 8, name)
+            tolerance.assert_close(_flat(ours.grad), plain.grad, what=name)
 
     run_ranks(world, rank_main)
 
@@ -375,9 +376,9 @@ def test_clipping(impl: Implementation, shape: tuple[int, int]) -> None:
         case.loss(model, case.batch(0, rank)).backward()
         norm = impl.clip(model.parameters(), 0.1)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        assert_close_to_tensor_max(norm, expected, 8)
+        tolerance.assert_close(norm, expected)
         for (name, ours), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert_close_to_tensor_max(_flat(ours.grad), plain.grad, 8, name)
+            tolerance.assert_close(_flat(ours.grad), plain.grad, what=name)
 
     run_ranks(4, rank_main)
 

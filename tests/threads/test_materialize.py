@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.threads import WORLD, run_ranks, several
 from tests.threads.programs import Frozen, Model, Tied, batch, part, shard
@@ -62,7 +63,7 @@ def test_values_depend_on_the_seed_alone(make: Callable[[], nn.Module], world: i
             assert_same(model, reference)
         assert (model.head.weight is model.embedding.weight) == (make is Tied)
         tokens = part(batch(world, 0), rank)
-        assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+        assert tolerance.close(model(tokens), reference(tokens))
         model(tokens).sum().backward()
 
     run_ranks(world, job)
@@ -337,7 +338,7 @@ def test_buffers_and_what_is_outside_of_units() -> None:
             assert not isinstance(model[1].proj.bias, DTensor)
             assert model[0].weight is model[2].weight
             assert_same(model, reference)
-            assert torch.allclose(model(X), copy.deepcopy(reference)(X), rtol=1e-5, atol=1e-6)
+            assert tolerance.close(model(X), copy.deepcopy(reference)(X))
 
     run_ranks(WORLD, job)
 
@@ -355,7 +356,7 @@ def test_a_model_in_use() -> None:
         model.layers[0].unshard()
         fullshard.materialize(model, seed=1)
         assert_same(model, reference)
-        assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+        assert tolerance.close(model(tokens), reference(tokens))
 
     run_ranks(WORLD, job)
 
@@ -388,7 +389,7 @@ def test_an_optimizer_that_was_built_before_goes_on() -> None:
             ours.step()
             ours.zero_grad()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(p.full_tensor(), q, rtol=1e-5, atol=1e-6)
+            assert tolerance.close(p.full_tensor(), q)
 
     run_ranks(WORLD, job)
 
@@ -420,7 +421,7 @@ def test_beside_tensor_parallelism() -> None:
         model.to_empty(device="cpu")
         fullshard.materialize(model, seed=4)
         assert_same(model, reference)
-        assert torch.allclose(model(torch.ones(2, 6)), reference(torch.ones(2, 6)), rtol=1e-5, atol=1e-6)
+        assert tolerance.close(model(torch.ones(2, 6)), reference(torch.ones(2, 6)))
 
     run_ranks(4, job)
 
@@ -459,6 +460,6 @@ def test_shards_of_another_dim() -> None:
         model = on_meta(TwoLinears)
         fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
         assert_same(fullshard.materialize(model, seed=4), reference)
-        assert torch.allclose(model(torch.ones(2, 6)), reference(torch.ones(2, 6)), rtol=1e-5, atol=1e-6)
+        assert tolerance.close(model(torch.ones(2, 6)), reference(torch.ones(2, 6)))
 
     run_ranks(4, job)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.micro.memory import is_out_of_memory
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Model, batch, shard
@@ -210,7 +211,7 @@ def test_it_searches_for_the_largest(base: nn.Module, options: dict[str, Any]) -
     for sizes, parameters in run_ranks(2, rank_main):
         assert sizes == [None, 4, 4, 4]
         for found, expected in zip(parameters, plain.parameters(), strict=True):
-            torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+            tolerance.assert_close(found, expected.detach())
 
 
 class Noisy(nn.Module):

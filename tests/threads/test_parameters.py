@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard import RanksDisagree, full_params, fully_shard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks, several
@@ -108,7 +109,7 @@ def test_assigned_data(how: str, kept: bool) -> None:
             assert model.head.bias.full_tensor().tolist() == [1.0] * 3
             model.head.bias.data = standing
         for mine, wanted in zip(train(model), plain, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+            tolerance.assert_close(mine, wanted)
 
     run_ranks(WORLD, job)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fullshard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import seeded
@@ -173,7 +174,7 @@ def test_float16_gradients_are_summed_without_overflow(
         fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(F16, reduce))
         (model(torch.ones(1, 1)) * 40_000).sum().backward()
         expected = torch.full((2, 1), 40_000.0)
-        torch.testing.assert_close(model.weight.grad.full_tensor(), expected, rtol=1e-3, atol=0)
+        tolerance.assert_close(model.weight.grad.full_tensor(), expected)
 
     for reduce in (None, F32):
         run_ranks(world, rank_main, reduce)  # four sums of half as much would end there too, as FSDP2's do
@@ -212,7 +213,7 @@ def test_inf_anywhere_is_seen_everywhere_with_several_meshes(order: int) -> None
             scaler.update()
             assert scaler.get_scale() == (scale if broken is None else scale / 2), broken
         for p in parameters:
-            torch.testing.assert_close(p.detach().full_tensor(), value - 0.1 / 2)  # type: ignore[attr-defined]
+            tolerance.assert_close(p.detach().full_tensor(), value - 0.1 / 2)  # type: ignore[attr-defined]
 
     run_ranks(4, rank_main)
 
@@ -318,7 +319,7 @@ def test_a_frozen_parameter_of_another_dtype(impl: Implementation) -> None:
         model: Any = impl.fully_shard(models[rank])
         model(x[rank]).square().sum().backward()
         assert model.base.weight.grad is None and model.base.weight.dtype is BF16
-        torch.testing.assert_close(model.adapter.weight.grad.full_tensor(), reference.adapter.weight.grad)
+        tolerance.assert_close(model.adapter.weight.grad.full_tensor(), reference.adapter.weight.grad)
 
     run(rank_main, impl)
 

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fullshard
 from fullshard import ShardPlacementResult, clip_grad_norm_, fully_shard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.experts import WORLD, Oracle, batch, is_expert, loss, meshes, model_of, sharded
 from tests.harness.implementations import Implementation, for_each_implementation, run
-from tests.harness.models import adamw, assert_close_to_tensor_max, full_copy
+from tests.harness.models import adamw, full_copy
 from tests.harness.parity import environment
 from tests.harness.threads import run_ranks
 
@@ -48,7 +49,7 @@ def test_experts_average_over_their_own_mesh(impl: Implementation) -> None:
         loss(model, batch(0, rank)).backward()
         for name, p in model.named_parameters():
             assert p.grad.device_mesh == p.device_mesh and p.grad.placements == p.placements
-            assert_close_to_tensor_max(p.grad.full_tensor(), gradients[rank // 2][name], 8, name)
+            tolerance.assert_close(p.grad.full_tensor(), gradients[rank // 2][name], what=name)
 
     run(rank_main, impl, world=WORLD)
 
@@ -91,13 +92,13 @@ def test_experts_that_are_dtensors_of_an_expert_axis(impl: Implementation) -> No
             want = (
                 sum(((torch.full((1, 4), float(i)) @ gate.t()).t().expand(4, 4) for i in peers), torch.zeros(4, 4)) / 2
             )
-            assert torch.allclose(model.up.grad.full_tensor()[expert], want)
+            assert tolerance.close(model.up.grad.full_tensor()[expert], want)
         assert model.gate.weight.grad.placements == (Shard(0),)
         if impl.name == "fullshard":
             # Both meshes cover all ranks, so each part counts once.
             every = [p.grad.full_tensor() for p in model.parameters()]
             norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in every]))
-            assert torch.allclose(impl.clip(model.parameters(), 1.0), norm)
+            assert tolerance.close(impl.clip(model.parameters(), 1.0), norm)
 
     run(rank_main, impl, world=WORLD)
 
@@ -151,7 +152,10 @@ def test_experts_train_clip_and_save(recompute: bool) -> None:
             loss(model, batch(step, rank, width)).backward()
             norm = clip_grad_norm_(model.parameters(), max_norm)
             expected = norms[step]
-            assert expected is not None and torch.allclose(norm.double(), expected, rtol=1e-5), (norm, expected)
+            assert expected is not None and tolerance.close(norm.double(), expected, dtype=torch.float32), (
+                norm,
+                expected,
+            )
             optimizer.step()
             optimizer.zero_grad()
         oracle.check(model, optimizer, rank // 2, 64)
@@ -186,7 +190,7 @@ def test_norms_of_any_order(p: float) -> None:
         return clip_grad_norm_(model.parameters(), 1e9, p)
 
     for norm in run_ranks(WORLD, rank_main):
-        assert torch.allclose(norm.double(), expected, rtol=1e-5), (norm, expected)
+        assert tolerance.close(norm.double(), expected, dtype=torch.float32), (norm, expected)
 
 
 @behaviour("a mesh per parameter: one that replicates beside one that does not", area="placement")
@@ -215,7 +219,7 @@ def test_meshes_that_replicate(impl: Implementation, unit_replicates: bool) -> N
         loss(model, batch(0, rank)).backward()
         want = gradients[pair] if unit_replicates else _mean_of_ranks(0)
         for name, p in model.named_parameters():
-            assert_close_to_tensor_max(p.grad.full_tensor(), want[name], 8, name)
+            tolerance.assert_close(p.grad.full_tensor(), want[name], what=name)
         if impl.name == "fullshard":
             powers = [
                 g.double().pow(2).sum() for i in range(2) for n, g in gradients[i].items() if i == 0 or is_expert(n)
@@ -223,7 +227,7 @@ def test_meshes_that_replicate(impl: Implementation, unit_replicates: bool) -> N
             if not unit_replicates:
                 powers = [g.double().pow(2).sum() for g in want.values()]
             norm = impl.clip(model.parameters(), 1.0)
-            assert torch.allclose(norm.double(), sum(powers, torch.zeros(())).sqrt(), rtol=1e-5)
+            assert tolerance.close(norm.double(), sum(powers, torch.zeros(())).sqrt(), dtype=torch.float32)
 
     run(rank_main, impl, world=WORLD)
 
@@ -257,7 +261,7 @@ def test_copies_of_experts_count_once(impl: Implementation) -> None:
     names = [name for name, _ in model_of(0).named_parameters()]
     every = [g for i in (0, 4) for n, g in zip(names, results[i][2:], strict=True) if i == 0 or is_expert(n)]
     for two, greatest, *_ in results:
-        assert torch.allclose(two, torch.cat([g.flatten() for g in every]).norm(), rtol=1e-5)
+        assert tolerance.close(two, torch.cat([g.flatten() for g in every]).norm())
         assert greatest == max(g.abs().max() for g in every)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation
 from tests.harness.threads import WORLD, run_ranks, several
@@ -39,6 +40,7 @@ def _steps(model: Any, rank: int, world: int, optimizer: torch.optim.Optimizer, 
 
 
 def _plain_steps(model: Any, world: int, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    model.__dict__["trained_by"] = tolerance.watch(optimizer)
     for seed in seeds:
         for rank in range(world):
             (_loss(model, part(batch(world, seed), rank)) / world).backward()
@@ -50,11 +52,9 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _assert_equal_models(model: nn.Module, reference: nn.Module, tolerance: float = 2e-5) -> None:
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert isinstance(ours, DTensor), name
-        difference = (ours.full_tensor() - theirs).abs().max()
-        assert difference <= tolerance * theirs.abs().max() + 1e-7, f"{name}: off by {difference:g}"
+def _assert_equal_models(model: nn.Module, reference: nn.Module) -> None:
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    tolerance.assert_parameters_close(model, reference, reference.__dict__["trained_by"])
 
 
 def _trains_like(rank: int, model: nn.Module, reference: nn.Module, world: int = WORLD) -> None:
@@ -193,7 +193,7 @@ def test_edits_between_steps_are_seen_also_after_evaluation(
                 model.layers[0].up._apply(lambda t: t * 2.0)
                 for q in reference.layers[0].up.parameters():
                     q.mul_(2.0)
-            assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+            assert tolerance.close(model(tokens), reference(tokens))
         _trains_like(rank, model, reference)
 
     run_ranks(WORLD, job)
@@ -237,7 +237,7 @@ def test_an_early_unshard_is_repeated_once_its_shards_were_written() -> None:
         with torch.no_grad():
             for p in (*model.parameters(), *reference.parameters()):
                 p.mul_(1.5)
-            assert torch.allclose(model(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+            assert tolerance.close(model(tokens), reference(tokens))
 
     run_ranks(WORLD, job)
 

@@ -19,13 +19,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResul
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
 from tests.harness.models import (
     BY_NAME,
     Trained,
     adamw,
-    assert_close_to_tensor_max,
     assert_same_training,
     collect,
     seeded,
@@ -139,11 +139,11 @@ def test_tensor_parallelism(impl: Implementation, full_mesh: bool) -> None:
         out.square().mean().backward()
         for (name, p), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert p.grad.placements == p.placements
-            assert_close_to_tensor_max(p.grad.full_tensor(), plain.grad, 64, name)
+            tolerance.assert_close(p.grad.full_tensor(), plain.grad, what=name)
         if impl is FULLSHARD:
             norm = fullshard.clip_grad_norm_(model.parameters(), 1e9)
             norms = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None])
-            torch.testing.assert_close(norm, norms.norm())
+            tolerance.assert_close(norm, norms.norm())
 
     run(rank_main, impl)
 
@@ -187,7 +187,7 @@ def test_a_mesh_per_parameter(impl: Implementation) -> None:
             ranks = own if name == "experts" else range(WORLD)
             assert p.device_mesh.size() == len(ranks), name
             expected = sum(gradients[r][name] for r in ranks) / len(ranks)
-            assert_close_to_tensor_max(p.grad.full_tensor(), expected, 8, name)
+            tolerance.assert_close(p.grad.full_tensor(), expected, what=name)
 
     run(rank_main, impl)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.observe import record
 from fullshard.runtime import unit_of
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (
     FULLSHARD,
@@ -259,7 +260,7 @@ def test_set_is_last_backward(impl: Implementation) -> None:
         once = sharded(impl, probes())
         (once(_batch(0, rank)).sum() + once(_batch(1, rank)).sum()).backward()
         for a, b in zip(model.parameters(), once.parameters(), strict=True):
-            assert torch.allclose(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-5, atol=1e-6)
+            assert tolerance.close(a.grad.full_tensor(), b.grad.full_tensor())
         assert kinds(model) == {DTensor}
 
     run(rank_main, impl)
@@ -335,7 +336,7 @@ def test_a_pipeline_stage_reduces_by_hand(impl: Implementation) -> None:
         assert len(state._state_ctx.all_states) == 4
         (once(_batch(0, rank)).sum() + once(_batch(1, rank)).sum()).backward()
         for a, b in zip(model.parameters(), once.parameters(), strict=True):
-            assert torch.allclose(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-5, atol=1e-6)
+            assert tolerance.close(a.grad.full_tensor(), b.grad.full_tensor())
         assert kinds(model) == {DTensor}
 
     run(rank_main, impl)

@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, TORCH, Implementation, for_each_implementation, run
-from tests.harness.models import assert_close_to_tensor_max, seeded
+from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 
 R = Replicate()
@@ -127,7 +128,7 @@ def test_training_with_tensor_parallelism_is_that_of_the_plain_model(sequence: b
                 impl.clip(model.parameters(), clip)
             optimizer.step()
             for name, value in collect(model, optimizer).items():
-                assert_close_to_tensor_max(value, expected[step][name], 64, f"step {step} {name}")
+                tolerance.assert_close(value, expected[step][name], what=f"step {step} {name}")
 
     run(rank_main, impl, world=4)
 
@@ -271,10 +272,10 @@ def test_norms_and_clipping_over_several_axes(impl: Implementation) -> None:
                 p.grad = None if grad is None else grad.clone()
             expected = torch.linalg.vector_norm(elements.double(), norm_type).float()
             norm = impl.clip(parameters, 0.1, norm_type)
-            torch.testing.assert_close(norm, expected)
+            tolerance.assert_close(norm, expected)
             for p, grad in zip(parameters, saved, strict=True):
                 assert p.grad is not None and grad is not None
-                torch.testing.assert_close(whole(p.grad), whole(grad) * (0.1 / (expected + 1e-6)))
+                tolerance.assert_close(whole(p.grad), whole(grad) * (0.1 / (expected + 1e-6)))
         partial = nn.Parameter(distribute_tensor(torch.ones(3), mesh["tp"], [R]))
         partial.grad = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()])
         with pytest.raises(NotImplementedError, match="redistribute them first"):
@@ -328,7 +329,7 @@ def test_programs_around_tensor_parallelism(impl: Implementation) -> None:
                 assert p.grad is None, name
                 continue
             assert p.grad.placements == p.placements
-            assert_close_to_tensor_max(p.grad.full_tensor(), expected.grad, 16, name)
+            tolerance.assert_close(p.grad.full_tensor(), expected.grad, what=name)
 
     models = [seeded(Model) for _ in range(4)]
     run(rank_main, impl, world=4)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
 from tests.harness.threads import run_ranks
@@ -79,9 +80,7 @@ def test_full_state_dicts_go_out_and_come_back(impl: Implementation) -> None:
             step(m, optimizer, 1)
         first, second = (collect(m, o) for m, o in zip((model, other), optimizers, strict=True))
         for name, value in first.items():
-            torch.testing.assert_close(
-                value, second[name], rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            tolerance.assert_close(value, second[name], what=name)
 
     run(rank_main, impl, world=4)
 

@@ -137,8 +137,9 @@ def _refuse_missing(mesh: DeviceMesh, tensors: dict[str, Tensor], source: int) -
     """The source has to have everything; all ranks raise when it has not."""
     mine = mesh.mesh.flatten()[source].item() == torch.distributed.get_rank()
     lost = torch.tensor([mine and tensor.is_meta for tensor in tensors.values()], dtype=torch.int32)
-    counted = sum_over(mesh, lost, "sync_module_states").tolist()
-    missing = [name for name, count in zip(tensors, counted, strict=True) if count]
+    missing = [
+        name for name, count in zip(tensors, sum_over(mesh, lost, "sync_module_states").tolist(), strict=True) if count
+    ]
     if missing:
         raise ValueError(
             f"from_rank: expected a rank with values, found that rank {source} has {shown(missing)} on the meta "

@@ -86,7 +86,6 @@ class DataGroup:
             with scope.watch.waits(wait):
                 made = same_group(origin, self.ranks, self.device, store, name, seconds)
         except BaseException as error:
-            scope.is_half_connected = True
             scope.interrupted(error, wait.doing)
             raise
         self._group, self.issued, self.is_cut, self._renewed = made, 0, False, scope.renewed

@@ -65,8 +65,8 @@ class Scope:
         self.has_raised = False
         # Before anything is sent all ranks come together.
         self.must_meet = False
-        # Connections were begun, and are not there: what was begun serves nobody.
-        self.is_half_connected = False
+        # An exception left a wait: connections may be begun and not there, and others further than this rank or less.
+        self.is_torn = False
         # By what is asked: the error of ranks that wait for each other while some of them ask that.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
         # Held while data groups are cut or made anew.
@@ -197,7 +197,7 @@ class Scope:
     def interrupted(self, error: BaseException, where: str) -> None:
         """An exception left a wait of this scope: the epoch is over. Others are told, unless it was one of theirs that
         failed first."""
-        self.must_meet = self.has_raised = True
+        self.must_meet = self.has_raised = self.is_torn = True
         if not self.causes():
             doing, self.doing = self.doing, self.told or where
             try:
@@ -281,7 +281,7 @@ class Scope:
             self.publish("raised", "it left its step")
         records = self.watch.records
         key = f"{self.base}/meet"
-        cut = self.is_half_connected or any(group.is_cut for group in list(self.groups.values()))
+        cut = self.is_torn or any(group.is_cut for group in list(self.groups.values()))
         mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
         records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine} ")
         wait = Wait("meet", self, _AFTER)
@@ -301,7 +301,7 @@ class Scope:
                     group.expire()
             self.epoch, self.asked, self.attempts = self.epoch + 1, 0, 0
             self.failed = self.failure = None
-            self.has_raised = self.must_meet = self.is_half_connected = False
+            self.has_raised = self.must_meet = self.is_torn = False
             self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
         return renews
 

@@ -565,6 +565,12 @@ def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
     return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
 
 
+def mode() -> str:
+    """What ranks compare (settings.py), also where there is nobody to compare with."""
+    here = watch()
+    return here.settings.mode if here is not None else Settings.read(0.0).mode
+
+
 def has_peers() -> bool:
     """Whether this process has somebody to ask."""
     return watch() is not None

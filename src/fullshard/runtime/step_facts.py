@@ -14,6 +14,7 @@ the answer is looked at a step later, at the same place on all ranks, when its e
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections import deque
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, ReduceChannel
-from ..guard import RanksDisagree, Scope, is_current, scope_of
-from ..guard.facts import Deed, Fact, Ledger, differences, first_unlike
+from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
+from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, text_of
@@ -107,6 +108,9 @@ class StepFacts:
                     mesh.members.setdefault(unit, []).append(position)
                 meshes.append(mesh)
             self._of[unit] = tuple(meshes)
+        for mesh in self._meshes.values():
+            if mesh.scope is not None:
+                mesh.scope.explained_by[_QUESTION] = _asked_alone
         if self._meshes:
             tell_optimizer_steps(root.thread, self)
             _by_thread.setdefault(root.thread, weakref.WeakSet()).add(self)
@@ -158,6 +162,12 @@ class StepFacts:
                 facts = [Fact("load", "names that load_state_dict loaded", ", ".join(names))]
                 facts += [Fact("load", f"loaded values of {n}", text) for n, text in digests_of(values).items()]
                 mesh.ledger.do(Deed("load_state_dict", tuple(facts)))
+
+    def sent(self, scope: Scope, place: int, action: Action) -> None:
+        """A message of which no order is known yet is about to be sent, on a device: nobody waits for a comparison."""
+        for mesh in self._meshes.values():
+            if mesh.scope is scope:
+                mesh.ledger.do(Deed("a message", (Fact("order", f"message {place}", str(action)),)))
 
     def settings_changed(self) -> None:
         """The user set something about reductions."""
@@ -340,6 +350,15 @@ class StepFacts:
     def _place(self, parameter: Tensor, mesh: _Mesh, name: str) -> None:
         self._places[id(parameter)] = mesh.ranks, name
         self._placed.append(parameter)  # so that its identity stays its own
+
+
+def _asked_alone(told: str, asking: Sequence[int], here: int) -> str:
+    """The error of rank `here`, which sends a message while ranks `asking` compare facts."""
+    done = [deed[0] for deed in json.loads(told)[0]] if told.endswith("]") else []
+    return (
+        f"calls since the last comparison: expected the same on every rank, found {shown_ranks(asking)} comparing "
+        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} going on; {ADVICE['calls']}"
+    )
 
 
 def note_clip(parameters: Sequence[Tensor], max_norm: object, norm_type: object) -> None:
