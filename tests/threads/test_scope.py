@@ -149,7 +149,7 @@ def test_an_exception_in_a_question_is_told(at: int) -> None:
 
 
 def test_a_meeting_begins_an_epoch() -> None:
-    """Whoever failed or only follows; what was told before it is over. Who was in a wait is not where the others are."""
+    """Whoever failed or only follows; what was told before is over. Who was in a wait is not where the others are."""
 
     def ranks(rank: int) -> list[object]:
         scope = _scope()

@@ -118,9 +118,12 @@ class Watch:
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
-                self.records.join(self.host.identity().partition(" ")[0])
+                self._join()
             self.scopes[key] = Scope(self, *key)
         return self.scopes[key]
+
+    def _join(self) -> None:
+        self.records.join(self.host.identity().partition(" ")[0])
 
     def begin(self) -> None:
         """Look after the waits of this process in a thread from now on. The caller's thread runs the model."""
@@ -232,8 +235,9 @@ class Watch:
         """Whether this request is for becoming the one that reads."""
         if wait.scope is None or wait.scope.name in self.leads or wait is not self._posted_wait:
             return False
-        first, self._claimed_for = self._claimed_for is not wait, wait
-        return first or self._requests % _CLAIM_EACH == 0
+        if self._claimed_for is not wait:
+            self._claimed_for, self._requests = wait, 0
+        return self._requests % _CLAIM_EACH == 0
 
     def _patience(self, wait: Wait) -> float:
         if wait.also == "closed":
@@ -450,6 +454,8 @@ class Watch:
         self.ended = text
         with suppress(Exception):
             self.post()
+            if not self.scopes:
+                self._join()
             # A few tell everybody; who ends later is found by its record.
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
@@ -567,6 +573,12 @@ def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
     return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
 
 
+def mode() -> str:
+    """What ranks compare (settings.py), also where there is nobody to compare with."""
+    here = watch()
+    return here.settings.mode if here is not None else Settings.read(0.0).mode
+
+
 def has_peers() -> bool:
     """Whether this process has somebody to ask."""
     return watch() is not None
@@ -580,7 +592,13 @@ def _forked() -> None:
 
 def _end() -> None:
     known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
-    ending = [made for made in dict.fromkeys(known) if made.scopes]
+    if not known:
+        with suppress(Exception):
+            # Others may wait for this rank at their first use; it may end because of a setting that was refused.
+            world = dist.group.WORLD if dist.is_initialized() else None
+            if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
+                known = [Watch(default_store(), default_store(), world.rank(), Settings())]
+    ending = list(dict.fromkeys(known))
     for one in ending:
         one.stop()
     for one in ending:
