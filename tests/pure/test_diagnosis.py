@@ -122,6 +122,8 @@ def test_who_may_go_on_is_not_stuck(other: Record) -> None:
 
 def test_who_meets_after_its_failure_is_stuck_with_one_in_torch() -> None:
     meets = record(0, wait("meet", 0, 1), failed={SCOPE: {"epoch": 2}}, torch={"0": 3})
+    follows = record(2, wait("ask", 0, 1, 2, number=7))
+    assert stuck(world(meets, follows)) == {}, "it hears of the failure"
     alone = record(1, wait("torch", 0, 1, name="0", number=4, scope="", epoch=0))
     assert sorted(stuck(world(meets, alone))) == [0, 1]
     assert disagreement(stuck(world(meets, alone)), lambda found: None) == (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard, guard
-from fullshard.guard import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until
+from fullshard.guard import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until, watch
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks, several
@@ -233,6 +233,43 @@ def test_of_several_things_that_a_rank_said_the_last_one_knows_most() -> None:
         return caught.value.text
 
     assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
+
+
+def test_what_is_told_before_a_rank_is_there_is_heard_when_it_comes() -> None:
+    def ranks(rank: int) -> str:
+        if rank:
+            scope = scope_of([0, 1])
+            assert scope is not None
+            scope.publish("raised", "ValueError: a bad token")
+            scope.watch.records.store.set("told", "")
+            dist.barrier()
+            return ""
+        here = watch()
+        assert here is not None
+        while not here.records.store.check(["told"]):
+            time.sleep(0.001)
+        here.post()
+        with pytest.raises(PeerFailed) as caught:
+            _scope().agree("order", "gather layers.4")
+        dist.barrier()
+        return caught.value.text
+
+    assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_a_ring_of_ranks_each_of_which_waits_for_the_next(world: int) -> None:
+    """On meshes of two."""
+
+    def ranks(rank: int) -> str:
+        scope = scope_of(sorted((rank, (rank + 1) % world)))
+        assert scope is not None
+        with pytest.raises(RanksDisagree) as caught:
+            scope.agree("order", "gather layers.4")
+        return str(caught.value)
+
+    found = run_ranks(world, ranks)
+    assert len(set(found)) == 1 and "none of them can go on" in found[0]
 
 
 def test_ranks_that_wait_in_different_ways_are_told() -> None:

@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 1.0
 # An epoch in which somebody failed is over for everybody: who still waits after so long gives up.
 GRACE_SECONDS = 2.0
 # Who raised may catch that and go on, where all ranks raised at the same place: so long it is waited for.
-SETTLING_SECONDS = 0.5
+SETTLING_SECONDS = 0.3
 # Requests of all ranks together that a store answers while they wait (it can do about ten times as many).
 _REQUESTS_PER_SECOND = 2000
 _QUICK_RANKS = 64

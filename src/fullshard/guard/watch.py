@@ -97,6 +97,8 @@ class Watch:
         # Ranks known to have a record.
         self._joined: frozenset[int] = frozenset()
         self._told: set[tuple[object, ...]] = set()
+        # Of scopes in which this rank was not yet.
+        self._unheard: list[tuple[Fault, float]] = []
         # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
         self.elsewhere: list[str] = []
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
@@ -119,7 +121,10 @@ class Watch:
             if not self.scopes:
                 self.post()
                 self._join()
-            self.scopes[key] = Scope(self, *key)
+            self.scopes[key] = made = Scope(self, *key)
+            for fault, since in self._unheard:
+                if fault.scope == made.name:
+                    made.hear(fault, since)
         return self.scopes[key]
 
     def _join(self) -> None:
@@ -301,9 +306,11 @@ class Watch:
             self._hear(Fault.loads(mail), now)
 
     def _hear(self, fault: Fault, now: float) -> None:
-        for scope in list(self.scopes.values()):
-            if scope.name == fault.scope:
-                scope.hear(fault, now)
+        known = [scope for scope in list(self.scopes.values()) if scope.name == fault.scope]
+        for scope in known:
+            scope.hear(fault, now)
+        if not known:
+            self._unheard = [*self._unheard[-_ELSEWHERE:], (fault, now)]
         if self._torch is not None and fault.kind == "disagree" and not self._warned:
             # Nobody can end that wait: it is in a group of the user's.
             self._warned = True
@@ -363,11 +370,12 @@ class Watch:
             self._joined = self.records.joined()
         wanted = everyone & self._joined
         records = self._reader.read(self.records.of(sorted(wanted)), now)
-        more = diagnosis.needed(records.values()) - wanted
-        if more:
+        # Those whom somebody waits for, and whom these wait for, on whatever meshes.
+        while more := diagnosis.needed(records.values()) - wanted:
             if not self._joined >= more:
                 self._joined = self.records.joined()
             records |= self._reader.read(self.records.of(sorted(more & self._joined)), now)
+            wanted |= more
         waiting = [rank for rank in scope.ranks if rank in records and records[rank].wait is not None]
         if not waiting and (own is None or own.scope is not scope):
             self._idle_reads += 1
