@@ -221,8 +221,8 @@ def _proves(record: Record, over: Container[tuple[str, int]]) -> bool:
 
 def meetings(found: Mapping[int, Record], scope: str) -> dict[str, float]:
     """Since when ranks of `found` meet in that scope: what a fault ends of these."""
-    waits = {rank: record.said["wait"] for rank, record in found.items()}
-    return {str(rank): one["since"] for rank, one in waits.items() if (one["kind"], one["scope"]) == ("meet", scope)}
+    waits = [(rank, record.wait) for rank, record in found.items() if record.wait is not None]
+    return {str(rank): one["since"] for rank, one in waits if (one["kind"], one["scope"]) == ("meet", scope)}
 
 
 def disagreement(found: Mapping[int, Record], explain: Callable[[Mapping[int, Record]], str | None]) -> str:
@@ -273,7 +273,7 @@ def late(wait: Mapping[str, Any], records: Mapping[int, Record], own: int, secon
         f"did not come to {wait['what']} for {seconds:.0f} s, the time limit of the process group: it is "
         f"{told[0]}{others}"
     )
-    return Fault(absent[0], "late", text, wait["scope"], wait["epoch"])
+    return Fault(absent[0], "late", text, wait["scope"], wait["epoch"], meets=meetings(records, wait["scope"]))
 
 
 def _whereabouts(rank: int, record: Record | None) -> str:

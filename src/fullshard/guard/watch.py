@@ -405,7 +405,8 @@ class Watch:
         record = records.get(rank)
         step = record.said.get("step", -1) if record is not None else -1
         doing = record.said.get("doing", "") if record is not None else ""
-        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing)
+        meets = diagnosis.meetings(records, scope.name)
+        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing, meets=meets)
 
     def _disagree(self, found: Mapping[int, Record], now: float) -> None:
         """Tell all scopes in which somebody of `found` waits."""
@@ -425,7 +426,7 @@ class Watch:
                 self._deliver(scope, fault, now)
             else:
                 self.elsewhere.append(fault.dumps())
-                self.records.tell(ranks, self.elsewhere[-_ELSEWHERE:])
+                self.records.tell(ranks, self.elsewhere[-_ELSEWHERE:], _to_each(fault))
 
     def _explained(self, found: Mapping[int, Record]) -> str | None:
         """The words of a question for why some ask it while others wait elsewhere."""
@@ -451,7 +452,7 @@ class Watch:
         if known not in self._told:
             self._told.add(known)
             scope.hear(fault, now)
-            self.records.tell(scope.ranks, scope.telling(fault))
+            self.records.tell(scope.ranks, scope.telling(fault), _to_each(fault))
             for waiting in list(self._waits.values()):
                 self._end_by_what_is_known(_wait(waiting), now)
 
@@ -511,6 +512,11 @@ class Watch:
 
 def _wait(waiting: Any) -> Wait:
     return waiting if isinstance(waiting, Wait) else waiting.wait_described
+
+
+def _to_each(fault: Fault) -> dict[int, str]:
+    """What is told to those whose meetings it ends."""
+    return {int(rank): fault.dumps(int(rank)) for rank in fault.meets}
 
 
 def _under_way(scope: Scope) -> list[Any]:
