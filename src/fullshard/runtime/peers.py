@@ -9,8 +9,9 @@ from functools import partial
 from torch import nn
 
 from ..comm import alike
-from ..guard import PeerFailed, RanksDisagree, Scope, scope_of
+from ..guard import PeerFailed, RanksDisagree, Scope, scope_of, shown_ranks, variants
 from .optimizer_steps import optimizer_steps
+from .steps_taken import refuse_mixed_states
 from .unit import Unit, unit_of
 
 
@@ -68,8 +69,12 @@ class Peers:
                 if not alike(scope, what):
                     answers = scope.agree("what ranks come together for", what)
                     if answers is not None:
+                        found = " and ".join(f"{shown_ranks(r)} at {said}" for said, r in variants(answers).items())
                         raise RanksDisagree(
-                            f"expected all ranks at {what}, found {answers}", what=what, by_rank=answers
+                            f"expected all ranks at {what}, found {found}; take the same steps inside of a guard on all "
+                            f"ranks",
+                            what=what,
+                            by_rank=answers,
                         )
             finally:
                 scope.doing = doing
@@ -89,7 +94,9 @@ class Peers:
         """After a failure all ranks come together before anything is sent. Whether they were not equally far."""
         for scope in self.scopes:
             scope.refuse_failure()
-        return any([scope.meet() for scope in self.scopes if scope.must_meet])
+        renewed = any([scope.meet() for scope in self.scopes if scope.must_meet])
+        refuse_mixed_states(self.scopes)
+        return renewed
 
 
 def _steps_since(before: int, thread: int) -> int:
