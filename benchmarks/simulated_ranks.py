@@ -205,8 +205,11 @@ class Simulation:
 
     def __init__(self, world: int, *, silence: float = 60.0, limit: float = 1800.0) -> None:
         self.world, self.now = world, 0.0
+        # What is seen of a rank's process, if it is not "exists", and the processor time that it has used.
         self.states: dict[int, str] = {}
         self.ticks: dict[int, int] = {}
+        # Ranks whose watch does not get to look.
+        self.held: set[int] = set()
         self.store = Store()
         self.count = Count(0.0)
         # What ended: by rank the exception, or what its call returned. And when a rank's data groups were cut.
@@ -308,7 +311,7 @@ class Simulation:
 
     def _look(self, part: int) -> None:
         for watch in self.watches[part::_PARTS]:
-            if self.states.get(watch.rank, "exists") == "exists":
+            if self.states.get(watch.rank, "exists") == "exists" and watch.rank not in self.held:
                 watch.look()
         self._at(self.now + _TICK_SECONDS, lambda: self._look(part))
 

@@ -50,11 +50,12 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
     if not models:
         raise ValueError("guard: expected a model that fully_shard was applied to, found none; pass it first")
     peers = peers_below(*models)
-    steps = GuardedSteps(peers, optimizers)
+    roots = dict.fromkeys(unit.root for model in models for unit in module_units(model) if unit.root is not None)
+    steps = GuardedSteps(peers, list(roots), optimizers)
     try:
         with steps:
             yield
-        peers.come_together("the end of a guarded block")
+        steps.come_together("the end of a guarded block")
     except BaseException as error:
         told = steps.failed(error)
         peers.attempt_failed(error, steps.where)

@@ -140,6 +140,9 @@ def runs(ranks: Sequence[int]) -> list[list[int]]:
     >>> runs([0, 4, 8, 9]), ranks_of(runs([0, 4, 8, 9]))
     ([[0, 3, 4], [9, 1, 1]], [0, 4, 8, 9])
     """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) > 2 and step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
+        return [[ranks[0], len(ranks), step]]
     found: list[list[int]] = []
     for rank in ranks:
         if found and found[-1][1] == 1 and rank > found[-1][0]:

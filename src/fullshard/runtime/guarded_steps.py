@@ -21,6 +21,7 @@ from .._torch_compat import local_of
 from ..guard import PeerFailed
 from .outside import outside_graphs
 from .peers import Peers
+from .root import Root
 from .steps_taken import steps_taken
 
 
@@ -32,10 +33,12 @@ class _Begun(NamedTuple):
 
 
 class GuardedSteps:
-    """Those of `optimizers`, in one block on all ranks of `peers`. Use it in a `with` block."""
+    """Those of `optimizers`, in one block on all ranks of `peers`, which train `roots`. Use it in a `with` block."""
 
-    def __init__(self, peers: Peers, optimizers: Sequence[Optimizer]) -> None:
-        self._peers, self._optimizers = peers, list(dict.fromkeys(optimizers))
+    def __init__(self, peers: Peers, roots: Sequence[Root], optimizers: Sequence[Optimizer]) -> None:
+        self._peers, self._roots, self._optimizers = peers, roots, list(dict.fromkeys(optimizers))
+        # Before this block somebody failed.
+        self._after_a_failure = any(scope.must_meet for scope in peers.scopes)
         self._handles: list[RemovableHandle] = []
         # Those before whose first step all ranks came together; names of those that took one.
         self._met: list[Optimizer] = []
@@ -53,9 +56,18 @@ class GuardedSteps:
         for handle in self._handles:
             handle.remove()
 
+    def come_together(self, what: str) -> None:
+        """Wait for all ranks, which are in the same block."""
+        if self._after_a_failure and any(scope.must_meet for scope in self._peers.scopes):
+            # No forward came in between, which does this: of a closure it comes later.
+            renewed = self._peers.meet()
+            for root in self._roots:
+                root.met_by_hand(renewed=renewed)
+        self._peers.come_together(what)
+
     def _begins(self, optimizer: Optimizer, *_: object) -> None:
         if not any(optimizer is met for met in self._met):
-            self._peers.come_together(f"the step of {_name(optimizer)}")
+            self.come_together(f"the step of {_name(optimizer)}")
             self._met.append(optimizer)
         self._begun = _Begun(optimizer, _versions(optimizer))
 

@@ -14,6 +14,9 @@ from .optimizer_steps import optimizer_steps
 from .steps_taken import refuse_mixed_states
 from .unit import Unit, unit_of
 
+# What ranks ask each other where they come together without messages.
+_TOGETHER = "what ranks come together for"
+
 
 class Peers:
     """The scopes of `units`, whose root is run by `thread`. `open` connects them."""
@@ -44,7 +47,7 @@ class Peers:
         for scope in self.scopes:
             doing, scope.doing = scope.doing, scope.doing or where
             try:
-                scope.publish("raised", text)
+                scope.publish("raised", text, vague=error is None)
             finally:
                 scope.doing = doing
 
@@ -67,15 +70,9 @@ class Peers:
             try:
                 # By messages where there are connections on the host, else through the store.
                 if not alike(scope, what):
-                    answers = scope.agree("what ranks come together for", what)
+                    answers = scope.agree(_TOGETHER, what)
                     if answers is not None:
-                        found = " and ".join(f"{shown_ranks(r)} at {said}" for said, r in variants(answers).items())
-                        raise RanksDisagree(
-                            f"expected all ranks at {what}, found {found}; take the same steps inside of a guard on all "
-                            f"ranks",
-                            what=what,
-                            by_rank=answers,
-                        )
+                        raise RanksDisagree(_elsewhere(what, answers), what=what, by_rank=answers)
             finally:
                 scope.doing = doing
 
@@ -97,6 +94,13 @@ class Peers:
         renewed = any([scope.meet() for scope in self.scopes if scope.must_meet])
         refuse_mixed_states(self.scopes)
         return renewed
+
+
+def _elsewhere(what: str, answers: dict[int, str]) -> str:
+    # "what is asked: what it is asked for"; of others, a digest.
+    asked = variants({rank: answer.partition(": ")[0] for rank, answer in answers.items()})
+    found = " and ".join(f"{shown_ranks(ranks)} at {what if one == _TOGETHER else one}" for one, ranks in asked.items())
+    return f"expected all ranks at {what}, found {found}; make all ranks take the same calls in the same order"
 
 
 def _steps_since(before: int, thread: int) -> int:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, ReduceChannel
 from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
-from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, first_unlike
+from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, digest_of, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, text_of
@@ -68,6 +68,8 @@ class _Mesh:
         # Likewise where ranks ask at forwards.
         self.forwards, self.next_question = 0, 1
         self.values_asked = True
+        # Gradients that hooks of the user's changed since the last deed.
+        self.hooked: list[str] = []
         self.digits: dict[tuple[object, int], Digits] = {}
         self.written: int | None = None
         # Ignored parameters that ranks had other values of from the beginning, as they may.
@@ -75,9 +77,17 @@ class _Mesh:
         # Plain parameters beside ours in optimizers, by name.
         self.beside: dict[str, Tensor] = {}
 
+    def note_hooks(self) -> None:
+        """What hooks changed is one deed, at its place among the others."""
+        if self.hooked:
+            names = f"{', '.join(self.hooked[:4])} ({len(self.hooked)}, {digest_of(chr(10).join(self.hooked)):016x})"
+            self.ledger.do(Deed("hooks", (Fact("hooks", "gradients that hooks changed", names),)))
+            self.hooked = []
+
     def begin_anew(self) -> None:
         """After a failure some ranks were further than others: what was done before is no matter."""
         self.ledger.forget()
+        self.hooked = []
         self.earlier.clear()
         self.count, self.next_look, self.values_asked, self.written = 0, 1, True, None
         self.forwards, self.next_question = 0, 1
@@ -134,7 +144,9 @@ class StepFacts:
         return True
 
     def _do(self, ranks: tuple[int, ...], deed: Deed) -> None:
-        self._meshes[ranks].ledger.do(deed)
+        mesh = self._meshes[ranks]
+        mesh.note_hooks()
+        mesh.ledger.do(deed)
 
     def done_to(self, parameters: Iterable[Tensor], name: str, facts: Sequence[Fact]) -> None:
         """Something was done to `parameters`, some of which may be ours."""
@@ -152,7 +164,7 @@ class StepFacts:
         """A hook of the user's changed the gradient of a parameter, or the parameter."""
         mesh = self._mesh_of(unit, position)
         if mesh is not None:
-            mesh.ledger.do(Deed("a hook", (Fact("hooks", "gradients that hooks changed", name),)))
+            mesh.hooked.append(f"{unit.record.name}: {name}")
 
     def loaded(self, unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Parameters of `unit` were loaded; `values`: the whole ones, of those that came whole."""
@@ -269,6 +281,7 @@ class StepFacts:
         if mesh.scope is not None and mesh.scope.epoch != mesh.epoch:
             mesh.epoch = mesh.scope.epoch
             mesh.begin_anew()
+        mesh.note_hooks()
         mesh.count += 1
         if self._settings_changed:
             self._settings_changed = False
