@@ -18,6 +18,7 @@ over all, and is not part of the figure; "with copies" is the ratio where it is.
     fsdp2        torch's fully_shard on every block and on the model
     fullshard    ours, the same optimizer on DTensors
     + shards     ours, with `fullshard.step_on_shards(optimizer)`
+    off          `+ shards`, and ranks do not compare what they do to their shards (guard/facts.py)
     direct       `+ shards`, with the plan that a block of an 8B model gets on NCCL: seven parameters are gathered
                  straight into place in one launch, and two are packed; the gradients of the seven leave from where they
                  are, each in a message of its own; buffers are not kept; gradients and messages have their limit
@@ -28,14 +29,18 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
+import importlib
+import os
 import pstats
 import statistics
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,7 +53,7 @@ from benchmarks.counting import nccl_plan
 
 SHAPE = ModelShape(vocabulary=64, width=16, hidden=24, heads=2, depth=8)
 WORLD = 8
-WAYS = ("bare", "fsdp2", "fullshard", "+ shards", "direct")
+WAYS = ("bare", "fsdp2", "fullshard", "+ shards", "off", "direct")
 
 
 class Chain(nn.Module):
@@ -77,7 +82,8 @@ def build(way: str, shape: ModelShape, mixed: bool) -> tuple[nn.Module, torch.op
         policy = library.MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if mixed else (None, None)))
 
         # The matrices are large, the norms are not.
-        with nccl_plan(shape.width**2 * 2) if way == "direct" else nullcontext():
+        compared = {"FULLSHARD_GUARD": "off" if way == "off" else "full"}
+        with nccl_plan(shape.width**2 * 2) if way == "direct" else nullcontext(), mock.patch.dict(os.environ, compared):
             for block in model.blocks:
                 library.fully_shard(block, mp_policy=policy)
             library.fully_shard(model, mp_policy=policy)
@@ -87,7 +93,7 @@ def build(way: str, shape: ModelShape, mixed: bool) -> tuple[nn.Module, torch.op
     elif mixed:
         model = model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if way in ("+ shards", "direct"):
+    if way in ("+ shards", "off", "direct"):
         fullshard.step_on_shards(optimizer)
     return model, optimizer
 
@@ -240,7 +246,15 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured]) -> dict[s
             shown += f" {row['ops']:6.0f} {row['calls']:6.0f}"
         print(f"  {way:12} {row['step_ms']:9.2f} {shown}", flush=True)
         rows[way] = row
+    compared = paired_ratio(added["+ shards"], added["off"]) - 1
+    print(f"  ranks that compare facts: {compared:+.1%} of what is added without")
     return {"mixed": mixed, "world": WORLD, "rounds": len(bare.step_s), "ways": rows}
+
+
+def facts_table() -> str:
+    """Which facts are taken in each step, and which when something changes."""
+    text = importlib.import_module("fullshard.guard.facts").__doc__ or ""
+    return "\n".join(line for line in text.splitlines() if line.startswith("    "))
 
 
 def profile(shape: ModelShape, way: str) -> None:
@@ -271,6 +285,7 @@ def main() -> None:
     if options.profile:
         profile(shape, options.profile)
         return
+    print(textwrap.dedent(facts_table()))
     results = [report(mixed, shape, measure(shape, mixed, options.rounds)) for mixed in (False, True)]
     print()
     print_json("host", shape, results)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import fully_shard, inspect_units
 from fullshard.comm import ShardGroup
+from fullshard.layout import FACTS_NUMEL
 from fullshard.observe import record
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
@@ -162,8 +163,8 @@ def test_bytes_of_messages(world: int, dims: str, monkeypatch: pytest.MonkeyPatc
                 shares.append(-(-rows // world) * (p.numel() // rows))
         local = sum(map(_aligned, shares))
         gathers[unit] = ("gather_into", 4 * world * local, 4 * local)
-        # The presence of each gradient goes along.
-        exchanges[unit] = ("exchange", *[4 * world * (local + _aligned(len(shares)))] * 2)
+        # The presence of each gradient goes along, and what ranks compare.
+        exchanges[unit] = ("exchange", *[4 * world * (local + _aligned(len(shares) + FACTS_NUMEL))] * 2)
     with fake_world(world, 5):
         model: Any = case.shard(case.build(), fully_shard, shard_placement_fn=DIMS[dims])
         for step in range(2):

@@ -86,21 +86,22 @@ def _steps(shape: tuple[int, ...], rank: int) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize(("shape", "rank"), PLACES[:3], ids=str)
 def test_commands_are_those_without_replicas_and_messages_are_two_stages(shape: tuple[int, int], rank: int) -> None:
     """A gather brings the bytes of W shards, an all-reduce those of one. The all-reduce of a unit is sent after the
-    exchange of the second next one, which travels at the same time."""
+    exchange of the second next one, which travels at the same time; the first one with the digest of facts."""
     commands, messages = _steps(shape, rank)
     assert commands == _steps((2,), 0)[0]
     layouts = [ShardLayout((5, 5), world=8), ShardLayout((5,), world=8)]
     chunk = ReduceLayout(Pack.build(layouts, align_numel=4)).chunk_numel * 4
     gather = Pack.build(layouts, align_numel=4).padded_local_numel * 4 * 8
     gathers, exchange, sums = ("_allgather_base_", gather), ("alltoall_base_", 8 * chunk), ("allreduce_", chunk)
+    facts = ("allreduce_", 32)
     # Five units are gathered in forward and again in backward.
     reductions = [message for message in messages[1] if message != gathers]
     assert messages[1].count(gathers) == len(messages[1]) - len(reductions) == 10
-    assert reductions == [exchange, exchange, exchange, sums, exchange, sums, exchange, sums, sums, sums]
+    assert reductions == [exchange, exchange, exchange, facts, sums, exchange, sums, exchange, sums, sums, sums]
     assert [message for message in messages[2] if message != gathers] == [exchange] * 5
 
 
-def test_replicas_of_one_shard_send_a_flat_bucket_and_nothing_else() -> None:
+def test_replicas_of_one_shard_send_a_flat_bucket_and_the_digest_of_facts() -> None:
     """Each unit's all-reduce is sent as soon as its gradients are there, in the dtype of the sum."""
     bucket = 5 * 5 + 3 + 5 + 3 + 4  # two parameters aligned to four elements, and presence of both
     for reduce, itemsize, communication in (
@@ -116,7 +117,8 @@ def test_replicas_of_one_shard_send_a_flat_bucket_and_nothing_else() -> None:
             with Messages() as sent:
                 model(torch.ones(2, 5)).sum().backward()
         numel = bucket if reduce is None else 5 * 5 + 7 + 5 + 3 + 8  # aligned to eight
-        assert sent.sent == [("allreduce_", numel * itemsize)] * 3
+        facts = [("allreduce_", 32)] if communication == "auto" else []
+        assert sent.sent == [*facts, *[("allreduce_", numel * itemsize)] * 3]
 
 
 @behaviour("collectives counted by CommDebugMode on a mesh {shape}: those of FSDP2", area="communication")

@@ -1,4 +1,4 @@
-"""Checkpoints that wait for a rank which does not come: all ranks hear who it is, what became of it, and where it is."""
+"""Saves and loads wait in the one way to wait: who does not come to them is named, within the bounds."""
 
 from __future__ import annotations
 

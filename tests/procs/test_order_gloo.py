@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import RanksDisagree
-from fullshard.comm import domain_of
+from fullshard.guard import scope_of
 from tests.harness.forked import run_forks
 from tests.threads.test_order import DIVERGENCES, Training, more_evaluation, skipped_unit, step_on_one_rank
 
@@ -93,8 +93,8 @@ def _equal_sizes_swapped(rank: int) -> tuple[str, float]:
     begun = time.monotonic()
     with pytest.raises(RanksDisagree) as caught:
         training.step(*((1, 0, 2, 3) if rank == 1 else ()))
-    domain = domain_of(range(2))
-    assert domain is not None and domain.must_meet
+    scope = scope_of(range(2))
+    assert scope is not None and scope.must_meet
     return str(caught.value), time.monotonic() - begun
 
 

@@ -1,4 +1,5 @@
-"""A rank fails and its peers wait for it: they raise in seconds, by name, and all go on together (comm/lines.py)."""
+"""A rank fails and its peers wait for it: they raise in seconds, by name, and all go on together
+(comm/data_group.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import PeerFailed, RanksDisagree, fully_shard
-from fullshard.comm import domain_of
+from fullshard.comm.data_group import DataGroup
+from fullshard.guard import Scope, scope_of
+from fullshard.guard.watch import _end
 from tests.harness.forked import run_forks
 from tests.harness.killed import DONE, run_killed
 
@@ -88,6 +92,19 @@ def _raise() -> None:
     raise ValueError("a bad token")
 
 
+def _scope() -> Scope:
+    """Of all ranks."""
+    scope = scope_of(range(dist.get_world_size()))
+    assert scope is not None
+    return scope
+
+
+def _silence(seconds: float) -> None:
+    """For this rank, from now on. Signs of life are as frequent as that needs."""
+    watch = _scope().watch
+    watch.settings = replace(watch.settings, silence_seconds=seconds)
+
+
 @contextmanager
 def within(seconds: float) -> Any:
     begun = time.monotonic()
@@ -115,9 +132,7 @@ def _failing(rank: int, who: tuple[int, ...], where: str, block: int) -> tuple[l
     training.optimizer.zero_grad()
     for step in range(1, 4):
         training.step(step)
-    domain = domain_of(range(dist.get_world_size()))
-    assert domain is not None
-    return training.state(), said, domain.renewed
+    return training.state(), said, _scope().renewed
 
 
 @pytest.mark.parametrize("block", [0, 2])
@@ -152,9 +167,6 @@ def _killed(rank: int) -> None:
         training.step(1)
     assert caught.value.rank == 1
     with within(SECONDS), pytest.raises(PeerFailed):  # not to be had again
-        domain = domain_of(range(dist.get_world_size()))
-        assert domain is not None
-        domain.silence_seconds = 2
         training.step(2)
 
 
@@ -167,9 +179,7 @@ def test_a_killed_rank_is_named(world: int) -> None:
 def _stopped(rank: int) -> None:
     training = Training(rank)
     training.step(0)
-    domain = domain_of([0, 1])
-    assert domain is not None
-    domain.silence_seconds = 3
+    _silence(3)
     if rank == 1:
         if (child := os.fork()) == 0:
             time.sleep(8)
@@ -180,7 +190,7 @@ def _stopped(rank: int) -> None:
             training.step(1)
         os.waitpid(child, 0)
         return
-    with within(9), pytest.raises(PeerFailed, match="rank 1 gave no sign of life for 3 s: killed, stopped or hanging"):
+    with within(9), pytest.raises(PeerFailed, match="rank 1 gave no sign of life for 3 s: it is stopped"):
         training.step(1)
 
 
@@ -191,10 +201,8 @@ def test_a_stopped_rank_is_named() -> None:
 def _slow(rank: int) -> None:
     training = Training(rank)
     training.step(0)
-    domain = domain_of([0, 1])
-    assert domain is not None
     # Less than the other one takes, which gives signs of life all the while.
-    domain.silence_seconds = 3
+    _silence(3)
     for step in range(1, 3):
         if rank == 1:
             training.model[1].fail = lambda: time.sleep(5)  # type: ignore[index,assignment]
@@ -209,8 +217,6 @@ def _ended(rank: int) -> None:
     training = Training(rank)
     training.step(0)
     if rank == 1:
-        from fullshard.comm.monitor import _end
-
         _end()  # what the interpreter calls when it ends; forks of a test end otherwise
         time.sleep(SECONDS)
         return
@@ -294,7 +300,7 @@ def test_a_rank_that_fails_before_its_first_step_is_named() -> None:
     run_forks(2, _ends_early, (), 60)
 
 
-def _fails_behind_its_first_forward(rank: int) -> None:
+def _fails_after_its_first_forward(rank: int) -> None:
     model = build()
     if rank == 1:
         with pytest.raises(KeyError), fullshard.guard(model):
@@ -307,16 +313,14 @@ def _fails_behind_its_first_forward(rank: int) -> None:
 
 
 def test_a_guarded_block_knows_a_root_that_formed_inside() -> None:
-    """Nothing is sent behind the forward: only the end of the block can tell."""
-    run_forks(2, _fails_behind_its_first_forward, (), 60)
+    """Nothing is sent after the forward: only the end of the block can tell."""
+    run_forks(2, _fails_after_its_first_forward, (), 60)
 
 
 def _swap(rank: int) -> tuple[list[Tensor], list[int]]:
     """Failures in turn on all ranks, in every place, with evaluation in between."""
     training = Training(rank)
     renewed = []
-    domain = domain_of(range(dist.get_world_size()))
-    assert domain is not None
     for step in range(4):
         for where, block in (("fail", 3), ("fail_backward", 0), ("eval", 2)):
             target = training.model[block]  # type: ignore[index]
@@ -332,7 +336,7 @@ def _swap(rank: int) -> tuple[list[Tensor], list[int]]:
             target.fail = target.fail_backward = None
             training.optimizer.zero_grad()
         training.step(step)
-        renewed.append(domain.renewed)
+        renewed.append(_scope().renewed)
     return training.state(), renewed
 
 
@@ -389,13 +393,13 @@ def test_ranks_that_wait_for_each_other_in_different_calls_are_told() -> None:
 def _refused(rank: int) -> None:
     training = Training(rank)
     training.step(0)
-    domain = domain_of(range(dist.get_world_size()))
-    assert domain is not None
-    line = next(iter(domain.lines.values()))
+    scope = _scope()
+    data = next(iter(scope.groups.values()))
+    assert isinstance(data, DataGroup)
     with within(1), pytest.raises(RuntimeError, match="Invalid scalar type"):
-        line.issue(line.group.allreduce, [torch.zeros(2, dtype=torch.int16)]).wait()
+        data.issue(data.group.allreduce, [torch.zeros(2, dtype=torch.int16)]).wait()
     training.step(1)
-    assert not domain.renewed
+    assert not scope.renewed
 
 
 def test_what_a_backend_refuses_to_send_is_no_failure_of_a_peer() -> None:

@@ -122,6 +122,8 @@ def test_who_may_go_on_is_not_stuck(other: Record) -> None:
 
 def test_who_meets_after_its_failure_is_stuck_with_one_in_torch() -> None:
     meets = record(0, wait("meet", 0, 1), failed={SCOPE: {"epoch": 2}}, torch={"0": 3})
+    follows = record(2, wait("ask", 0, 1, 2, number=7))
+    assert stuck(world(meets, follows)) == {}, "it hears of the failure"
     alone = record(1, wait("torch", 0, 1, name="0", number=4, scope="", epoch=0))
     assert sorted(stuck(world(meets, alone))) == [0, 1]
     assert disagreement(stuck(world(meets, alone)), lambda found: None) == (
@@ -261,3 +263,8 @@ def test_the_words_of_a_question_are_taken_where_it_has_some() -> None:
     found = world(record(0, wait("message", 0, 1)), record(1, wait("ask", 0, 1, number=7)))
     assert disagreement(found, lambda given: f"{len(given)} ranks at other places") == "2 ranks at other places"
     assert diagnosis.disagreement(found, lambda given: None).startswith("expected all ranks to do the same")
+
+
+def test_a_proof_ends_the_meetings_that_are_in_it_and_no_later_ones() -> None:
+    found = world(record(0, wait("meet", 0, 1, since=7.25)), record(1, wait("torch", 0, 1)), record(2, wait("ask", 0)))
+    assert diagnosis.meetings(found, SCOPE) == {"0": 7.25} and diagnosis.meetings(found, OTHER) == {}

@@ -51,10 +51,10 @@ def test_terms_of_one_unit_by_hand() -> None:
     assert found.full_nbytes == (8 * 16 + 32) * 2  # the bias is aligned to 32 elements
     assert found.staging_nbytes == 4 * local * 2
     assert found.gradient_nbytes == (8 * 16 + 16) * 2
-    assert found.send_nbytes == 4 * (local + 8) * 4  # two presence elements, aligned to eight
+    assert found.send_nbytes == 4 * (local + 16) * 4  # two presence elements and eight of facts, aligned to eight
     assert found.receive_nbytes == found.send_nbytes
     assert unit("block", 8, exchanges=False).receive_nbytes == (local + 8) * 4  # one chunk
-    assert found.reduced_nbytes == (local + 8) * 4  # views of the reduced chunk, presence behind them
+    assert found.reduced_nbytes == (local + 16) * 4  # views of the reduced chunk, presence and facts after them
     assert found.gather_nbytes == found.full_nbytes + found.staging_nbytes  # shards are cast to their place there
     assert found.arriving_nbytes == 0
     assert unit("block", 8, direct=True).staging_nbytes == 0
@@ -207,8 +207,8 @@ def test_the_moment_of_narrowing_may_be_the_peak() -> None:
     }
     assert total(terms) == max(moments.values())
     assert moments["narrowing_terms"] == moments["forward_terms"] + alone.kept_nbytes
-    units = [unit(f"layers.{i}", 64, world=8, degree=2) for i in range(6)]
-    assert peak(units, prefetch_depth=5, reductions_in_flight=0)[0] == "narrowing layers.0"
+    units = [unit(f"layers.{i}", 64, world=8, degree=2) for i in range(7)]
+    assert peak(units, prefetch_depth=6, reductions_in_flight=0)[0] == "narrowing layers.0"
 
 
 def test_peak_is_the_largest_moment() -> None:

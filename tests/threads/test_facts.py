@@ -210,7 +210,7 @@ ROW_2: dict[str, Odd] = {
     "norm_type": Odd(_attribute("norm_type", 1.0), "norm_type of clip_grad_norm_: "),
     "clip after the step": Odd(
         _attribute("clips_after", True),
-        "calls since the last comparison: .*clip_grad_norm_, optimizer.step on rank 0 and optimizer.step, clip_grad_norm_",
+        "calls since .*: .*clip_grad_norm_, optimizer.step on rank 0 and optimizer.step, clip_grad_norm_ on rank 1",
     ),
     "divide factor": Odd(
         lambda run: run.model.layers[1].set_gradient_divide_factor(run.other(1.0, 2.0)),
@@ -221,10 +221,10 @@ ROW_2: dict[str, Odd] = {
     "load_state_dict": Odd(_on_odd(_loads_its_own), "calls since the last comparison: "),
     "load_state_dict of the optimizer": Odd(_on_odd(_loads_its_own_optimizer), "state of the optimizer: .*replaced"),
     "lost optimizer state": Odd(_on_odd(_loses_state), "state of the optimizer: .*one step further on rank 0"),
-    "tensor hook": Odd(_on_odd(_hook), "calls since the last comparison: .*a hook"),
+    "tensor hook": Odd(_on_odd(_hook), "calls since the last comparison: .*hooks"),
     # Beyond those of the review.
     "lost state of one parameter": Odd(_on_odd(_loses_one_state), "state of the optimizer: "),
-    "post-accumulate hook": Odd(_on_odd(_hook_in_place), "calls since the last comparison: .*a hook"),
+    "post-accumulate hook": Odd(_on_odd(_hook_in_place), "calls since the last comparison: .*hooks"),
     "gradients scaled": Odd(_on_odd(_scales_gradients), "gradients that the optimizer took: .*as reduced on rank 0"),
     "parameters edited": Odd(_on_odd(_edits), "changes of the parameters: "),
     "betas": Odd(lambda run: _options(run, betas=run.other((0.8, 0.99), (0.9, 0.99))), "betas of the optimizer: "),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard, guard
-from fullshard.guard import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until
+from fullshard.guard import PeerFailed, RanksDisagree, Scope, Settings, Wait, Watch, scope_of, wait_until, watch
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks, several
@@ -149,7 +149,7 @@ def test_an_exception_in_a_question_is_told(at: int) -> None:
 
 
 def test_a_meeting_begins_an_epoch() -> None:
-    """Whoever failed or only follows; what was told before it is over. Who was in a wait is not where the others are."""
+    """Whoever failed or only follows; what was told before is over. Who was in a wait is not where the others are."""
 
     def ranks(rank: int) -> list[object]:
         scope = _scope()
@@ -192,6 +192,84 @@ def test_a_rank_that_fails_once_more_ends_a_meeting(pause: float) -> None:
     assert run_ranks(2, ranks)[0] == (
         "expected every rank to take part in the next step after a failure, found that rank 1 raised: attempt 2"
     )
+
+
+def test_who_raised_where_all_raised_may_go_on() -> None:
+    """In the same epoch: nobody is taken for one that does not come because it is a little later."""
+
+    def ranks(rank: int) -> object:
+        scope = _scope()
+        scope.publish("raised", "ValueError: a bad token, on all ranks")
+        dist.barrier()
+        scope.watch.post()
+        assert scope.causes()
+        time.sleep(0.2 * rank)
+        found = scope.agree("order", "gather layers.4")
+        return found, scope.must_meet
+
+    assert run_ranks(2, ranks) == [(None, True)] * 2
+
+
+def test_of_several_things_that_a_rank_said_the_last_one_knows_most() -> None:
+    """That a backward ended is known before why."""
+
+    def ranks(rank: int) -> str:
+        scope = _scope()
+        if rank:
+            scope.publish("raised", "its backward ended with an exception", vague=True)
+            scope.publish("raised", "its backward ended with an exception", vague=True)
+            dist.barrier()
+            scope.publish("raised", "ValueError: a bad token")
+            scope.publish("raised", "it follows")
+            dist.barrier()
+            return ""
+        dist.barrier()
+        scope.watch.post()
+        dist.barrier()
+        scope.watch.post()
+        with pytest.raises(PeerFailed) as caught:
+            scope.agree("order", "gather layers.4")
+        assert len(scope.causes()) == 1
+        return caught.value.text
+
+    assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
+
+
+def test_what_is_told_before_a_rank_is_there_is_heard_when_it_comes() -> None:
+    def ranks(rank: int) -> str:
+        if rank:
+            scope = scope_of([0, 1])
+            assert scope is not None
+            scope.publish("raised", "ValueError: a bad token")
+            scope.watch.records.store.set("told", "")
+            dist.barrier()
+            return ""
+        here = watch()
+        assert here is not None
+        while not here.records.store.check(["told"]):
+            time.sleep(0.001)
+        here.post()
+        with pytest.raises(PeerFailed) as caught:
+            _scope().agree("order", "gather layers.4")
+        dist.barrier()
+        return caught.value.text
+
+    assert run_ranks(2, ranks)[0] == "ValueError: a bad token"
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_a_ring_of_ranks_each_of_which_waits_for_the_next(world: int) -> None:
+    """On meshes of two."""
+
+    def ranks(rank: int) -> str:
+        scope = scope_of(sorted((rank, (rank + 1) % world)))
+        assert scope is not None
+        with pytest.raises(RanksDisagree) as caught:
+            scope.agree("order", "gather layers.4")
+        return str(caught.value)
+
+    found = run_ranks(world, ranks)
+    assert len(set(found)) == 1 and "none of them can go on" in found[0]
 
 
 def test_ranks_that_wait_in_different_ways_are_told() -> None:

@@ -71,6 +71,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from .autograd import (
     base_of,
     current_backward,
+    gradient_versions,
     hand_over_hooks,
     in_transform,
     keeping_versions,
@@ -155,6 +156,7 @@ __all__ = [
     "dtensor_like",
     "dtensor_without_data",
     "flattened_axes",
+    "gradient_versions",
     "hand_over_hooks",
     "in_transform",
     "is_view_of_its_input",

@@ -48,7 +48,7 @@ class Digits:
         if found is None:
             values = list(self.digest.to_bytes(FACTS_NUMEL, "little"))
             with torch.inference_mode(False):
-                found = self._by_dtype[dtype] = torch.tensor(values, dtype=dtype, device=self.device)
+                found = self._by_dtype[dtype] = _brought(values, dtype, self.device)
         return found
 
 
@@ -69,7 +69,7 @@ class Comparison:
         """Put the digest into `rows` (n, FACTS_NUMEL) of what is sent; once a difference was found, that."""
         digits = self._digits.of(rows.dtype)
         if isinstance(self._differs, Tensor):
-            digits = torch.where(self._differs, digits.new_tensor(255.0), digits)
+            digits = torch.where(self._differs, 255.0, digits)
         elif self._differs:
             rows.fill_(255.0)
             return
@@ -87,9 +87,9 @@ class Comparison:
     def ask_replicas(self, replicate: ShardGroup) -> None:
         """Send what decides for the ranks that replicate; those that share compared before."""
         halves = [_signed(self._digits.digest), _signed(self._shared)]
-        values = torch.tensor([*halves, *(~half for half in halves)], dtype=torch.int64, device=self._digits.device)
+        values = _brought([*halves, *(~half for half in halves)], torch.int64, self._digits.device)
         if isinstance(self._differs, Tensor):
-            values = torch.where(self._differs, values.new_tensor(_MOST), values)
+            values = torch.where(self._differs, _MOST, values)
         elif self._differs:
             values.fill_(_MOST)
         self._extremes = values
@@ -134,6 +134,13 @@ class Comparison:
             event.synchronize()
             self._differs, self._landed = bool(host), None
         return bool(self._differs)
+
+
+def _brought(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` on `device`; the host does not wait for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _signed(digest: int) -> int:

@@ -186,11 +186,11 @@ def reduce_channel(
     if controls.reduce_scatter is not None:
         group = CustomGroup(group, controls.reduce_scatter) if group.world > 1 else group
         pool = CustomBuffers(controls.reduce_scatter)
-    layout = ReduceLayout(pack)
     if group.world == 1:
-        return FlatReduce(group, layout, dtypes, pool, scale, after)
+        return FlatReduce(group, ReduceLayout(pack, facts_numel=0), dtypes, pool, scale, after)
     if native:
-        return NativeReduce(group, layout, dtypes, pool, scale, after)
+        return NativeReduce(group, ReduceLayout(pack, facts_numel=0), dtypes, pool, scale, after)
+    layout = ReduceLayout(pack)
     if links.nodes is not None:
         in_hops = ReduceLayout(pack, grid=links.nodes.grid)
         return HierarchicalReduce(group, links.nodes, in_hops, dtypes, pool, scale, after)

@@ -32,5 +32,6 @@ from .wait import wait_until as wait_until
 from .watch import Watch as Watch
 from .watch import has_peers as has_peers
 from .watch import is_current as is_current
+from .watch import mode as mode
 from .watch import scope_of as scope_of
 from .watch import watch as watch

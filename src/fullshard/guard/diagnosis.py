@@ -16,7 +16,7 @@ when two readings show the same waits. And who looks late itself accuses nobody 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,10 @@ def _alike(wait: Mapping[str, Any]) -> tuple[object, ...]:
 
 def stuck(records: Mapping[int, Record]) -> dict[int, Record]:
     """The greatest set of ranks each of which waits for one of the set: nobody of them can go on."""
-    waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record)}
+    over = {
+        (scope, said["epoch"]) for record in records.values() for scope, said in record.said.get("failed", {}).items()
+    }
+    waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record, over)}
     # Ranks by what they wait for, and of that the ranks that have not come and wait themselves.
     members: dict[tuple[object, ...], list[int]] = {}
     for rank, record in waiting.items():
@@ -207,13 +210,19 @@ def _is_before(record: Record, passed: Record) -> bool:
     return wait["kind"] not in ("torch", "meet") and wait["scope"] == passed.said["wait"]["scope"]
 
 
-def _proves(record: Record) -> bool:
-    """Whether its wait is the only thing that the rank does, and will not be ended anyway."""
+def _proves(record: Record, over: Container[tuple[str, int]]) -> bool:
+    """Whether its wait is the only thing that the rank does, and will not be ended anyway, as all of an epoch in which
+    somebody failed."""
     wait = record.said["wait"]
     if record.said.get("beside"):
         return False  # another thread of it sends, too
-    failed = record.said.get("failed", {}).get(wait["scope"])
-    return wait["kind"] in ("torch", "meet") or failed is None or failed["epoch"] != wait["epoch"]
+    return wait["kind"] in ("torch", "meet") or (wait["scope"], wait["epoch"]) not in over
+
+
+def meetings(found: Mapping[int, Record], scope: str) -> dict[str, float]:
+    """Since when ranks of `found` meet in that scope: what a fault ends of these."""
+    waits = {rank: record.said["wait"] for rank, record in found.items()}
+    return {str(rank): one["since"] for rank, one in waits.items() if (one["kind"], one["scope"]) == ("meet", scope)}
 
 
 def disagreement(found: Mapping[int, Record], explain: Callable[[Mapping[int, Record]], str | None]) -> str:

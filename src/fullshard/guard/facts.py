@@ -18,6 +18,7 @@ last comparison (deeds), in order:
     `GradScaler`: scale, growth                 each call    `unscale_`, or `step` without it
     gradients that tensor hooks changed         each time    the end of a backward
     loads of parameters                         each load    the hooks of `load_state_dict`
+    messages of which no order is known yet     first step   on a device alone: elsewhere they are compared before
 
 The number of steps taken is the number of their deeds. Two ranks whose ledgers say the same have the same digest; where
 digests differ, ranks tell each other the ledgers (`Ledger.seal`) and `differences` finds what differs, the cause first.
@@ -50,6 +51,7 @@ ADVICE = {
     "scaler": "build the scaler with the same arguments on all ranks, and load its state on all of them",
     "hooks": "register hooks that change gradients on all ranks or on none",
     "load": "load the same checkpoint on all ranks",
+    "order": "run the same modules in the same order on all ranks",
     "calls": "take the same calls in the same order on all ranks",
 }
 

@@ -39,8 +39,11 @@ class Fault:
     asked: int = 0
     # How many of the rank's guarded blocks had failed, with this one.
     attempts: int = 0
-    # Ranks wait for each other, and none of them can go on: also those who meet after a failure.
-    proof: bool = False
+    # The exception is not known yet: it is told again, with that.
+    vague: bool = False
+    # Ranks wait for each other: by rank, since when it meets after a failure, which is in vain too. That wait and no
+    # other one of a meeting.
+    meets: Mapping[str, float] = field(default_factory=dict)
 
     def dumps(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -170,10 +170,12 @@ class Scope:
 
     # ---- failures ------------------------------------------------------------------------------------------
 
-    def publish(self, kind: str, text: str, *, attempts: bool = True) -> None:
-        """Say that this rank failed. Everybody who waits for what it has not sent hears of it."""
+    def publish(self, kind: str, text: str, *, attempts: bool = True, vague: bool = False) -> None:
+        """Say that this rank failed. Everybody who waits for what it has not sent hears of it. `vague`: why is not
+        known yet, and this is called again."""
         self.must_meet = True
-        if self.failed is not None and self.failed.attempts >= self.attempts:
+        known = self.failed
+        if known is not None and known.attempts >= self.attempts and (vague or not known.vague):
             return
         fault = Fault(
             self.rank,
@@ -186,6 +188,7 @@ class Scope:
             self.issued,
             self.asked,
             self.attempts if attempts else 0,
+            vague,
         )
         self.failed = fault
         # When the store ended with the process that served it, nobody is left to be told.
@@ -220,8 +223,14 @@ class Scope:
 
     def hear(self, fault: Fault, now: float) -> None:
         """From any thread."""
-        if fault.epoch >= self.epoch and all(known != fault for known, _ in list(self.heard)):
-            self.heard.append((fault, now))
+        heard = list(self.heard)
+        if fault.epoch >= self.epoch and all(known != fault for known, _ in heard):
+            # Of several things that a rank said of its failure, the last one knows most.
+            vague = [one for one in heard if one[0].vague and (one[0].rank, one[0].epoch) == (fault.rank, fault.epoch)]
+            if vague:
+                self.heard = [(fault, one[1]) if one in vague else one for one in heard]
+            else:
+                self.heard.append((fault, now))
             if fault.epoch == self.epoch and fault.is_found:
                 self.must_meet = True
 
@@ -240,7 +249,8 @@ class Scope:
 
     def refuse_failure(self) -> None:
         """Raise why the data groups were cut, or what was found out about this rank, when that was not done yet."""
-        fault = self.failure or next((fault for fault in self.causes() if fault.kind == "disagree"), None)
+        told = [fault for fault in self.causes() if fault.kind == "disagree"]
+        fault = self.failure or (told[-1] if told else None)
         if fault is not None and not self.has_raised:
             self.has_raised = self.must_meet = True
             raise fault.error(self.told)

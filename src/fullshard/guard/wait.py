@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS = 1.0
 # An epoch in which somebody failed is over for everybody: who still waits after so long gives up.
 GRACE_SECONDS = 2.0
+# Who raised may catch that and go on, where all ranks raised at the same place: so long it is waited for.
+SETTLING_SECONDS = 0.3
 # Requests of all ranks together that a store answers while they wait (it can do about ten times as many).
 _REQUESTS_PER_SECOND = 2000
 _QUICK_RANKS = 64
@@ -121,12 +123,16 @@ class Wait:
 
     def is_ended_by(self, fault: Fault, since: float) -> bool:
         """Whether it is in vain because of `fault`, of its own scope and epoch, known for `since` seconds."""
-        if fault.kind in ("lost", "late") or fault.proof:
+        if fault.kind in ("lost", "late"):
             return True
         if self.kind == "meet":
             # Who meets has failed, as that rank has. But one that ended does not come; and one that failed once more
             # often did so in the attempt that this rank wants to begin.
-            return fault.kind == "ended" or (self.scope is not None and fault.attempts > self.scope.attempts)
+            if fault.kind == "ended" or self.scope is None:
+                return True
+            return fault.attempts > self.scope.attempts or fault.meets.get(str(self.scope.rank)) == self.since
+        if fault.kind == "raised" and not fault.attempts and self.also != "closed" and since < SETTLING_SECONDS:
+            return False
         return fault.is_found or self._is_withheld(fault) or since > GRACE_SECONDS
 
     def _is_withheld(self, fault: Fault) -> bool:

@@ -97,6 +97,8 @@ class Watch:
         # Ranks known to have a record.
         self._joined: frozenset[int] = frozenset()
         self._told: set[tuple[object, ...]] = set()
+        # Of scopes in which this rank was not yet.
+        self._unheard: list[tuple[Fault, float]] = []
         # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
         self.elsewhere: list[str] = []
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
@@ -118,9 +120,15 @@ class Watch:
         if key not in self.scopes:
             if not self.scopes:
                 self.post()
-                self.records.join(self.host.identity().partition(" ")[0])
-            self.scopes[key] = Scope(self, *key)
+                self._join()
+            self.scopes[key] = made = Scope(self, *key)
+            for fault, since in self._unheard:
+                if fault.scope == made.name:
+                    made.hear(fault, since)
         return self.scopes[key]
+
+    def _join(self) -> None:
+        self.records.join(self.host.identity().partition(" ")[0])
 
     def begin(self) -> None:
         """Look after the waits of this process in a thread from now on. The caller's thread runs the model."""
@@ -298,9 +306,11 @@ class Watch:
             self._hear(Fault.loads(mail), now)
 
     def _hear(self, fault: Fault, now: float) -> None:
-        for scope in list(self.scopes.values()):
-            if scope.name == fault.scope:
-                scope.hear(fault, now)
+        known = [scope for scope in list(self.scopes.values()) if scope.name == fault.scope]
+        for scope in known:
+            scope.hear(fault, now)
+        if not known:
+            self._unheard = [*self._unheard[-_ELSEWHERE:], (fault, now)]
         if self._torch is not None and fault.kind == "disagree" and not self._warned:
             # Nobody can end that wait: it is in a group of the user's.
             self._warned = True
@@ -360,11 +370,12 @@ class Watch:
             self._joined = self.records.joined()
         wanted = everyone & self._joined
         records = self._reader.read(self.records.of(sorted(wanted)), now)
-        more = diagnosis.needed(records.values()) - wanted
-        if more:
+        # Those whom somebody waits for, and whom these wait for, on whatever meshes.
+        while more := diagnosis.needed(records.values()) - wanted:
             if not self._joined >= more:
                 self._joined = self.records.joined()
             records |= self._reader.read(self.records.of(sorted(more & self._joined)), now)
+            wanted |= more
         waiting = [rank for rank in scope.ranks if rank in records and records[rank].wait is not None]
         if not waiting and (own is None or own.scope is not scope):
             self._idle_reads += 1
@@ -384,7 +395,8 @@ class Watch:
             if rank != self.rank and rank in records and (text := self._reader.lost(records[rank], silence, now)):
                 self._deliver(scope, self._found(scope, rank, "lost", text, records), now)
         stuck = self._reader.stuck(records)
-        if stuck and not any(fault.epoch == scope.epoch for fault in scope.causes() if fault.is_found):
+        # Once; but who raises because of that, and tries again, may wait in vain again.
+        if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
             self._disagree(stuck, now)
         if own is not None and own.scope is scope and now - own.since > self.settings.limit_seconds:
             self._deliver(scope, diagnosis.late(own.told(), records, self.rank, now - own.since), now)
@@ -407,7 +419,7 @@ class Watch:
             )
         by_name = {scope.name: scope for scope in list(self.scopes.values())}
         for (name, epoch), ranks in told.items():
-            fault = Fault(first, "disagree", text, name, epoch, proof=True)
+            fault = Fault(first, "disagree", text, name, epoch, meets=diagnosis.meetings(found, name))
             scope = by_name.get(name)
             if scope is not None and scope.epoch == epoch:
                 self._deliver(scope, fault, now)
@@ -434,7 +446,8 @@ class Watch:
         return None
 
     def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:
-        known = (fault.rank, fault.kind, fault.scope, fault.epoch, fault.attempts)
+        said = (fault.attempts, fault.vague, *sorted(fault.meets.items()))
+        known = (fault.rank, fault.kind, fault.scope, fault.epoch, *said)
         if known not in self._told:
             self._told.add(known)
             scope.hear(fault, now)
@@ -449,6 +462,8 @@ class Watch:
         self.ended = text
         with suppress(Exception):
             self.post()
+            if not self.scopes:
+                self._join()
             # A few tell everybody; who ends later is found by its record.
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
@@ -566,6 +581,12 @@ def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
     return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
 
 
+def mode() -> str:
+    """What ranks compare (settings.py), also where there is nobody to compare with."""
+    here = watch()
+    return here.settings.mode if here is not None else Settings.read(0.0).mode
+
+
 def has_peers() -> bool:
     """Whether this process has somebody to ask."""
     return watch() is not None
@@ -579,7 +600,13 @@ def _forked() -> None:
 
 def _end() -> None:
     known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
-    ending = [made for made in dict.fromkeys(known) if made.scopes]
+    if not known:
+        with suppress(Exception):
+            # Others may wait for this rank at their first use; it may end because of a setting that was refused.
+            world = dist.group.WORLD if dist.is_initialized() else None
+            if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
+                known = [Watch(default_store(), default_store(), world.rank(), Settings())]
+    ending = list(dict.fromkeys(known))
     for one in ending:
         one.stop()
     for one in ending:

@@ -40,8 +40,8 @@ class ReduceLayout:
     produced a gradient for it, else 0. So the presence of each gradient travels with the message: the
     message has the same size whatever gradients a rank has, ranks cannot disagree on it, and after the
     reduction a parameter got a gradient somewhere exactly when its presence is not 0 (a sum or an average
-    of zeros and ones, in any float dtype). After presence a chunk has `FACTS_NUMEL` elements for a digest that ranks
-    compare on arrival (comm/comparison.py); the message has them whether it carries one or not.
+    of zeros and ones, in any float dtype). After presence a chunk has room for a digest that ranks compare on
+    arrival (comm/comparison.py), whether it carries one or not.
 
     The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
     The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel). Its
@@ -62,6 +62,8 @@ class ReduceLayout:
     direct: tuple[int, ...] = ()
     # Of a reduction in two hops; None: in one.
     grid: NodeGrid | None = None
+    # Elements for what ranks compare; 0 where the backend sums messages, so that nobody sees what each rank sent.
+    facts_numel: int = FACTS_NUMEL
 
     def __post_init__(self) -> None:
         if self.grid is not None and self.grid.world != self.pack.world:
@@ -90,13 +92,13 @@ class ReduceLayout:
 
     @property
     def facts_offset(self) -> int:
-        """First of the `FACTS_NUMEL` elements in a chunk that ranks compare."""
+        """First of the `facts_numel` elements in a chunk that ranks compare."""
         return self.presence_offset + len(self.pack.segments)
 
     @property
     def chunk_numel(self) -> int:
         """Elements of what one rank gets: its part of every gradient, presence, and what is compared."""
-        return align_up(self.facts_offset + FACTS_NUMEL, self.pack.align_numel)
+        return align_up(self.facts_offset + self.facts_numel, self.pack.align_numel)
 
     @property
     def packed(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .chunks import ReduceLayout
+from .chunks import FACTS_NUMEL, ReduceLayout
 from .gather import GatherPlan
 from .pack import Pack, align_up
 from .shard import require_int
@@ -123,12 +123,17 @@ class UnitMemory:
         return self.wire_itemsize if self.pack.world > 1 else self.sum_itemsize
 
     @property
+    def _chunk_numel(self) -> int:
+        carries = self.exchanges and self.pack.world > 1
+        return ReduceLayout(self.pack, facts_numel=FACTS_NUMEL if carries else 0).chunk_numel
+
+    @property
     def send_nbytes(self) -> int:
         """The send buffer of the gradient reduction; one rank in all sends nothing."""
         if self.frozen or (self.pack.world == 1 and self.replicas == 1):
             return 0
         # As if the direct ones were the last of the pack: the same bytes.
-        chunk = ReduceLayout(self.pack).chunk_numel - sum(
+        chunk = self._chunk_numel - sum(
             align_up(self.pack.segments[i].padded_numel, self.pack.align_numel) for i in self.direct_gradients
         )
         return self.pack.world * chunk * self.sent_itemsize
@@ -151,7 +156,7 @@ class UnitMemory:
             padded = sum(self.pack.segments[i].layout.padded_full_numel for i in self.direct_gradients)
             return self.send_nbytes + padded * self.wire_itemsize
         if self.direct_gradients:
-            return (self.pack.world - 1) * ReduceLayout(self.pack).chunk_numel * self.wire_itemsize
+            return (self.pack.world - 1) * self._chunk_numel * self.wire_itemsize
         return self.send_nbytes if self.exchanges else self.send_nbytes // self.pack.world
 
     @property
@@ -168,14 +173,14 @@ class UnitMemory:
     def _run_numel(self) -> int:
         if self.frozen or self.pack.world == 1 or self.nodes == 1:
             return 0
-        return self.nodes * ReduceLayout(self.pack).chunk_numel
+        return self.nodes * self._chunk_numel
 
     @property
     def replicating_nbytes(self) -> int:
         """This rank's chunk while it is summed over the replicas; where nothing is cut, the send buffer is that."""
         if self.frozen or self.pack.world == 1 or self.replicas == 1:
             return 0
-        return ReduceLayout(self.pack).chunk_numel * self.sum_itemsize
+        return self._chunk_numel * self.sum_itemsize
 
     @property
     def reduced_nbytes(self) -> int:
@@ -184,4 +189,4 @@ class UnitMemory:
             return 0
         if self.pack.world == 1 and self.replicas == 1:
             return self.pack.numel * self.storage_itemsize
-        return ReduceLayout(self.pack).chunk_numel * self.storage_itemsize
+        return self._chunk_numel * self.storage_itemsize

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..param import ShardedParam
+    from .step_facts import StepFacts
     from .unit import Unit
 
 # How many actions and sizes are kept of a root; a program that makes more of them makes them again.
@@ -102,9 +103,21 @@ def _shared_order(scope: Scope) -> _ScopeOrder:
     return _orders.get(scope) or _orders.setdefault(scope, _ScopeOrder(scope))
 
 
-def _compare(scope: Scope, order: Order, action: Action, *, in_band: bool = True) -> None:
+def _compare(
+    scope: Scope,
+    order: Order,
+    action: Action,
+    *,
+    in_band: bool = True,
+    later: Callable[[Scope, int, Action], None] | None = None,
+) -> None:
     """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all. `in_band`
-    off: by no message, for programs that count them."""
+    off: by no message, for programs that count them. `later`: takes what is compared when a reduction arrives, where
+    the host would have to wait for a device."""
+    if later is not None and order.expected is None:
+        later(scope, order.place, action)
+        order.enter(action)
+        return
     doing, scope.doing = scope.doing, action.doing
     try:
         if in_band and order.expected is None and alike(scope, f"{order.place}: {action}"):
@@ -138,6 +151,7 @@ class _Lane:
         # Of the root.
         self._first = first
         self._in_band = not all(_is_native(unit) for unit in members)
+        self.later: Callable[[Scope, int, Action], None] | None = None
         self._members = members
         self._family = -1
         # In which it was introduced.
@@ -189,7 +203,7 @@ class _Lane:
                 self._actions.clear()
             action = self._actions[key] = Action(kind, self._family, index, name, sizes, flags)
         if not order.follows(action):
-            _compare(self.scope, order, action, in_band=self._in_band)
+            _compare(self.scope, order, action, in_band=self._in_band, later=self.later)
 
     def _introduce(self, order: Order) -> None:
         known = [
@@ -273,6 +287,11 @@ class MessageOrder:
             unit: tuple(lane for lane, here in zip(self._lanes, members.values(), strict=True) if unit in here)
             for unit in units
         }
+
+    def compare_later(self, facts: StepFacts) -> None:
+        """On a device: what no script is known for is compared with the facts of a step (guard/facts.py)."""
+        for lane in self._lanes:
+            lane.later = facts.sent
 
     def gather(self, unit: Unit) -> None:
         """The parameters of `unit` are about to be gathered."""

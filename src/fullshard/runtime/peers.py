@@ -9,9 +9,12 @@ from functools import partial
 from torch import nn
 
 from ..comm import alike
-from ..guard import PeerFailed, RanksDisagree, Scope, scope_of
+from ..guard import PeerFailed, RanksDisagree, Scope, scope_of, shown_ranks, variants
 from .optimizer_steps import optimizer_steps
 from .unit import Unit, unit_of
+
+# What ranks ask each other where they come together without messages.
+_TOGETHER = "what ranks come together for"
 
 
 class Peers:
@@ -43,7 +46,7 @@ class Peers:
         for scope in self.scopes:
             doing, scope.doing = scope.doing, scope.doing or where
             try:
-                scope.publish("raised", text)
+                scope.publish("raised", text, vague=error is None)
             finally:
                 scope.doing = doing
 
@@ -66,11 +69,9 @@ class Peers:
             try:
                 # By messages where there are connections on the host, else through the store.
                 if not alike(scope, what):
-                    answers = scope.agree("what ranks come together for", what)
+                    answers = scope.agree(_TOGETHER, what)
                     if answers is not None:
-                        raise RanksDisagree(
-                            f"expected all ranks at {what}, found {answers}", what=what, by_rank=answers
-                        )
+                        raise RanksDisagree(_elsewhere(what, answers), what=what, by_rank=answers)
             finally:
                 scope.doing = doing
 
@@ -90,6 +91,13 @@ class Peers:
         for scope in self.scopes:
             scope.refuse_failure()
         return any([scope.meet() for scope in self.scopes if scope.must_meet])
+
+
+def _elsewhere(what: str, answers: dict[int, str]) -> str:
+    # "what is asked: what it is asked for"; of others, a digest.
+    asked = variants({rank: answer.partition(": ")[0] for rank, answer in answers.items()})
+    found = " and ".join(f"{shown_ranks(ranks)} at {what if one == _TOGETHER else one}" for one, ranks in asked.items())
+    return f"expected all ranks at {what}, found {found}; make all ranks take the same calls in the same order"
 
 
 def _steps_since(before: int, thread: int) -> int:

@@ -22,14 +22,14 @@ from .._torch_compat import (
     without_transforms,
 )
 from ..comm import OnNodes
-from ..guard import watch
+from ..guard import mode
 from ..lifecycle import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from ..param import ShardedParam
 from ..policy import Controls, Options
 from .agreement import Agreement
 from .backward_calls import RunningBackward
-from .executor import Executor
 from .by_hand import own_by_root
+from .executor import Executor
 from .optimizer_steps import count_optimizer_steps
 from .order import MessageOrder
 from .peers import Peers
@@ -51,9 +51,8 @@ class Root:
         self.options = options = Options.from_environment()
         device = self.units[0].device
         self.shared = self.units[0].shared or Shared(keep=device.type == "cpu")
-        here = watch()
         # What ranks compare: settings.py of the guard.
-        self.guard_mode = here.settings.mode if here is not None else "off"
+        self.guard_mode = mode()
         self.order = MessageOrder(self.units) if self.guard_mode != "off" else None
         self.executor = Executor(
             self.units,
@@ -92,6 +91,8 @@ class Root:
         self.executor.scopes = self.peers.scopes
         self.compares_facts = self.guard_mode == "full"
         self.facts = self.executor.facts = StepFacts(self)
+        if self.order is not None and self.compares_facts and device.type != "cpu":
+            self.order.compare_later(self.facts)
         first = self.units[0]
         first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
         for unit in self.units:

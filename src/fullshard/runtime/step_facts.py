@@ -14,6 +14,7 @@ the answer is looked at a step later, at the same place on all ranks, when its e
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections import deque
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, ReduceChannel
-from ..guard import RanksDisagree, Scope, is_current, scope_of
-from ..guard.facts import Deed, Fact, Ledger, differences, first_unlike
+from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
+from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, digest_of, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, text_of
@@ -67,6 +68,8 @@ class _Mesh:
         # Likewise where ranks ask at forwards.
         self.forwards, self.next_question = 0, 1
         self.values_asked = True
+        # Gradients that hooks of the user's changed since the last deed.
+        self.hooked: list[str] = []
         self.digits: dict[tuple[object, int], Digits] = {}
         self.written: int | None = None
         # Ignored parameters that ranks had other values of from the beginning, as they may.
@@ -74,9 +77,17 @@ class _Mesh:
         # Plain parameters beside ours in optimizers, by name.
         self.beside: dict[str, Tensor] = {}
 
+    def note_hooks(self) -> None:
+        """What hooks changed is one deed, at its place among the others."""
+        if self.hooked:
+            names = f"{', '.join(self.hooked[:4])} ({len(self.hooked)}, {digest_of(chr(10).join(self.hooked)):016x})"
+            self.ledger.do(Deed("hooks", (Fact("hooks", "gradients that hooks changed", names),)))
+            self.hooked = []
+
     def begin_anew(self) -> None:
         """After a failure some ranks were further than others: what was done before is no matter."""
         self.ledger.forget()
+        self.hooked = []
         self.earlier.clear()
         self.count, self.next_look, self.values_asked, self.written = 0, 1, True, None
         self.forwards, self.next_question = 0, 1
@@ -107,6 +118,9 @@ class StepFacts:
                     mesh.members.setdefault(unit, []).append(position)
                 meshes.append(mesh)
             self._of[unit] = tuple(meshes)
+        for mesh in self._meshes.values():
+            if mesh.scope is not None:
+                mesh.scope.explained_by[_QUESTION] = _asked_alone
         if self._meshes:
             tell_optimizer_steps(root.thread, self)
             _by_thread.setdefault(root.thread, weakref.WeakSet()).add(self)
@@ -130,7 +144,9 @@ class StepFacts:
         return True
 
     def _do(self, ranks: tuple[int, ...], deed: Deed) -> None:
-        self._meshes[ranks].ledger.do(deed)
+        mesh = self._meshes[ranks]
+        mesh.note_hooks()
+        mesh.ledger.do(deed)
 
     def done_to(self, parameters: Iterable[Tensor], name: str, facts: Sequence[Fact]) -> None:
         """Something was done to `parameters`, some of which may be ours."""
@@ -148,7 +164,7 @@ class StepFacts:
         """A hook of the user's changed the gradient of a parameter, or the parameter."""
         mesh = self._mesh_of(unit, position)
         if mesh is not None:
-            mesh.ledger.do(Deed("a hook", (Fact("hooks", "gradients that hooks changed", name),)))
+            mesh.hooked.append(f"{unit.record.name}: {name}")
 
     def loaded(self, unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Parameters of `unit` were loaded; `values`: the whole ones, of those that came whole."""
@@ -158,6 +174,12 @@ class StepFacts:
                 facts = [Fact("load", "names that load_state_dict loaded", ", ".join(names))]
                 facts += [Fact("load", f"loaded values of {n}", text) for n, text in digests_of(values).items()]
                 mesh.ledger.do(Deed("load_state_dict", tuple(facts)))
+
+    def sent(self, scope: Scope, place: int, action: Action) -> None:
+        """A message of which no order is known yet is about to be sent, on a device: nobody waits for a comparison."""
+        for mesh in self._meshes.values():
+            if mesh.scope is scope:
+                mesh.ledger.do(Deed("a message", (Fact("order", f"message {place}", str(action)),)))
 
     def settings_changed(self) -> None:
         """The user set something about reductions."""
@@ -259,6 +281,7 @@ class StepFacts:
         if mesh.scope is not None and mesh.scope.epoch != mesh.epoch:
             mesh.epoch = mesh.scope.epoch
             mesh.begin_anew()
+        mesh.note_hooks()
         mesh.count += 1
         if self._settings_changed:
             self._settings_changed = False
@@ -340,6 +363,15 @@ class StepFacts:
     def _place(self, parameter: Tensor, mesh: _Mesh, name: str) -> None:
         self._places[id(parameter)] = mesh.ranks, name
         self._placed.append(parameter)  # so that its identity stays its own
+
+
+def _asked_alone(told: str, asking: Sequence[int], here: int) -> str:
+    """The error of rank `here`, which sends a message while ranks `asking` compare facts."""
+    done = [deed[0] for deed in json.loads(told)[0]] if told.endswith("]") else []
+    return (
+        f"calls since the last comparison: expected the same on every rank, found {shown_ranks(asking)} comparing "
+        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} going on; {ADVICE['calls']}"
+    )
 
 
 def note_clip(parameters: Sequence[Tensor], max_norm: object, norm_type: object) -> None:

@@ -87,7 +87,14 @@ def _fates(name: str, what: str, place: tuple[int, str], call: Action, **more: A
 META = (at(-1, "built", do.on_meta),)
 
 COLLECTIVES = (
-    *_fates("sync", "sync_module_states", (-1, "built"), do.synchronise),
+    # Once before, so that there is a sign of life to miss.
+    *_fates(
+        "sync",
+        "sync_module_states",
+        (-1, "built"),
+        do.synchronise,
+        before=(at(-1, "built", do.synchronise),),
+    ),
     _fate(
         "sync_left_out",
         "rank 1 leaves sync_module_states out",
@@ -151,7 +158,7 @@ COLLECTIVES = (
     _case(
         "drift_on_one",
         "rank 1 alone looks for drift",
-        Raises("RanksDisagree", ("rank 1", "drift|buffers", TO_DO), within=8.0),
+        Raises("RanksDisagree", ("rank 1", "drift|buffers|unsharded", TO_DO), within=8.0),
         at(1, "step", do.find_drift, rank=1),
     ),
 )
@@ -159,25 +166,27 @@ COLLECTIVES = (
 FIRST = (
     _fate(
         "first_killed",
-        "rank 1 is killed before it touches the library",
+        "rank 1 is killed before it touches the library: there is no sign of life to miss, and the limit counts",
         (-1, "start"),
         KILLED,
         None,
-        setup=LISTENS,
+        setup=SHORT,
         deaths=(1,),
-        within=AFTER_SILENCE,
+        within=LIMIT + 6.0,
+        limit=35.0,
     ),
     _fate("first_raises", "rank 1 raises before it builds a model", (-1, "start"), RAISES, None, "injected", fast=True),
     _fate("first_ends", "rank 1 ends well before it builds a model", (-1, "start"), do.leave, None),
     _fate(
         "first_stopped",
-        "rank 1 is stopped before it builds a model",
+        "rank 1 is stopped before it touches the library: likewise",
         (-1, "start"),
         STOPPED,
         None,
-        setup=LISTENS,
+        setup=SHORT,
         deaths=(1,),
-        within=AFTER_SILENCE,
+        within=LIMIT + 6.0,
+        limit=35.0,
     ),
     _fate(
         "first_asleep",

@@ -1,0 +1,32 @@
+"""A comparison on a device: the answer is there a step later, without a wait of the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullshard.comm import Comparison, Digits
+
+OWN, OTHER = 0x0123_4567_89AB_CDEE, 0x0123_4567_89AB_CDEC
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("differ", [True, False])
+def test_rows_are_compared_on_the_device(dtype: torch.dtype, differ: bool, device: torch.device) -> None:
+    sent = [torch.zeros(3, 8, dtype=dtype, device=device) for _ in range(2)]
+    for rows, digest in zip(sent, (OWN, OTHER if differ else OWN), strict=True):
+        Comparison(Digits(digest, device)).write(rows)
+    comparison = Comparison(Digits(OWN, device))
+    torch.cuda.synchronize()
+    with torch.cuda.device(device):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            comparison.met(torch.stack([sent[0][0], sent[1][0]]))
+            comparison.write(sent[0])
+            comparison.arrive()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not comparison.is_here
+    assert comparison.differs() is differ
+    assert comparison.is_here
+    assert bool((sent[0] == 255).all()) is differ

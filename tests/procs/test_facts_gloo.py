@@ -1,0 +1,114 @@
+"""Facts over gloo: who differs is named on all ranks, none waits, and where all do it again alike they train on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import fullshard
+from fullshard import RanksDisagree
+from tests.harness.parity import environment
+from tests.harness.pool import pool
+from tests.threads.test_facts import ROW_2, ROW_3, STRATEGIES, Run, outcome, plain
+
+QUICK = ("learning rate", "clip after the step", "lost optimizer state", "tensor hook")
+
+
+def _named(rank: int, case: str) -> tuple[int, str, str, float]:
+    begun = time.monotonic()
+    found = outcome(rank, plain, ROW_2[case].change, ROW_2[case].at)
+    return (*found, time.monotonic() - begun)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_a_rank_that_does_something_else_is_named(case: str) -> None:
+    found = pool(2).run(_named, case)
+    assert {step for step, *_ in found} == {2} and len({what for _, what, *_ in found}) == 1, found
+    assert all(what and seconds < 20 for _, what, _, seconds in found)
+
+
+def _of_strategy(rank: int, strategy: str) -> tuple[int, str, str]:
+    make, settings = STRATEGIES[strategy]
+
+    def change(run: Run) -> None:
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.3 if run.rank == 3 else 0.1
+
+    with environment(settings):
+        return outcome(rank, make, change, 1)
+
+
+@pytest.mark.parametrize("strategy", ["two hops", "hybrid", "replicated"])
+def test_all_ranks_know_it(strategy: str) -> None:
+    found = pool(4).run(_of_strategy, strategy)
+    assert {(step, what) for step, what, _ in found} == {(2, "lr of the optimizer")}, found
+
+
+def _large(rank: int, odd: bool) -> tuple[int, str, str]:
+    """Gradients that ranks send to each other from where they are."""
+    from torch import nn
+
+    from tests.harness.models import seeded
+
+    class Wide(Run):
+        def loss(self) -> Any:
+            import torch
+
+            return self.model(torch.ones(2, 400) * (self.rank + 1)).pow(2).mean()
+
+    def make(rank: int) -> Run:
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400)))
+        for layer in model:
+            fullshard.fully_shard(layer)
+        return Wide(rank, fullshard.fully_shard(model))
+
+    def change(run: Run) -> None:
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e-3 if odd and run.rank == 1 else 1e-4
+
+    return outcome(rank, make, change, 1)
+
+
+@pytest.mark.parametrize("odd", [True, False])
+def test_gradients_that_travel_in_pairs(odd: bool) -> None:
+    found = pool(2).run(_large, odd)
+    assert {(step, what) for step, what, _ in found} == {(2, "lr of the optimizer") if odd else (4, "")}, found
+
+
+def _again(rank: int) -> tuple[str, list[float]]:
+    """After the error all have the same rate, and train on from a checkpoint of the state before."""
+    run = plain(rank)
+    run.one_step()
+    state = {name: value.full_tensor() for name, value in run.model.state_dict().items()}
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.1 * (1 + rank)
+    run.one_step()
+    said = ""
+    try:
+        run.one_step()
+    except RanksDisagree as error:
+        said = error.what
+    run.optimizer.zero_grad()
+    run.model.load_state_dict(state)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.1
+    for _ in range(3):
+        run.one_step()
+    return said, [p.full_tensor().sum().item() for p in run.model.parameters()]
+
+
+def test_ranks_train_on_after_it() -> None:
+    (said, values), (said_too, values_too) = pool(2).run(_again)
+    assert said == said_too == "lr of the optimizer" and values == values_too
+
+
+def _values(rank: int, case: str) -> tuple[int, str, str]:
+    return outcome(rank, ROW_3[case].make, ROW_3[case].change, 1)
+
+
+@pytest.mark.parametrize("case", ["layer appended, other values", "replicas alone, seeds", "another checkpoint later"])
+def test_values_that_no_reduction_brings_together(case: str) -> None:
+    found = pool(2).run(_values, case)
+    assert {step for step, *_ in found} == {ROW_3[case].step} and all(what for _, what, _ in found), found

@@ -1,0 +1,120 @@
+"""Ledgers of facts: equal ones have equal digests, and of others the first difference is named."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fullshard.guard.facts import ADVICE, Deed, Fact, Ledger, differences, digest_of, first_unlike
+
+LR = Fact("optimizer", "lr of the optimizer", "0.1")
+CLIP = Deed("clip_grad_norm_", (Fact("clip", "max_norm of clip_grad_norm_", "1.0"),))
+STEP = Deed("optimizer.step", (LR,))
+FACTOR = Fact("settings", "settings of root", "divide factor=2.0")
+
+
+def ledger(*deeds: Deed, standing: tuple[Fact, ...] = ()) -> Ledger:
+    made = Ledger()
+    for fact in standing:
+        made.stand(fact)
+    for deed in deeds:
+        made.do(deed)
+    return made
+
+
+def first(*ledgers: Ledger) -> str:
+    return next(differences({rank: each.seal()[0] for rank, each in enumerate(ledgers)})).text
+
+
+def test_each_of_these_has_a_digest_of_its_own() -> None:
+    other = Deed("optimizer.step", (LR._replace(value="0.2"),))
+    every = [(), (STEP,), (other,), (STEP, STEP), (CLIP, STEP), (STEP, CLIP), (CLIP,)]
+    digests = [ledger(*deeds, standing=held).seal()[1][0] for deeds in every for held in ((), (FACTOR,))]
+    assert len(set(digests)) == len(digests)
+    assert all(digest % 2 == 0 and 0 <= digest < 1 << 64 for digest in digests)
+
+
+def test_equal_ledgers_have_equal_digests_step_after_step() -> None:
+    """Whatever the order in which facts came to stand."""
+    one, two = ledger(standing=(FACTOR, LR)), ledger(standing=(LR, FACTOR))
+    for deeds in ([STEP], [STEP], [], [CLIP, STEP], [STEP]):
+        for each in (one, two):
+            for deed in deeds:
+                each.do(deed)
+        sealed = one.seal()
+        assert sealed == two.seal() and sealed[1][1] == 0
+        assert not one.deeds
+
+
+def test_what_was_done_before_a_comparison_is_not_in_the_next_one() -> None:
+    used, fresh = ledger(CLIP, STEP), ledger()
+    used.seal()
+    assert used.seal() == fresh.seal()
+    used.do(STEP)
+    used.forget()
+    assert used.seal() == fresh.seal()
+
+
+def test_many_deeds_are_kept_short_and_differ_where_any_did() -> None:
+    long = [ledger(*[STEP] * 500), ledger(*[STEP] * 500), ledger(CLIP, *[STEP] * 499), ledger(*[STEP] * 499)]
+    texts = [each.seal() for each in long]
+    assert texts[0] == texts[1] and len({digests for _, digests in texts}) == 3
+    assert all(len(text) < 20_000 for text, _ in texts)
+
+
+def test_a_value_that_differs() -> None:
+    other = Deed("optimizer.step", (LR._replace(value="0.2"),))
+    said = first(ledger(STEP), ledger(other), ledger(STEP))
+    assert said == (
+        "lr of the optimizer: expected the same on every rank, found 0.1 on ranks 0 and 2 and 0.2 on rank 1; "
+        "build the optimizer and its schedule from the same numbers on all ranks"
+    )
+
+
+def test_another_order_of_calls() -> None:
+    said = first(ledger(CLIP, STEP), ledger(STEP, CLIP))
+    assert "found clip_grad_norm_, optimizer.step on rank 0 and optimizer.step, clip_grad_norm_ on rank 1" in said
+    assert "found optimizer.step on rank 0 and nothing on rank 1" in first(ledger(STEP), ledger())
+
+
+def test_what_was_done_is_named_before_what_came_of_it() -> None:
+    value = Fact("settings", "settings of a", "other")
+    assert first(ledger(STEP), ledger(CLIP, standing=(value,))).startswith("calls")
+    assert first(ledger(STEP), ledger(STEP, standing=(value,))).startswith("settings of a: ")
+
+
+def test_replicas_are_compared_among_each_other() -> None:
+    made = []
+    for among, value in (("0,2", "a"), ("1,3", "b"), ("0,2", "a"), ("1,3", "c")):
+        each = ledger(STEP)
+        each.share(among, [Fact("replicas", "shard of w", value)])
+        made.append(each)
+    sealed = [each.seal() for each in made]
+    assert len({digests[0] for _, digests in sealed}) == 1 and sealed[0][1] == sealed[2][1] != sealed[3][1]
+    (found,) = differences({rank: text for rank, (text, _) in enumerate(sealed)})
+    assert found.values == (("b", (1,)), ("c", (3,)))
+    assert made[0].seal()[1][1] == 0
+
+
+def test_equal_ledgers_have_no_difference() -> None:
+    assert not list(differences({0: ledger(CLIP).seal()[0], 1: ledger(CLIP).seal()[0]}))
+
+
+def test_each_kind_has_advice() -> None:
+    assert all(isinstance(advice, str) and advice for advice in ADVICE.values())
+    for kind in ADVICE:
+        (found,) = differences(
+            {r: ledger(standing=(Fact(kind, "x", str(r)),)).seal()[0] for r in (0, 1)},
+        )
+        assert found.text.endswith(ADVICE[kind]) and found.by_rank == {0: "0", 1: "1"}
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.permutations(["", "x", "y", "xy"], 2)))
+def test_digests_of_texts(a: str, b: str) -> None:
+    assert digest_of(a) == digest_of(a) != digest_of(b)
+
+
+def test_lists_of_names() -> None:
+    assert first_unlike({0: ["a", "b", "c"], 1: ["a", "c"], 2: ["c"]}) == "a (not on rank 2), b (not on ranks 1 and 2)"
+    assert first_unlike({0: list("abcdefg"), 1: []}).endswith("and 3 more")
