@@ -26,6 +26,7 @@ from .api import inspect_units as inspect_units
 from .api import install as install
 from .api import joined as joined
 from .api import mark_initialized as mark_initialized
+from .api import mark_restored as mark_restored
 from .api import materialize as materialize
 from .api import register_fsdp_forward_method as register_fsdp_forward_method
 from .api import replay as replay
@@ -76,6 +77,7 @@ __all__ = [
     "install",
     "joined",
     "mark_initialized",
+    "mark_restored",
     "materialize",
     "register_fsdp_forward_method",
     "replay",

@@ -11,6 +11,7 @@ from .full_params import full_params as full_params
 from .fully_shard import fully_shard as fully_shard
 from .grad_scaler import GradScaler as GradScaler
 from .guard import guard as guard
+from .guard import mark_restored as mark_restored
 from .info import UnitInfo as UnitInfo
 from .info import inspect_units as inspect_units
 from .install import Installation as Installation

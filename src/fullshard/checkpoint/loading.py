@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,8 @@ class Wanted:
     new: list[tuple[OpenState, str, str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
+    # What was there for them.
+    held: list[Tensor] = field(default_factory=list)
 
 
 class LoadJob:
@@ -164,6 +167,7 @@ class LoadJob:
         if part.dtype != entry.dtype and not (self.options.cast and _may_cast(part.dtype, entry.dtype)):
             wanted.problems.append(f"dtype: {key} is {part.dtype} here, {entry.dtype} in the checkpoint")
         wanted.tensors.append((entry, part))
+        wanted.held.append(held)
 
     def _match_value(self, leaf: Leaf, value: Any) -> None:
         wanted = self._wanted
@@ -223,6 +227,10 @@ def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor]) -> None:
         state.setdefault(name, {})[item] = value
     for stateful, state_dict in tree.stateful:
         stateful.load_state_dict(state_dict)
+    from .. import mark_restored
+
+    with contextlib.suppress(ValueError):  # nothing sharded is among them
+        mark_restored(wanted.held)
 
 
 def new_state(parameter: Tensor, entry: TensorEntry) -> Tensor:

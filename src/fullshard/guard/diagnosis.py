@@ -53,6 +53,11 @@ class Record:
         found: Mapping[str, Any] | None = self.said.get("far", {}).get(scope)
         return found
 
+    def waits_in(self, scope: str, epoch: int) -> bool:
+        """Whether it waits for what its ranks send in that epoch."""
+        wait = self.wait or {"kind": "", "scope": "", "epoch": 0}
+        return wait["kind"] in ("ask", "message", "connect") and (wait["scope"], wait["epoch"]) == (scope, epoch)
+
     def has_come(self, wait: Mapping[str, Any]) -> bool:
         """Whether it has done what another rank, which is in `wait`, waits for."""
         if wait["kind"] == "torch":
@@ -125,9 +130,9 @@ class Reader:
         how = {"stopped": "it is stopped", "exists": "it exists and does nothing", "gone": "it has ended"}
         return f"gave no sign of life for {silence:g} s: {how.get(what, 'killed, stopped or hanging')}{record.place}"
 
-    def stuck(self, records: Mapping[int, Record]) -> dict[int, Record]:
-        """Ranks that wait for each other, seen twice."""
-        found = stuck(records)
+    def stuck(self, records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -> dict[int, Record]:
+        """Ranks that wait for each other, seen twice. `over`: scopes and epochs in which somebody failed."""
+        found = stuck(records, over)
         waits = frozenset((rank, record.said["wait"]["since"]) for rank, record in found.items())
         before, self._stuck = self._stuck, waits
         return found if waits and waits == before else {}
@@ -160,11 +165,10 @@ def _alike(wait: Mapping[str, Any]) -> tuple[object, ...]:
     return wait["kind"], wait["scope"], wait["epoch"], name, wait["number"], str(wait["ranks"])
 
 
-def stuck(records: Mapping[int, Record]) -> dict[int, Record]:
+def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -> dict[int, Record]:
     """The greatest set of ranks each of which waits for one of the set: nobody of them can go on."""
-    over = {
-        (scope, said["epoch"]) for record in records.values() for scope, said in record.said.get("failed", {}).items()
-    }
+    failed = [one for record in records.values() for one in record.said.get("failed", {}).items()]
+    over = {*over, *((scope, said["epoch"]) for scope, said in failed)}
     waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record, over)}
     # Ranks by what they wait for, and of that the ranks that have not come and wait themselves.
     members: dict[tuple[object, ...], list[int]] = {}

@@ -47,7 +47,8 @@ class Fault:
 
     def dumps(self, rank: int = -1) -> str:
         """For `rank`: of the meetings its own. Ten thousand are too many for a text."""
-        meets = {one: since for one, since in self.meets.items() if one == str(rank)}
+        one = str(rank)
+        meets = {one: self.meets[one]} if one in self.meets else {}
         return json.dumps(asdict(replace(self, meets=meets)), separators=(",", ":"))
 
     @staticmethod

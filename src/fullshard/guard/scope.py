@@ -67,6 +67,10 @@ class Scope:
         self.must_meet = False
         # An exception left a wait: connections may be begun and not there, and others further than this rank or less.
         self.is_torn = False
+        # One word that each rank says of itself when they meet, and what all of them said the last time: by word, the
+        # ranks.
+        self.state: Callable[[], str] = lambda: ""
+        self.states: dict[str, list[int]] = {}
         # By what is asked: the error of ranks that wait for each other while some of them ask that.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
         # Held while data groups are cut or made anew.
@@ -195,7 +199,7 @@ class Scope:
         with suppress(RuntimeError, OSError):
             self.watch.post()
             if self.watch.records.store.add(f"{self.base}/told", 1) <= _TELLERS:
-                self.watch.records.tell(self.ranks, self.telling(fault))
+                self.watch.tell(self.ranks, self.telling(fault))
 
     def interrupted(self, error: BaseException, where: str) -> None:
         """An exception left a wait of this scope: the epoch is over. Others are told, unless it was one of theirs that
@@ -212,10 +216,10 @@ class Scope:
         """What was heard of others in this epoch, in order."""
         return [fault for fault, _ in list(self.heard) if fault.epoch == self.epoch and self.is_of_others(fault)]
 
-    def telling(self, fault: Fault) -> list[str]:
+    def telling(self, fault: Fault) -> list[Fault]:
         """`fault` as it is told, after what was heard before: who tells overwrites what others have told."""
         known = [heard for heard, _ in list(self.heard)[-3:] if heard.epoch == self.epoch and heard != fault]
-        return [*self.watch.elsewhere[-3:], *(one.dumps() for one in (*known, fault))]
+        return [*known, fault]
 
     def is_of_others(self, fault: Fault) -> bool:
         """Whether it is a reason for this rank to end its waits."""
@@ -293,17 +297,20 @@ class Scope:
         key = f"{self.base}/meet"
         cut = self.is_torn or any(group.is_cut for group in list(self.groups.values()))
         mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
-        records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine} ")
+        records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine}:{self.state()} ")
         wait = Wait("meet", self, _AFTER)
         if self.rank == self.ranks[0]:
-            found: dict[str, tuple[int, str]] = {}
+            found: dict[int, tuple[int, str, str]] = {}
             wait_until(lambda: self._all_here(key, found), wait, alone=True)
-            ways = {how for _, how in found.values()}
+            ways = {how for _, how, _ in found.values()}
             renews = len(ways) > 1 or "cut" in ways
-            records.store.set(f"{key}/done", "renew" if renews else "same")
+            states = by_value({rank: state for rank, (_, _, state) in sorted(found.items())})
+            told = [renews, {state: runs(ranks) for state, ranks in states.items()}]
+            records.store.set(f"{key}/done", json.dumps(told))
         else:
             wait_until(lambda: records.store.check([f"{key}/done"]), wait)
-        renews = records.store.get(f"{key}/done") == b"renew"
+        renews, told_states = json.loads(records.store.get(f"{key}/done"))
+        self.states = {state: ranks_of(found) for state, found in told_states.items()}
         with self._cutting:
             if renews:
                 self.renewed += 1
@@ -313,13 +320,13 @@ class Scope:
             self.failed = self.failure = None
             self.has_raised = self.must_meet = self.is_torn = False
             self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
-        return renews
+        return bool(renews)
 
-    def _all_here(self, key: str, found: dict[str, tuple[int, str]]) -> bool:
+    def _all_here(self, key: str, found: dict[int, tuple[int, str, str]]) -> bool:
         """Also equally often: a rank whose peer failed once more hears of that, and comes again."""
-        for rank, attempts, how in (told.split(":") for told in self.watch.records.read(key).split()):
-            found[rank] = int(attempts), how
-        return len(found) == len(self.ranks) and len({attempts for attempts, _ in found.values()}) == 1
+        for rank, attempts, how, state in (told.split(":") for told in self.watch.records.read(key).split()):
+            found[int(rank)] = int(attempts), how, state
+        return len(found) == len(self.ranks) and len({attempts for attempts, _, _ in found.values()}) == 1
 
 
 @cache

@@ -77,11 +77,11 @@ class Records:
                     mail += json.loads(found)["mail"]
         return mail
 
-    def tell(self, ranks: Iterable[int], texts: Sequence[str], own: Mapping[int, str] | None = None) -> None:
-        """Leave `texts` for `ranks`: one request. `own`: for some of them another last one."""
+    def tell(self, ranks: Iterable[int], texts: Sequence[str], own: Mapping[int, Sequence[str]] | None = None) -> None:
+        """Leave `texts` for `ranks`: one request. `own`: for some of them others."""
         told = [rank for rank in ranks if rank != self.rank]
         keys, mail, own = [self.key(rank) for rank in told], _mail(texts), own or {}
-        mails = [_mail([*texts[:-1], own[rank]]) if rank in own else mail for rank in told]
+        mails = [_mail(own[rank]) if rank in own else mail for rank in told]
         if keys and self._beside.has_extended_api():
             self._beside.multi_set(keys, mails)
         elif keys:

@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ _LAST_SECONDS = 6.0
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
 # So many faults of other scopes go with what is told of one.
-_ELSEWHERE = 3
+_LATELY = 8
 
 
 class Waiting(Protocol):
@@ -99,8 +99,10 @@ class Watch:
         self._told: set[tuple[object, ...]] = set()
         # Of scopes in which this rank was not yet.
         self._unheard: list[tuple[Fault, float]] = []
-        # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
-        self.elsewhere: list[str] = []
+        # By scope, who waited there at the last reading though its epoch is over.
+        self._still: dict[str, set[int]] = {}
+        # What was told last, of whatever scope: it is told again with whatever overwrites it.
+        self._lately: list[Fault] = []
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
         self._claimed_for: object = None
         self._takeovers: dict[str, int] = {}
@@ -181,12 +183,17 @@ class Watch:
 
     def _oldest(self) -> Wait | None:
         """What the thread of the model waits for, else any other, else what a device does."""
-        waits = dict(self._waits)
+        waits = self._registered()
         found = waits.get(self.model_thread) or next(iter(waits.values()), None)
         if found is None:
             under_way = [one for scope in list(self.scopes.values()) for one in _under_way(scope)]
             found = min(under_way, key=lambda one: one.since, default=None)
         return None if found is None else _wait(found)
+
+    def _registered(self) -> dict[int, Wait]:
+        """What threads wait for, by thread."""
+        waits = {thread: _wait(waiting) for thread, waiting in list(self._waits.items())}
+        return {thread: wait for thread, wait in waits.items() if not wait.is_over}
 
     def look_unless_watched(self) -> None:
         """What the thread does, now and then, where there is none."""
@@ -202,10 +209,10 @@ class Watch:
         if self._looked and now - self._looked > _LATE_SECONDS:
             self._reader.forget()
         self._looked = now
-        for waiting in list(self._waits.values()):
-            self._end_by_what_is_known(_wait(waiting), now)
+        for waiting in self._registered().values():
+            self._end_by_what_is_known(waiting, now)
         wait = self._oldest()
-        if wait is not None and not self._waits:
+        if wait is not None and not self._registered():
             self._end_by_what_is_known(wait, now)
         if wait is not None and now - wait.since < self._patience(wait):
             wait = None
@@ -284,12 +291,12 @@ class Watch:
             found["step"] = scopes[0].step()
         if wait is not None:
             found["wait"] = wait.told()
-            if not self._waits and wait.kind == "message":
+            if not self._registered() and wait.kind == "message":
                 found["wait"]["also"] = "device"  # its host goes on
             if wait is not self._posted_wait or self._issued is None:
                 self._issued = issued_by_group()
             found["torch"] = self._issued
-        if self.beside or len(self._waits) > 1:
+        if self.beside or len(self._registered()) > 1:
             found["beside"] = 1
         if self.ended is not None:
             found["ended"] = self.ended
@@ -310,19 +317,19 @@ class Watch:
         for scope in known:
             scope.hear(fault, now)
         if not known:
-            self._unheard = [*self._unheard[-_ELSEWHERE:], (fault, now)]
+            self._unheard = [*self._unheard[-_LATELY:], (fault, now)]
         if self._torch is not None and fault.kind == "disagree" and not self._warned:
             # Nobody can end that wait: it is in a group of the user's.
             self._warned = True
             _log.error("rank %d waits in %s for ever: %s", self.rank, self._torch.doing, fault.text)
-        for waiting in list(self._waits.values()):
-            self._end_by_what_is_known(_wait(waiting), now)
+        for waiting in self._registered().values():
+            self._end_by_what_is_known(waiting, now)
 
     # ---- a collective of torch's ---------------------------------------------------------------------------
 
     def _in_torch(self, now: float) -> Wait | None:
         """The collective of torch's own that the model's thread has been in for a while."""
-        if self.model_thread in self._waits or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
+        if self.model_thread in self._registered() or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
             self._torch = None
             return None
         if now - self._torch_looked < PATIENCE_SECONDS:
@@ -394,7 +401,15 @@ class Watch:
         for rank in scope.ranks:
             if rank != self.rank and rank in records and (text := self._reader.lost(records[rank], silence, now)):
                 self._deliver(scope, self._found(scope, rank, "lost", text, records), now)
-        stuck = self._reader.stuck(records)
+        told = scope.causes()
+        if told:
+            # Who waits there still has not read it, or somebody else overwrote it.
+            still = {rank for rank in waiting if records[rank].waits_in(scope.name, scope.epoch)}
+            if again := still & self._still.get(scope.name, set()):
+                self.tell(again, scope.telling(told[-1]))
+            self._still[scope.name] = still
+        over = {(one.name, one.epoch) for one in list(self.scopes.values()) if one.causes()}
+        stuck = self._reader.stuck(records, over)
         # Once; but who raises because of that, and tries again, may wait in vain again.
         if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
             self._disagree(stuck, now)
@@ -425,8 +440,7 @@ class Watch:
             if scope is not None and scope.epoch == epoch:
                 self._deliver(scope, fault, now)
             else:
-                self.elsewhere.append(fault.dumps())
-                self.records.tell(ranks, self.elsewhere[-_ELSEWHERE:], _to_each(fault))
+                self.tell(ranks, [fault])
 
     def _explained(self, found: Mapping[int, Record]) -> str | None:
         """The words of a question for why some ask it while others wait elsewhere."""
@@ -446,15 +460,25 @@ class Watch:
                     return explain(wait["also"], asking, others[0])
         return None
 
+    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
+        """Leave `faults` for `ranks`, with what was told before: the mail that has that may not have been read."""
+        epochs = {scope.name: scope.epoch for scope in list(self.scopes.values())}
+        lately = [one for one in self._lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
+        self._lately = said = [*lately, *faults][-_LATELY:]
+        ends = {int(rank) for one in said for rank in one.meets}
+        self.records.tell(
+            ranks, [one.dumps() for one in said], {rank: [one.dumps(rank) for one in said] for rank in ends}
+        )
+
     def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:
         said = (fault.attempts, fault.vague, *sorted(fault.meets.items()))
         known = (fault.rank, fault.kind, fault.scope, fault.epoch, *said)
         if known not in self._told:
             self._told.add(known)
             scope.hear(fault, now)
-            self.records.tell(scope.ranks, scope.telling(fault), _to_each(fault))
-            for waiting in list(self._waits.values()):
-                self._end_by_what_is_known(_wait(waiting), now)
+            self.tell(scope.ranks, scope.telling(fault))
+            for waiting in self._registered().values():
+                self._end_by_what_is_known(waiting, now)
 
     # ---- the end -------------------------------------------------------------------------------------------
 
@@ -468,8 +492,7 @@ class Watch:
             # A few tell everybody; who ends later is found by its record.
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
-                texts = [text for scope in self.scopes.values() for text in scope.telling(self._end_of(scope))]
-                self.records.tell(ranks, [*self.elsewhere[-_ELSEWHERE:], *texts])
+                self.tell(ranks, [one for scope in self.scopes.values() for one in scope.telling(self._end_of(scope))])
 
     def _end_of(self, scope: Scope) -> Fault:
         text = self.ended or ""
@@ -504,19 +527,13 @@ class Watch:
         )
         for scope in list(self.scopes.values()):
             fault = Fault(scope.ranks[0], "lost", text, scope.name, scope.epoch)
-            for waiting in list(self._waits.values()):
-                wait = _wait(waiting)
+            for wait in self._registered().values():
                 if wait.scope is scope and wait.fault is None:
                     scope.end(wait, fault)
 
 
 def _wait(waiting: Any) -> Wait:
     return waiting if isinstance(waiting, Wait) else waiting.wait_described
-
-
-def _to_each(fault: Fault) -> dict[int, str]:
-    """What is told to those whose meetings it ends."""
-    return {int(rank): fault.dumps(int(rank)) for rank in fault.meets}
 
 
 def _under_way(scope: Scope) -> list[Any]:

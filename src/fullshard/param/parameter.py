@@ -33,6 +33,9 @@ class Owner:
 
     _ATTRIBUTE = "_fullshard_owner"
 
+    # Of its mesh, by their rank in the default group.
+    ranks: tuple[int, ...] = ()
+
     @abstractmethod
     def name(self) -> str:
         """The parameter's, as the user's model spells it."""

@@ -51,7 +51,7 @@ class _Owned(Owner):
     def __init__(self, unit: Unit, position: int, param: ShardedParam) -> None:
         # For what a failed step left in it, of which the other ranks know nothing.
         self._unit = weakref.ref(unit)
-        self._ranks = unit.links[position].everyone
+        self.ranks = unit.links[position].everyone
         self.dotted = param.name
         self.formed: _Formed | None = None
 
@@ -59,7 +59,7 @@ class _Owned(Owner):
         return self.dotted
 
     def before_messages(self, parameter: DTensor, axes: Sequence[int]) -> None:
-        scope = scope_of(self._ranks)
+        scope = scope_of(self.ranks)
         if scope is not None and set(scope.ranks) <= _ranks_over(parameter, axes):
             shape = "x".join(map(str, parameter.shape)) or "1"
             thread = None if self.formed is None else self.formed.thread

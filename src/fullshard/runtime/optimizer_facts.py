@@ -140,7 +140,13 @@ class OptimizerFacts:
 def _changes_nothing(groups: Sequence[Mapping[str, Any]]) -> bool:
     """A step with a rate of zero, as torch takes it to make the state of an optimizer that has none: on some ranks
     alone, where a checkpoint is loaded or written."""
-    return all(isinstance(rate := group.get("lr"), (int, float)) and rate == 0 for group in groups)
+    return all(_is_zero(group.get("lr")) for group in groups)
+
+
+def _is_zero(rate: object) -> bool:
+    if isinstance(rate, Tensor):
+        return rate.device.type == "cpu" and float(rate) == 0
+    return isinstance(rate, (int, float)) and rate == 0
 
 
 def _written(params: Sequence[Tensor]) -> str:

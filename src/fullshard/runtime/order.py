@@ -22,6 +22,7 @@ from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement
 from ..param import PendingGrad
 from ..policy import Options
 from .optimizer_steps import optimizer_steps
+from .steps_taken import steps_taken
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -346,6 +347,7 @@ def note_stepped(scope: Scope, thread: int) -> None:
     if shared.last_step != step:
         shared.last_step = step
         shared.stepped += 1
+        steps_taken(scope).count += 1
 
 
 def changes_parameters(optimizer: Optimizer) -> bool:

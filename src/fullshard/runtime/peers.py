@@ -11,6 +11,7 @@ from torch import nn
 from ..comm import alike
 from ..guard import PeerFailed, RanksDisagree, Scope, scope_of, shown_ranks, variants
 from .optimizer_steps import optimizer_steps
+from .steps_taken import refuse_mixed_states
 from .unit import Unit, unit_of
 
 # What ranks ask each other where they come together without messages.
@@ -90,7 +91,9 @@ class Peers:
         """After a failure all ranks come together before anything is sent. Whether they were not equally far."""
         for scope in self.scopes:
             scope.refuse_failure()
-        return any([scope.meet() for scope in self.scopes if scope.must_meet])
+        renewed = any([scope.meet() for scope in self.scopes if scope.must_meet])
+        refuse_mixed_states(self.scopes)
+        return renewed
 
 
 def _elsewhere(what: str, answers: dict[int, str]) -> str:

@@ -1,0 +1,121 @@
+"""`guard(model, optimizer)` over gloo: waits in the middle of a step end, and what was written is known on all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fullshard
+from fullshard import PeerFailed, RanksDisagree
+from tests.harness.pool import pool
+from tests.threads.test_guarded_steps import LOAD, attempt, backward, batch, build, once, same, state, undisturbed
+
+SECONDS = 5.0
+
+
+def _closure(rank: int, fails: bool) -> list[Tensor]:
+    model, optimizer = build(torch.optim.SGD)
+    tries = 0
+
+    def closure(step: int) -> float:
+        nonlocal tries
+        optimizer.zero_grad()
+        loss = model(batch(rank, step)).square().mean()
+        if fails and rank == 1 and step == 1 and not tries:
+            tries += 1
+            raise ValueError("injected in the closure")
+        loss.backward()
+        return float(loss.detach())
+
+    step = 0
+    while step < 3:
+        try:
+            with fullshard.guard(model, optimizer):
+                optimizer.step(lambda: closure(step))
+        except (ValueError, PeerFailed):
+            assert fails and step == 1
+            continue
+        step += 1
+    return state(model, optimizer)
+
+
+def test_a_closure_that_raises_has_written_nothing() -> None:
+    same(pool(2).run(_closure, True), pool(2).run(_closure, False))
+
+
+def _before(rank: int) -> tuple[list[torch.Tensor], str, float]:
+    model, optimizer = build()
+    said, seconds = "", 0.0
+    for step in range(3):
+        if rank == 1 and step == 1:
+            once(optimizer, "before")
+        begun = time.monotonic()
+        try:
+            attempt(model, optimizer, rank, step)
+        except (ValueError, PeerFailed) as error:
+            said, seconds = str(error), time.monotonic() - begun
+            optimizer.zero_grad()
+            attempt(model, optimizer, rank, step)
+    return state(model, optimizer), said, seconds
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_hook_that_raises_prevents_the_step_everywhere(world: int) -> None:
+    found = pool(world).run(_before)
+    same([values for values, _, _ in found], pool(world).run(undisturbed))
+    for rank, (_, said, seconds) in enumerate(found):
+        assert "injected before" in said and LOAD not in said and seconds < SECONDS
+        assert rank == 1 or "take part in the step of AdamW, found that rank 1 raised at step 1" in said
+
+
+def _after(rank: int) -> list[str]:
+    model, optimizer = build()
+    kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    attempt(model, optimizer, rank, 0)
+    if rank == 2:
+        once(optimizer, "after")
+    with pytest.raises((ValueError, PeerFailed)) as caught:
+        attempt(model, optimizer, rank, 1)
+    said = ["\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])]
+    optimizer.zero_grad()
+    with pytest.raises(RanksDisagree) as refused:
+        backward(model, rank, 1)
+    said.append(str(refused.value))
+    model.load_state_dict(kept)
+    backward(model, rank, 1)
+    return said
+
+
+def test_after_a_step_of_some_every_forward_refuses() -> None:
+    found = pool(3).run(_after)
+    for rank, (first, second) in enumerate(found):
+        assert LOAD in first and ("has taken it" in first or rank == 2)
+        assert rank == 2 or "rank 2 raised at step 1 in the step of AdamW: ValueError: injected after" in first
+        assert "2 on ranks 0 and 1 and 1, and the middle of one of AdamW, on rank 2" in second and LOAD in second
+
+
+def _in_backward(rank: int) -> tuple[str, str]:
+    """Steps in backward are taken before anybody can prevent them; one that failed in between is named."""
+    model, optimizer = build()
+    stepper: Any = fullshard.step_in_backward(model, optimizer)
+    attempt(model, optimizer, rank, 0)
+    # The gradient of the root's unit comes first, and its step; then that of the first layer.
+    hook = model[0].register_full_backward_pre_hook(lambda *_: [][0]) if rank == 1 else None
+    with pytest.raises((IndexError, PeerFailed)) as caught:
+        attempt(model, optimizer, rank, 1)
+    if hook is not None:
+        hook.remove()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError) as refused:
+        backward(model, rank, 1)
+    stepper.accept()
+    return str(caught.value), str(refused.value)
+
+
+def test_steps_in_backward() -> None:
+    found = pool(2).run(_in_backward)
+    assert "rank 1 raised" in found[0][0]
+    assert all("load a checkpoint" in refused for _, refused in found), found
