@@ -88,7 +88,7 @@ _MESSAGES = {"get": 2, "multi_get": 2}  # torch's TCPStore asks first whether th
 class Counting:
     """A connection to `store`, whose requests are noted as those of `rank`."""
 
-    def __init__(self, store: Store, note: Callable[[str, int], None]) -> None:
+    def __init__(self, store: Any, note: Callable[[str, int], None]) -> None:
         self._store, self._note = store, note
 
     def has_extended_api(self) -> bool:
@@ -203,8 +203,16 @@ class Count:
 class Simulation:
     """`world` ranks of one scope, all of which have said that they are there. Lists are in the order of ranks."""
 
-    def __init__(self, world: int, *, silence: float = 60.0, limit: float = 1800.0) -> None:
-        self.world, self.now = world, 0.0
+    def __init__(
+        self,
+        world: int,
+        *,
+        silence: float = 60.0,
+        limit: float = 1800.0,
+        connect: Callable[[Store, int], Any] = lambda store, rank: store,
+    ) -> None:
+        """`connect`: makes the connection of a rank to the store."""
+        self.world, self.now, self._connect = world, 0.0, connect
         # What is seen of a rank's process, if it is not "exists", and the processor time that it has used.
         self.states: dict[int, str] = {}
         self.ticks: dict[int, int] = {}
@@ -217,6 +225,7 @@ class Simulation:
         self.returned: dict[int, Any] = {}
         self.cut: dict[int, float] = {}
         self.on_cut: Callable[[int], None] = lambda rank: None
+        self.look: Callable[[Watch], None] = Watch.look
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._driver = threading.Semaphore(0)
@@ -235,7 +244,7 @@ class Simulation:
     def _add_rank(self, rank: int, ranks: tuple[int, ...], settings: Settings) -> None:
         # Records are given in the course of five seconds, as processes do that were not started in one moment.
         self.now = 5.0 * rank / len(ranks)
-        connection: Any = Counting(self.store, lambda call, nbytes: self._note(rank, call, nbytes))
+        connection: Any = Counting(self._connect(self.store, rank), lambda call, nbytes: self._note(rank, call, nbytes))
         watch = Watch(connection, connection, rank, settings, SimulatedHost(self, rank))
         watch.is_watched = True
         scope = watch.scope(ranks)
@@ -312,7 +321,7 @@ class Simulation:
     def _look(self, part: int) -> None:
         for watch in self.watches[part::_PARTS]:
             if self.states.get(watch.rank, "exists") == "exists" and watch.rank not in self.held:
-                watch.look()
+                self.look(watch)
         self._at(self.now + _TICK_SECONDS, lambda: self._look(part))
 
     # ---- what ranks do -------------------------------------------------------------------------------------

@@ -71,6 +71,13 @@ def sums(dtype: torch.dtype, terms: int, elements: int = 1) -> float:
     return deviation * math.sqrt(2 * math.log(2 * max(elements, 1) / RISK))
 
 
+def figure(terms: int = TERMS, steps: int = 1, dtype: torch.dtype = torch.float32) -> float:
+    """How far apart losses or norms may be after `steps`, relative to their size, to first order: each step adds once
+    what rounding makes of a gradient.
+    """
+    return steps * sums(dtype, terms)
+
+
 def terms_of(parameters: nn.Module | Iterable[Tensor], rows: int = ROWS) -> int:
     """The length of all sums behind a gradient: each weight's inputs on the way forward, its outputs on the way back,
     and the `rows` that its gradient is summed over.

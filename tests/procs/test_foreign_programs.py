@@ -28,7 +28,7 @@ from fullshard.checkpoint.foreign import (
     open_source,
 )
 from fullshard.train.model import Llama, LlamaShape
-from tests.harness import packages
+from tests.harness import packages, tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.pool import pool
 
@@ -90,7 +90,7 @@ def _transformers(rank: int, folder: str, tied: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_llama_of_transformers_computes_the_same_in_ours_and_the_other_way(tied: bool, tmp_path: Path) -> None:
     for forwards, backwards in pool(2).run(_transformers, str(tmp_path), tied, timeout=110.0):
-        assert forwards < 1e-6 and backwards < 1e-6
+        assert max(forwards, backwards) <= tolerance.sums(torch.float32, tolerance.TERMS, 2 * 9 * packages.VOCABULARY)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
 
 

@@ -37,6 +37,7 @@ from fullshard.train.loop import Outputs
 from fullshard.train.metrics import MetricsFile, StepRecord, read_metrics
 from fullshard.train.process import Stopped, noting_stops
 from fullshard.train.resume import FOLDER, Checkpoints
+from tests.harness import tolerance
 from tests.harness.pool import pool
 from tests.procs.test_train_cli import children_of, command, environment, linux_only, metrics_of
 from tests.procs.test_train_world import TINY, full, trainer_of
@@ -155,8 +156,10 @@ def test_it_goes_on_with_another_number_of_processes(world: int, then: int, tmp_
     found, expected = first.figures + second.figures, undisturbed(world).figures
     assert [one[:2] for one in found] == [one[:2] for one in expected]  # steps, and the samples of each
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours[2] == pytest.approx(theirs[2], rel=1e-5)
-        assert (ours[6] or 0) == pytest.approx(theirs[6] or 0, rel=1e-5)
+        # A loss is over some thousand tokens and weights, of which each step has other sums.
+        allowed = tolerance.figure(4096, STEPS)
+        assert ours[2] == pytest.approx(theirs[2], rel=allowed)
+        assert (ours[6] or 0) == pytest.approx(theirs[6] or 0, rel=allowed)
     # At the moment of the stop nothing has been rounded yet: what was loaded is what was saved.
     loaded = pool(then).run(_loaded, config_of(), str(tmp_path / FOLDER / "step-7"))[0]
     for name, tensor in first.tensors.items():

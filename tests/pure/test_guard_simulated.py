@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.guard_scale import failure, question, steps, wait_for_one
 from benchmarks.simulated_ranks import Simulation
-from fullshard.guard import PeerFailed, RanksDisagree, ask, tell
+from fullshard.guard import PeerFailed, RanksDisagree, Wait, ask, tell
 
 WORLDS = (8, 64, 1000)
 
@@ -196,3 +196,19 @@ def test_with_a_short_silence_ranks_that_wait_still_give_signs_of_life() -> None
         simulation.wait_for_message(range(63))
         simulation.run(20)
         assert not simulation.cut
+
+
+def test_a_wait_of_an_epoch_that_is_over_is_none() -> None:
+    """An exception may come after a wait and before the watch is told of its end."""
+    with Simulation(2) as simulation:
+        scopes, watches = simulation.scopes, simulation.watches
+        watches[1].enter(Wait("ask", scopes[1], "what", name="what", number=2))
+        for rank in range(2):
+            simulation.start(rank, lambda rank=rank: scopes[rank].meet())  # type: ignore[misc]
+        simulation.run(5)
+        assert len(simulation.returned) == 2
+        # Rank 1 computes for a while. Rank 0 waits for it, and nobody is stuck.
+        simulation.wait_for_message([0])
+        simulation.run(30)
+        assert not simulation.cut and "wait" not in watches[1].record(None)
+        assert watches[1].model_thread and "beside" not in watches[1].record(None)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.api.optimizer import ELEMENTWISE
 from fullshard.param import ShardedParameter
+from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.models import seeded
@@ -374,4 +375,5 @@ def test_a_norm_is_the_same_however_many_ranks_share_the_gradients() -> None:
             found.add(powers.sqrt().float().item())
         assert len(found) == 1
         exact = torch.cat([g.double().view(-1) for g in gradients]).norm()
-        assert abs(found.pop() - exact.item()) <= 1e-7 * exact.item()
+        # Of squares in float64: the result is rounded once.
+        assert abs(found.pop() - exact.item()) <= 2 * tolerance.unit(torch.float32) * exact.item()

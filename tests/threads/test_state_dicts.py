@@ -40,8 +40,6 @@ from tests.harness.implementations import (
 from tests.harness.models import BY_NAME, Case, Trained, adamw, assert_same_training, collect, seeded, train_reference
 from tests.harness.threads import WORLD
 
-# Compared after a few steps, each of which may differ from plain training by 2 eps of a tensor's maximum.
-EPS = 64
 CASES = ("residual", "tiny_dims", "tied", "frozen")
 # Steps before a state is taken, and after it was loaded.
 BEFORE, AFTER = 2, 2

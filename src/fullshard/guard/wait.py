@@ -77,7 +77,7 @@ class Wait:
     """Something that a rank waits for, as its record tells it. `needs` and `number` depend on the kind: the ranks of
     the group (message, connect, torch) and the number of the message or question."""
 
-    __slots__ = ("_ended", "also", "fault", "kind", "name", "number", "ranks", "scope", "since", "what")
+    __slots__ = ("_ended", "also", "epoch", "fault", "kind", "name", "number", "ranks", "scope", "since", "what")
 
     def __init__(
         self,
@@ -93,10 +93,16 @@ class Wait:
     ) -> None:
         self.kind, self.scope, self.what = kind, scope, what
         self.name, self.number, self.ranks, self.also = name, number, ranks, also
+        self.epoch = 0 if scope is None else scope.epoch
         self.since = since if since is not None else time.monotonic() if scope is None else scope.watch.host.now()
         # Why it is in vain.
         self.fault: Fault | None = None
         self._ended: Event | None = None if scope is None or kind == "message" else scope.watch.host.event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its epoch is. An exception may come before the watch is told that a wait ended."""
+        return self.scope is not None and self.epoch != self.scope.epoch
 
     @property
     def asks_store(self) -> bool:
@@ -148,7 +154,7 @@ class Wait:
         return {
             "kind": self.kind,
             "scope": "" if scope is None else scope.name,
-            "epoch": 0 if scope is None else scope.epoch,
+            "epoch": self.epoch,
             "name": self.name,
             "number": self.number,
             "ranks": runs(self.ranks or (() if scope is None else scope.ranks)),

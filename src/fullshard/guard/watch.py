@@ -181,12 +181,17 @@ class Watch:
 
     def _oldest(self) -> Wait | None:
         """What the thread of the model waits for, else any other, else what a device does."""
-        waits = dict(self._waits)
+        waits = self._registered()
         found = waits.get(self.model_thread) or next(iter(waits.values()), None)
         if found is None:
             under_way = [one for scope in list(self.scopes.values()) for one in _under_way(scope)]
             found = min(under_way, key=lambda one: one.since, default=None)
         return None if found is None else _wait(found)
+
+    def _registered(self) -> dict[int, Wait]:
+        """What threads wait for, by thread."""
+        waits = {thread: _wait(waiting) for thread, waiting in list(self._waits.items())}
+        return {thread: wait for thread, wait in waits.items() if not wait.is_over}
 
     def look_unless_watched(self) -> None:
         """What the thread does, now and then, where there is none."""
@@ -202,10 +207,10 @@ class Watch:
         if self._looked and now - self._looked > _LATE_SECONDS:
             self._reader.forget()
         self._looked = now
-        for waiting in list(self._waits.values()):
-            self._end_by_what_is_known(_wait(waiting), now)
+        for waiting in self._registered().values():
+            self._end_by_what_is_known(waiting, now)
         wait = self._oldest()
-        if wait is not None and not self._waits:
+        if wait is not None and not self._registered():
             self._end_by_what_is_known(wait, now)
         if wait is not None and now - wait.since < self._patience(wait):
             wait = None
@@ -284,12 +289,12 @@ class Watch:
             found["step"] = scopes[0].step()
         if wait is not None:
             found["wait"] = wait.told()
-            if not self._waits and wait.kind == "message":
+            if not self._registered() and wait.kind == "message":
                 found["wait"]["also"] = "device"  # its host goes on
             if wait is not self._posted_wait or self._issued is None:
                 self._issued = issued_by_group()
             found["torch"] = self._issued
-        if self.beside or len(self._waits) > 1:
+        if self.beside or len(self._registered()) > 1:
             found["beside"] = 1
         if self.ended is not None:
             found["ended"] = self.ended
@@ -315,14 +320,14 @@ class Watch:
             # Nobody can end that wait: it is in a group of the user's.
             self._warned = True
             _log.error("rank %d waits in %s for ever: %s", self.rank, self._torch.doing, fault.text)
-        for waiting in list(self._waits.values()):
-            self._end_by_what_is_known(_wait(waiting), now)
+        for waiting in self._registered().values():
+            self._end_by_what_is_known(waiting, now)
 
     # ---- a collective of torch's ---------------------------------------------------------------------------
 
     def _in_torch(self, now: float) -> Wait | None:
         """The collective of torch's own that the model's thread has been in for a while."""
-        if self.model_thread in self._waits or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
+        if self.model_thread in self._registered() or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
             self._torch = None
             return None
         if now - self._torch_looked < PATIENCE_SECONDS:
@@ -452,8 +457,8 @@ class Watch:
             self._told.add(known)
             scope.hear(fault, now)
             self.records.tell(scope.ranks, scope.telling(fault))
-            for waiting in list(self._waits.values()):
-                self._end_by_what_is_known(_wait(waiting), now)
+            for waiting in self._registered().values():
+                self._end_by_what_is_known(waiting, now)
 
     # ---- the end -------------------------------------------------------------------------------------------
 
@@ -503,8 +508,7 @@ class Watch:
         )
         for scope in list(self.scopes.values()):
             fault = Fault(scope.ranks[0], "lost", text, scope.name, scope.epoch)
-            for waiting in list(self._waits.values()):
-                wait = _wait(waiting)
+            for wait in self._registered().values():
                 if wait.scope is scope and wait.fault is None:
                     scope.end(wait, fault)
 
