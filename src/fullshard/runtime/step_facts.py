@@ -304,9 +304,13 @@ class StepFacts:
                 for position in positions:
                     group = versions[position + 1]
                     written += sum(group[: len(group) // 2])
-        if mesh.written is not None:
-            value = f"{written - mesh.written} writes since the last comparison"
-            mesh.ledger.stand(Fact("written", "changes of the parameters", value))
+        # After a failure only some of the ranks had made the last comparison: none of what stood there does.
+        value = (
+            "counted from here"
+            if mesh.written is None
+            else f"{written - mesh.written} writes since the last comparison"
+        )
+        mesh.ledger.stand(Fact("written", "changes of the parameters", value))
         mesh.written = written
 
     def _note_values(self, mesh: _Mesh, *, again: bool) -> None:
