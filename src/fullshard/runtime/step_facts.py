@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, Domain, RanksDisagree, ReduceChannel, domain_of, is_current, shown_ranks
-from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, digest_of, first_unlike
+from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, text_of
@@ -46,7 +46,7 @@ class _Sent(NamedTuple):
     """A comparison under way, and what was compared."""
 
     comparison: Comparison
-    text: str
+    sealed: Sealed
 
 
 class _Scope:
@@ -188,14 +188,14 @@ class StepFacts:
         scope = self._scope_of(unit, position)
         if scope is None or scope.sent is not None or keep or not channel.carries:
             return None
-        text, (digest, shared) = self._seal(scope)
-        key = unit.device, digest
+        sealed = self._seal(scope)
+        key = unit.device, sealed.digest
         digits = scope.digits.get(key)
         if digits is None:
             if len(scope.digits) > 8:
                 scope.digits.clear()
-            digits = scope.digits[key] = Digits(digest, unit.device)
-        scope.sent = _Sent(Comparison(digits, shared), text)
+            digits = scope.digits[key] = Digits(sealed.digest, unit.device)
+        scope.sent = _Sent(Comparison(digits, sealed.shared), sealed)
         return scope.sent.comparison
 
     def compare(self) -> None:
@@ -226,7 +226,7 @@ class StepFacts:
                 continue
             if trains and scope.forwards >= scope.next_question:
                 scope.next_question = 2 if scope.forwards < 2 else scope.next_question * _LOOKS
-            self._refuse(scope, scope.domain, self._seal(scope)[0])
+            self._refuse(scope, scope.domain, self._seal(scope).text)
 
     def _only_native(self, scope: _Scope) -> bool:
         root = self._root()
@@ -236,7 +236,7 @@ class StepFacts:
 
     def _look(self, scope: _Scope, sent: _Sent) -> None:
         if sent.comparison.differs() and scope.domain is not None:
-            self._refuse(scope, scope.domain, sent.text)
+            self._refuse(scope, scope.domain, sent.sealed.text)
 
     def _refuse(self, scope: _Scope, domain: Domain, text: str) -> None:
         """Ask the others what they have, and raise what differs, if it may not."""
@@ -270,7 +270,7 @@ class StepFacts:
 
     # ---- what holds now ------------------------------------------------------------------------------------
 
-    def _seal(self, scope: _Scope) -> tuple[str, tuple[int, int]]:
+    def _seal(self, scope: _Scope) -> Sealed:
         if scope.domain is not None and scope.domain.epoch != scope.epoch:
             scope.epoch = scope.domain.epoch
             scope.begin_anew()
