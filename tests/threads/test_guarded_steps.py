@@ -1,4 +1,4 @@
-"""`guard(model, optimizer)`: all ranks take the step or none; where that cannot be, every forward says so until a load."""
+"""`guard(model, optimizer)`: all ranks take the step or none; else every forward says so until a load."""
 
 from __future__ import annotations
 
