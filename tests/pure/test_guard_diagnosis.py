@@ -109,7 +109,7 @@ def test_a_rank_that_failed_in_this_epoch_will_be_ended_anyway() -> None:
     a = record(0, message(1, BOTH, "g"), issued={"g": 1, "h": 0}, failed=failed)
     b = record(1, message(1, BOTH, "h"), issued={"g": 0, "h": 1})
     assert stuck(a, b) == []
-    # Nor do those who wait for one that meets: the epoch is over, and they hear of that.
+    # So will those who wait for it.
     assert stuck(record(0, meeting(BOTH), failed=failed), record(1, question(0, BOTH), asked=1)) == []
 
 
