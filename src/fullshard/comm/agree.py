@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch_compat import backend_of
 from ..guard import Scope, scope_of
 from .data_group import DataGroup
 from .group import all_reduce_over
