@@ -38,7 +38,7 @@ def launch_together(
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:
-    """What carries messages of `device` for `process_group`. Its calls are no operators, which modes and tracers see."""
+    """What carries messages of `device` for `process_group`. Its calls are no operators, as modes and tracers see them."""
     return process_group._get_backend(device)
 
 
