@@ -502,12 +502,8 @@ class Watch:
 
     def without_store(self) -> None:
         """End all waits: nobody can say any more why they last."""
-        text = (
-            "gave no sign of life since the store through which ranks meet is gone, with the process that served it "
-            "(rank 0, or a launcher)"
-        )
         for scope in list(self.scopes.values()):
-            fault = Fault(scope.ranks[0], "lost", text, scope.name, scope.epoch)
+            fault = scope.without_store()
             for wait in self._registered().values():
                 if wait.scope is scope and wait.fault is None:
                     scope.end(wait, fault)
@@ -597,14 +593,18 @@ def has_peers() -> bool:
 
 
 def _forked() -> None:
-    """A forked child is no rank: it has no thread, and must not speak in its parent's name."""
+    """A forked child is no rank: it has no thread, and must not speak in its parent's name. In a process group that it
+    makes itself it is."""
     _watches.clear()
     _latest.clear()
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None:
+        _watches[id(world)] = (weakref.ref(world), None)
 
 
 def _end() -> None:
     known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
-    if not known:
+    if not _watches and not known:
         with suppress(Exception):
             # Others may wait for this rank at their first use; it may end because of a setting that was refused.
             world = dist.group.WORLD if dist.is_initialized() else None
