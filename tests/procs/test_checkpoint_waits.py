@@ -60,7 +60,7 @@ DEEDS: dict[str, Callable[[Path], None]] = {
 }
 WORDS = {
     "killed": "rank 1 gave no sign of life since its process has ended",
-    "stopped": "rank 1 gave no sign of life for 3 s: it is stopped",
+    "stopped": "rank 1 gave no sign of life for 2 s: it is stopped",
     "raised": "rank 1 ended: its process ended with ValueError: a bad token",
     "ended": "rank 1 ended: its process ended",
     "absent": "in wait_here",
@@ -89,11 +89,19 @@ def _named(told: Told, deed: str) -> None:
     assert WORDS[deed] in told.text and "PeerFailed" in told.text, told.text
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize("deed", DEEDS)
+# In `make test`; the others take their time.
+FAST = {("killed", True), ("raised", False), ("stopped", True), ("absent", False)}
+FATES = [
+    pytest.param(deed, before, marks=() if (deed, before) in FAST else pytest.mark.slow)
+    for deed in DEEDS
+    for before in (False, True)
+]
+
+
+@pytest.mark.parametrize(("deed", "before"), FATES)
 def test_a_save_names_who_does_not_come(deed: str, before: bool, tmp_path: Path) -> None:
-    limit = 5.0 if deed == "absent" else 30.0
-    environment = {"FULLSHARD_SILENCE": "3"} if deed == "stopped" else {}
+    limit = 3.0 if deed == "absent" else 30.0
+    environment = {"FULLSHARD_SILENCE": "2"} if deed == "stopped" else {}
     told = run_fates(
         2, _saving, tmp_path, deed, before, "save", limit=limit, environment=environment, timeout=12, lost=(1,)
     )
@@ -101,7 +109,7 @@ def test_a_save_names_who_does_not_come(deed: str, before: bool, tmp_path: Path)
     assert told[0].seconds < (9.0 if deed in ("absent", "stopped") else SECONDS), told[0].seconds
 
 
-@pytest.mark.parametrize("how", ["load", "async"])
+@pytest.mark.parametrize("how", [pytest.param("load", marks=pytest.mark.slow), "async"])
 def test_so_does_a_load_and_a_save_in_the_background(how: str, tmp_path: Path) -> None:
     told = run_fates(3, _saving, tmp_path, "killed", True, how, timeout=12, lost=(1,))
     for rank in (0, 2):
@@ -137,6 +145,7 @@ def _apart(rank: int, folder: Path, deed: str) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
+SLOW = ("load of one", "save and load")
 APART = {
     "save of one": ["rank 0 waiting in saving", "about to gather the parameters of"],
     "load of one": ["rank 1 waiting in loading", "about to gather the parameters of"],
@@ -145,7 +154,9 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("deed", APART)
+@pytest.mark.parametrize(
+    "deed", ["save of one", "another step", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+)
 def test_ranks_at_other_calls_are_named(deed: str, tmp_path: Path) -> None:
     told = run_fates(2, _apart, tmp_path, deed, timeout=15)
     for one in told:

@@ -132,8 +132,8 @@ def _run(rank: int, program: Callable[[Callable[[], None]], list[Tensor]], colle
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_it_does_not_matter_which_rank_collects(program: Any) -> None:
-    found = [pool(2).run(_run, program, collects, timeout=20) for collects in (0, 1, 2)]
-    expected = found[2][0]
+    found = [pool(2).run(_run, program, collects, timeout=20) for collects in (0, 1)]
+    expected = found[0][0]
     assert expected
     for ranks in found:
         for values in ranks:

@@ -94,17 +94,21 @@ def _others(name: str, deed: Callable[[], None], limit: float) -> None:
         assert seconds < SECONDS + (limit if deed is _sleep_somewhere else 0.0)
 
 
-@pytest.mark.parametrize("name", CALLS)
+# In `make test`; the others take their time.
+FAST = ("sync_module_states", "materialize", "check_gradients", "a communicator for reductions", "blocks")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CALLS])
 def test_a_killed_rank_is_named(name: str) -> None:
     _others(name, _kill, 30.0)
 
 
-@pytest.mark.parametrize("name", ["sync_module_states", "materialize"])
+@pytest.mark.parametrize("name", [pytest.param("sync_module_states", marks=pytest.mark.slow), "materialize"])
 def test_a_rank_that_raised_is_named(name: str) -> None:
     _others(name, _raise, 30.0)
 
 
-@pytest.mark.parametrize("name", ["sync_module_states", "blocks"])
+@pytest.mark.parametrize("name", ["sync_module_states", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_at_the_limit_a_rank_that_is_elsewhere_is_named(name: str) -> None:
     _others(name, _sleep_somewhere, 3.0)
 
@@ -194,6 +198,7 @@ def _axes(rank: int) -> None:
     fullshard.sync_module_states(_model(), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_over_two_axes_all_hear_of_it() -> None:
     told = run_fates(4, _axes, timeout=15, lost=(3,))
     for rank in range(3):

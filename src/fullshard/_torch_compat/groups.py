@@ -38,7 +38,7 @@ def launch_together(
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:
-    """What carries messages of `device` for `process_group`. Its calls are no operators, as modes and tracers see them."""
+    """What carries messages of `device` for `process_group`. Its calls are no operators: no mode sees them."""
     return process_group._get_backend(device)
 
 

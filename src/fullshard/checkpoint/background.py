@@ -176,6 +176,13 @@ def close() -> None:
         raise errors[0]
 
 
+def _forked() -> None:
+    """A forked child has none of the threads that save: its parent waits for them."""
+    _pending.clear()
+    _by_group.clear()
+    _alone.__init__()  # type: ignore[misc]
+
+
 def _at_exit() -> None:
     try:
         close()
@@ -188,4 +195,5 @@ def _at_exit() -> None:
         os._exit(1)
 
 
+os.register_at_fork(after_in_child=_forked)
 atexit.register(_at_exit)

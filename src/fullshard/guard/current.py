@@ -71,14 +71,18 @@ def has_peers() -> bool:
 
 
 def _forked() -> None:
-    """A forked child is no rank: it has no thread, and must not speak in its parent's name."""
+    """A forked child is no rank: it has no thread, and must not speak in its parent's name. In a process group that it
+    makes itself it is."""
     _watches.clear()
     _latest.clear()
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None:
+        _watches[id(world)] = (weakref.ref(world), None)
 
 
 def _end() -> None:
     known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
-    if not known:
+    if not _watches and not known:
         with suppress(Exception):
             # Others may wait for this rank at their first use; it may end because of a setting that was refused.
             world = dist.group.WORLD if dist.is_initialized() else None

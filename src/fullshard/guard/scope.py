@@ -111,7 +111,8 @@ class Scope:
         different things).
         """
         try:
-            return self._agree(what, value)
+            with self._store_answers(what):
+                return self._agree(what, value)
         except BaseException as error:
             self.interrupted(error, what)
             raise
@@ -272,6 +273,25 @@ class Scope:
             for group in list(self.groups.values()):
                 group.cut()
 
+    @contextmanager
+    def _store_answers(self, waiting: str) -> Iterator[None]:
+        """What the store itself raises inside says that it is gone, in words about connections."""
+        try:
+            yield
+        except (PeerFailed, RanksDisagree):
+            raise
+        except RuntimeError as error:
+            raise self.without_store().error(waiting) from error
+
+    def without_store(self) -> Fault:
+        """Why there is nobody any more to ask: who was heard of last, or that the store is gone."""
+        gone = [fault for fault, _ in list(self.heard) if fault.kind in ("ended", "lost") and self.is_of_others(fault)]
+        text = (
+            "gave no sign of life since the store through which ranks meet is gone, with the process that served it "
+            "(rank 0, or a launcher)"
+        )
+        return gone[-1] if gone else Fault(self.ranks[0], "lost", text, self.name, self.epoch)
+
     def refuse_failure(self) -> None:
         """Raise why the data groups were cut, or what was found out about this rank, when that was not done yet."""
         told = [fault for fault in self.causes() if fault.kind == "disagree"]
@@ -311,6 +331,10 @@ class Scope:
         all were equally far (they raised at the same place), connections stay as they are. Raises `PeerFailed` when a
         rank ended or is lost, or failed in this attempt before it came. May be tried again after any exception.
         """
+        with self._store_answers(_AFTER):
+            return self._meet()
+
+    def _meet(self) -> bool:
         if self.failed is None and not self.causes():
             # An exception came before anybody was told.
             self.publish("raised", "it left its step")

@@ -519,12 +519,8 @@ class Watch:
 
     def without_store(self) -> None:
         """End all waits: nobody can say any more why they last."""
-        text = (
-            "gave no sign of life since the store through which ranks meet is gone, with the process that served it "
-            "(rank 0, or a launcher)"
-        )
         for scope in list(self.scopes.values()):
-            fault = Fault(scope.ranks[0], "lost", text, scope.name, scope.epoch)
+            fault = scope.without_store()
             for wait in self._registered().values():
                 if wait.scope is scope and wait.fault is None:
                     scope.end(wait, fault)

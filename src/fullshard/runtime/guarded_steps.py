@@ -130,4 +130,5 @@ def _versions(optimizer: Optimizer) -> list[int] | None:
 
 
 def _of(tensor: Any) -> tuple[int, ...]:
-    return (version_of(tensor), version_of(local_of(tensor))) if isinstance(tensor, DTensor) else (version_of(tensor),)
+    local = (version_of(local_of(tensor)),) if isinstance(tensor, DTensor) else ()
+    return (version_of(tensor), *local)
