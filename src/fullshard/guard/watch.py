@@ -15,21 +15,19 @@ It sends no message and raises nothing: a wait in vain is ended, and the wait ra
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import active_collectives, default_store, issued_by_group, known_groups, timeout_of
+from .._torch_compat import active_collectives, issued_by_group, known_groups
 from . import diagnosis, process
 from .diagnosis import Reader, Record
 from .fault import Fault
@@ -47,8 +45,6 @@ _TICK_SECONDS = 0.25
 _LATE_SECONDS = 2.0
 # So many looks in a row without the store: the process that served it is gone.
 _STORE_FAILURES = 4
-# How long the process that serves the store waits at its end for others to read why.
-_LAST_SECONDS = 6.0
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
 # So many faults of other scopes go with what is told of one.
@@ -81,6 +77,8 @@ class Watch:
         self.is_watched = False
         # Threads of this process that send messages beside the model's.
         self.beside = 0
+        # Whether its process group is still the one that is there.
+        self.is_current: Callable[[], bool] = lambda: True
         self._beside_lock = threading.Lock()
         self.ended: str | None = None
         self._process = os.getpid()
@@ -551,7 +549,7 @@ class _Thread(threading.Thread):
         failures = 0
         while not self.ends.wait(_TICK_SECONDS):
             watch = self._watch()
-            if watch is None or not (watch.beside or is_current(watch)):
+            if watch is None or not (watch.beside or watch.is_current()):
                 return  # the process group was destroyed, and no save in the background outlives it
             try:
                 watch.look()
@@ -563,84 +561,3 @@ class _Thread(threading.Thread):
                 if failures == _STORE_FAILURES:
                     watch.without_store()
             del watch
-
-
-# ---- of the process group that is there now --------------------------------------------------------------------
-
-_watches: dict[int, tuple[weakref.ref[dist.ProcessGroup], Watch | None]] = {}
-# The last one that was made: it says that the process ends, also where the process group was destroyed before.
-_latest: list[Watch] = []
-
-
-def watch() -> Watch | None:
-    """This process's; None where nobody is to be told anything (no process group, a fake one, a world of one)."""
-    if not dist.is_initialized():
-        return None
-    world = dist.group.WORLD
-    assert world is not None
-    key = id(world)
-    known = _watches.get(key)
-    if known is not None and known[0]() is world:
-        return known[1]
-    silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
-    settings = Settings.read(1800.0 if silent else timeout_of(world))
-    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
-    _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
-    if made is not None:
-        _latest[:] = [made]
-    return made
-
-
-def is_current(which: Watch) -> bool:
-    """Whether `which` is of the process group that is there now. From any thread."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    known = None if world is None else _watches.get(id(world))
-    return known is not None and known[0]() is world and known[1] is which
-
-
-def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
-    """The scope of these ranks; None where they have nobody to ask."""
-    here = watch()
-    return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
-
-
-def mode() -> str:
-    """What ranks compare (settings.py), also where there is nobody to compare with."""
-    here = watch()
-    return here.settings.mode if here is not None else Settings.read(0.0).mode
-
-
-def has_peers() -> bool:
-    """Whether this process has somebody to ask."""
-    return watch() is not None
-
-
-def _forked() -> None:
-    """A forked child is no rank: it has no thread, and must not speak in its parent's name."""
-    _watches.clear()
-    _latest.clear()
-
-
-def _end() -> None:
-    known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
-    if not known:
-        with suppress(Exception):
-            # Others may wait for this rank at their first use; it may end because of a setting that was refused.
-            world = dist.group.WORLD if dist.is_initialized() else None
-            if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
-                known = [Watch(default_store(), default_store(), world.rank(), Settings())]
-    ending = list(dict.fromkeys(known))
-    for one in ending:
-        one.stop()
-    for one in ending:
-        one.join(2)
-    error = getattr(sys, "last_value", None)
-    text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
-    for one in ending:
-        one.end(text)
-        if one.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            one.wait_for_readers(_LAST_SECONDS)
-
-
-os.register_at_fork(after_in_child=_forked)
-atexit.register(_end)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._torch_compat import local_of
+from .._torch_compat import local_of, version_of
 from ..guard import PeerFailed
 from .outside import outside_graphs
 from .peers import Peers
@@ -130,4 +130,4 @@ def _versions(optimizer: Optimizer) -> list[int] | None:
 
 
 def _of(tensor: Any) -> tuple[int, ...]:
-    return (tensor._version, local_of(tensor)._version) if isinstance(tensor, DTensor) else (tensor._version,)
+    return (version_of(tensor), version_of(local_of(tensor))) if isinstance(tensor, DTensor) else (version_of(tensor),)
