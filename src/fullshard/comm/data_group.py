@@ -83,8 +83,13 @@ class DataGroup:
         store = _ConnectingStore(default_store(), wait)
         seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
         try:
+            # Once all are here a backend connects at once. Before that its own wait for them would end with its limit.
+            store.add(f"{name}/here", 1)
+            wait_until(lambda: store.add(f"{name}/here", 0) >= len(self.ranks), wait)
             with scope.watch.waits(wait):
                 made = same_group(origin, self.ranks, self.device, store, name, seconds)
+            if store.held is not None:
+                raise store.held
         except BaseException as error:
             scope.interrupted(error, wait.doing)
             raise
@@ -200,11 +205,13 @@ def _ends(ranks: Sequence[int]) -> Sequence[int]:
 
 class _ConnectingStore(dist.Store):
     """The store through which a backend finds its peers, whose waits end when one of them failed. In the place of the
-    backend's own wait for the time limit."""
+    backend's own wait for the time limit. An exception from outside (Ctrl-C) is `held` until the connections are there:
+    the others would wait for them in their backend, where nobody can tell them."""
 
     def __init__(self, inner: Any, wait: Wait) -> None:
         super().__init__()
         self._inner, self._wait = inner, wait
+        self.held: BaseException | None = None
 
     def set(self, key: str, value: str) -> None:
         self._inner.set(key, value)
@@ -228,7 +235,13 @@ class _ConnectingStore(dist.Store):
         return found
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the watch keeps it)
-        wait_until(lambda: bool(self._inner.check(keys)), self._wait)
+        while True:
+            try:
+                return wait_until(lambda: bool(self._inner.check(keys)), self._wait)
+            except RuntimeError:
+                raise
+            except BaseException as error:
+                self.held = error
 
 
 class Sent:

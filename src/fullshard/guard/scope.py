@@ -344,26 +344,36 @@ class Scope:
         mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
         records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine}:{self.state()} ")
         wait = Wait("meet", self, _AFTER)
-        if self.rank == self.ranks[0]:
+        done = f"{key}/done"
+        if self.rank != self.ranks[0]:
+            wait_until(lambda: records.store.check([done]), wait)
+        elif not records.store.check([done]):  # else this rank was interrupted after all others had gone on
             found: dict[int, tuple[int, str, str]] = {}
             wait_until(lambda: self._all_here(key, found), wait, alone=True)
             ways = {how for _, how, _ in found.values()}
-            renews = len(ways) > 1 or "cut" in ways
             states = by_value({rank: state for rank, (_, _, state) in sorted(found.items())})
-            told = [renews, {state: runs(ranks) for state, ranks in states.items()}]
-            records.store.set(f"{key}/done", json.dumps(told))
-        else:
-            wait_until(lambda: records.store.check([f"{key}/done"]), wait)
-        renews, told_states = json.loads(records.store.get(f"{key}/done"))
+            told = [len(ways) > 1 or "cut" in ways, {state: runs(ranks) for state, ranks in states.items()}]
+            records.store.set(done, json.dumps(told))
+        renews, told_states = json.loads(records.store.get(done))
         self.states = {state: ranks_of(found) for state, found in told_states.items()}
         with self._cutting:
             if renews:
-                self.renewed += 1
                 for group in list(self.groups.values()):
                     group.expire()
-            self.epoch, self.asked, self.attempts = self.epoch + 1, 0, 0
-            self.failed = self.failure = None
-            self.has_raised = self.must_meet = self.is_torn = False
+            following = self.epoch + 1
+            renewed = following if renews else self.renewed
+            # All at once: an exception comes before it, and the meeting is attended again, or after it.
+            vars(self).update(
+                epoch=following,
+                renewed=renewed,
+                asked=0,
+                attempts=0,
+                failed=None,
+                failure=None,
+                has_raised=False,
+                must_meet=False,
+                is_torn=False,
+            )
             self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
         return bool(renews)
 
