@@ -262,10 +262,10 @@ def test_files_that_other_ranks_do_not_see_are_an_error(tmp_path: Path) -> None:
 
     def rank_main(rank: int) -> None:
         with pytest.raises(CheckpointError, match="ranks share|No such file"):
-            checkpoint.save(state(1), checkpoint_id=tmp_path / f"rank{rank}")
+            checkpoint.save(state(1), checkpoint_id=tmp_path / f"rank{rank}" / "c")
 
     run_ranks(2, rank_main)
-    assert not checkpoint.is_complete(tmp_path / "rank0")
+    assert not checkpoint.is_complete(tmp_path / "rank0" / "c")
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------
