@@ -39,7 +39,7 @@ class Messages(TorchDispatchMode):
 
 def _messages(shape: tuple[int, ...], compares: bool, steps: int = 2, **settings: str) -> list[tuple[str, int]]:
     """Of a backward after some steps."""
-    settings["FULLSHARD_AGREE"] = "all" if compares else "structure"
+    settings["FULLSHARD_GUARD"] = "full" if compares else "structure"
     with fake_world(WORLD), environment(settings):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         model: Any = shard(seeded(Model), mesh=mesh)
@@ -98,7 +98,7 @@ def test_one_rank_compares_nothing() -> None:
             model(batch(1, 0)).pow(2).mean().backward()
             optimizer.step()
         facts = unit_of(model).root.facts  # type: ignore[union-attr]
-        assert not facts._scopes and not facts._known
+        assert not facts._meshes and not facts._known
 
 
 def test_a_steady_step_makes_no_new_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +118,8 @@ def test_a_steady_step_makes_no_new_text(monkeypatch: pytest.MonkeyPatch) -> Non
             train()
         # The package has a function of the room's name.
         room = sys.modules["fullshard.guard.facts"]
-        dumps = room._dumps
-        monkeypatch.setattr(room, "_dumps", lambda value: (made.append(value), dumps(value))[1])
+        digest_of = room.digest_of
+        monkeypatch.setattr(room, "digest_of", lambda text: (made.append(text), digest_of(text))[1])
         for _ in range(3):
             train()
         assert not made

@@ -165,7 +165,7 @@ def _rank_main(
 
 
 def watch_module() -> Any:
-    """guard/watch.py; its room has a function of that name."""
+    """guard/current.py, which says that a process ends."""
     return sys.modules[watch.__module__]
 
 

@@ -147,8 +147,8 @@ def _apart(rank: int, folder: Path, deed: str) -> None:
 
 SLOW = ("load of one", "save and load")
 APART = {
-    "save of one": ["rank 0 waiting in saving", "rank 1 waiting in "],
-    "load of one": ["rank 1 waiting in loading", "rank 0 waiting in "],
+    "save of one": ["rank 0 waiting in saving", "about to gather the parameters of"],
+    "load of one": ["rank 1 waiting in loading", "about to gather the parameters of"],
     "save and load": ["rank 0 saving c", "rank 1 loading c"],
     "another step": ["rank 0 saving step-3", "rank 1 saving step-4"],
 }

@@ -1,10 +1,12 @@
-"""Ranks that give meshes of other ranks, over gloo: those that wait for each other in vain say so, and those that train
-happily on another mesh hear it."""
+"""Ranks that give meshes of other ranks, over gloo: those that wait for each other in vain say so within seconds; those
+that wait for ranks which train happily on another mesh, at the time limit of the process group."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.guard import RanksDisagree
+from fullshard import PeerFailed, RanksDisagree
+from fullshard.guard import watch
 from tests.harness import worlds
 from tests.harness.behaviours import behaviour
 from tests.harness.forked import run_forks
@@ -21,6 +24,8 @@ from tests.harness.models import seeded
 from tests.threads.programs import Model, batch, part, shard
 
 Axes = Callable[[int, DeviceMesh], DeviceMesh]
+# In place of the time limit of a process group.
+LIMIT = 3.0
 
 
 def _axis(rank: int, mesh: DeviceMesh) -> DeviceMesh:
@@ -33,46 +38,88 @@ def _half(rank: int, mesh: DeviceMesh) -> DeviceMesh:
     return halves if rank >= 2 else everyone
 
 
-def _alone(rank: int, mesh: DeviceMesh) -> DeviceMesh:
-    return mesh["model" if rank == 3 else "data"]
+def _ring(rank: int, mesh: DeviceMesh) -> DeviceMesh:
+    """Each rank with the next one."""
+    pairs = [DeviceMesh("cpu", pair) for pair in ([0, 1], [1, 2], [2, 3], [0, 3])]
+    return pairs[rank]
 
 
-def _train_until_told(rank: int, model: Any) -> tuple[str, float]:
+def _crossed(rank: int, mesh: DeviceMesh) -> DeviceMesh:
+    """Everybody is waited for by somebody who is waited for."""
+    return mesh["data" if rank in (0, 3) else "model"]
+
+
+def _train(rank: int, model: Any, seconds: float = 30.0) -> tuple[str, float]:
+    """Until an error comes, or for so long."""
     begun = time.monotonic()
-    with pytest.raises(RanksDisagree) as caught:
-        while time.monotonic() - begun < 30:
+    while time.monotonic() - begun < seconds:
+        try:
             model(part(batch(4, 0), rank)).pow(2).mean().backward()
-            model.zero_grad()
-    return str(caught.value), time.monotonic() - begun
+        except (RanksDisagree, PeerFailed) as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begun
+        model.zero_grad()
+    return "", seconds
 
 
-def _apart(rank: int, mesh_of: Axes, again: bool) -> tuple[list[tuple[str, float]], Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    model: Any = shard(seeded(Model), mesh=mesh_of(rank, mesh))
-    told = [_train_until_told(rank, model)]
-    if again:
-        told.append(_train_until_told(rank, model))
+def _mended(rank: int, mesh: DeviceMesh) -> Tensor:
+    """By whoever catches the error: it trains, with connections of its own."""
     dist.barrier()  # a rank that mends its model at once is met by those who still wait
-    # Mended, by whoever catches the error: it trains, with connections of its own.
-    model = shard(seeded(Model), mesh=mesh["data"])
-    for _ in range(2):
-        model(part(batch(4, 0), rank // 2)).pow(2).mean().backward()
-    return told, model.head.weight.grad.full_tensor()
+    model: Any = shard(seeded(Model), mesh=mesh["data"])
+    failed = 0
+    while failed < 5:
+        try:
+            for _ in range(2):
+                model(part(batch(4, 0), rank // 2)).pow(2).mean().backward()
+            gradient: Tensor = model.head.weight.grad.full_tensor()
+            return gradient
+        except (RanksDisagree, PeerFailed):
+            failed += 1
+            model.zero_grad()
+    raise AssertionError("they do not meet")
+
+
+def _apart(rank: int, mesh_of: Axes, train: tuple[int, ...]) -> tuple[str, float, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    here = watch()
+    assert here is not None
+    if train:
+        here.settings = replace(here.settings, limit_seconds=LIMIT)
+    model: Any = shard(seeded(Model), mesh=mesh_of(rank, mesh))
+    text, seconds = _train(rank, model, 3 * LIMIT if rank in train else 30.0)
+    here.settings = replace(here.settings, limit_seconds=60.0)
+    return text, seconds, _mended(rank, mesh)
 
 
 @behaviour(
-    "ranks that give a model meshes of other ranks: an error that names both meshes, on all ranks, within seconds",
+    "ranks that give a model meshes of other ranks and wait for each other: an error on all of them, within seconds",
     area="failures",
     torch="none",
-    reason="some ranks train, and the others wait for them until the time limit of the process group",
+    reason="all wait until the time limit of the process group",
 )
-@pytest.mark.parametrize(("mesh_of", "again"), [(_axis, True), (_half, False), (_alone, False)])
-def test_all_ranks_hear_of_meshes_that_never_meet(mesh_of: Axes, again: bool) -> None:
+@pytest.mark.parametrize("mesh_of", [_ring, _crossed])
+def test_ranks_that_wait_for_each_other_on_whatever_meshes_are_told(mesh_of: Axes) -> None:
     worlds.note("gloo", 4)
-    found = run_forks(4, _apart, (mesh_of, again), timeout=60)
-    told = [text for attempts, _ in found for text, _ in attempts]
-    assert all(text.startswith("root: expected the same mesh on every rank, found cpu (") for text in told)
-    assert all("('model',) of ranks [2, 3] on rank" in text for text in told), told
-    # A bound that a process group's timeout would break, not a measurement.
-    assert max(seconds for attempts, _ in found for _, seconds in attempts) < 15
-    assert all(torch.equal(grad, found[rank % 2][1]) for rank, (_, grad) in enumerate(found))
+    found = run_forks(4, _apart, (mesh_of, ()), timeout=60)
+    for text, seconds, _ in found:
+        assert text.startswith("RanksDisagree: expected all ranks to do the same, found ranks 0 to 3 waiting in"), text
+        # A bound that a process group's timeout would break, not a measurement.
+        assert seconds < 15
+    assert all(torch.equal(grad, found[rank % 2][2]) for rank, (_, _, grad) in enumerate(found))
+
+
+@behaviour(
+    "ranks that wait for others which train on another mesh: at the time limit, who did not come and where it is",
+    area="failures",
+    torch="none",
+    reason="a backend's words, without a rank or a place",
+)
+@pytest.mark.parametrize("mesh_of", [_axis, _half])
+def test_who_waits_for_ranks_that_train_elsewhere_is_told_where_these_are(mesh_of: Axes) -> None:
+    worlds.note("gloo", 4)
+    found = run_forks(4, _apart, (mesh_of, (2, 3)), timeout=60)
+    for text, seconds, _ in found[:2]:
+        assert text.startswith("PeerFailed: expected every rank to take part in the units and parameters"), text
+        assert re.search(r"the time limit of the process group: it is rank [23] in .* \(.*\.py:\d+ in ", text), text
+        assert LIMIT < seconds < LIMIT + 10
+    assert [text for text, _, _ in found[2:]] == ["", ""]
+    assert all(torch.equal(grad, found[rank % 2][2]) for rank, (_, _, grad) in enumerate(found))

@@ -24,13 +24,13 @@ def ledger(*deeds: Deed, standing: tuple[Fact, ...] = ()) -> Ledger:
 
 
 def first(*ledgers: Ledger) -> str:
-    return next(differences({rank: each.seal()[0] for rank, each in enumerate(ledgers)})).text
+    return next(differences({rank: each.seal().text for rank, each in enumerate(ledgers)})).text
 
 
 def test_each_of_these_has_a_digest_of_its_own() -> None:
     other = Deed("optimizer.step", (LR._replace(value="0.2"),))
     every = [(), (STEP,), (other,), (STEP, STEP), (CLIP, STEP), (STEP, CLIP), (CLIP,)]
-    digests = [ledger(*deeds, standing=held).seal()[1][0] for deeds in every for held in ((), (FACTOR,))]
+    digests = [ledger(*deeds, standing=held).seal().digest for deeds in every for held in ((), (FACTOR,))]
     assert len(set(digests)) == len(digests)
     assert all(digest % 2 == 0 and 0 <= digest < 1 << 64 for digest in digests)
 
@@ -43,7 +43,7 @@ def test_equal_ledgers_have_equal_digests_step_after_step() -> None:
             for deed in deeds:
                 each.do(deed)
         sealed = one.seal()
-        assert sealed == two.seal() and sealed[1][1] == 0
+        assert sealed == two.seal() and sealed.shared == 0
         assert not one.deeds
 
 
@@ -58,9 +58,9 @@ def test_what_was_done_before_a_comparison_is_not_in_the_next_one() -> None:
 
 def test_many_deeds_are_kept_short_and_differ_where_any_did() -> None:
     long = [ledger(*[STEP] * 500), ledger(*[STEP] * 500), ledger(CLIP, *[STEP] * 499), ledger(*[STEP] * 499)]
-    texts = [each.seal() for each in long]
-    assert texts[0] == texts[1] and len({digests for _, digests in texts}) == 3
-    assert all(len(text) < 20_000 for text, _ in texts)
+    sealed = [each.seal() for each in long]
+    assert sealed[0] == sealed[1] and len({each.digest for each in sealed}) == 3
+    assert all(len(each.text) < 20_000 for each in sealed)
 
 
 def test_a_value_that_differs() -> None:
@@ -91,21 +91,22 @@ def test_replicas_are_compared_among_each_other() -> None:
         each.share(among, [Fact("replicas", "shard of w", value)])
         made.append(each)
     sealed = [each.seal() for each in made]
-    assert len({digests[0] for _, digests in sealed}) == 1 and sealed[0][1] == sealed[2][1] != sealed[3][1]
-    (found,) = differences({rank: text for rank, (text, _) in enumerate(sealed)})
+    assert len({each.digest for each in sealed}) == 1 and sealed[0].shared == sealed[2].shared
+    assert len({each.shared for each in sealed}) == 3
+    (found,) = differences({rank: each.text for rank, each in enumerate(sealed)})
     assert found.values == (("b", (1,)), ("c", (3,)))
-    assert made[0].seal()[1][1] == 0
+    assert made[0].seal().shared == 0
 
 
 def test_equal_ledgers_have_no_difference() -> None:
-    assert not list(differences({0: ledger(CLIP).seal()[0], 1: ledger(CLIP).seal()[0]}))
+    assert not list(differences({0: ledger(CLIP).seal().text, 1: ledger(CLIP).seal().text}))
 
 
 def test_each_kind_has_advice() -> None:
     assert all(isinstance(advice, str) and advice for advice in ADVICE.values())
     for kind in ADVICE:
         (found,) = differences(
-            {r: ledger(standing=(Fact(kind, "x", str(r)),)).seal()[0] for r in (0, 1)},
+            {r: ledger(standing=(Fact(kind, "x", str(r)),)).seal().text for r in (0, 1)},
         )
         assert found.text.endswith(ADVICE[kind]) and found.by_rank == {0: "0", 1: "1"}
 

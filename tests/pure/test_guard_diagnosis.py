@@ -109,8 +109,8 @@ def test_a_rank_that_failed_in_this_epoch_will_be_ended_anyway() -> None:
     a = record(0, message(1, BOTH, "g"), issued={"g": 1, "h": 0}, failed=failed)
     b = record(1, message(1, BOTH, "h"), issued={"g": 0, "h": 1})
     assert stuck(a, b) == []
-    # But who meets has failed, and still will not come to a question.
-    assert stuck(record(0, meeting(BOTH), failed=failed), record(1, question(0, BOTH), asked=1)) == [0, 1]
+    # So will those who wait for it.
+    assert stuck(record(0, meeting(BOTH), failed=failed), record(1, question(0, BOTH), asked=1)) == []
 
 
 def test_epochs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.simulated_ranks import Store
 from fullshard.guard import Fault, PeerFailed, RanksDisagree, Settings, Wait
 from fullshard.guard.store import Records, ranks_of, runs
-from fullshard.guard.wait import GRACE_SECONDS, STORE_WAIT_LOOKS, STORE_WAIT_POSTS, pace, pauses
+from fullshard.guard.wait import GRACE_SECONDS, SETTLING_SECONDS, STORE_WAIT_LOOKS, STORE_WAIT_POSTS, pace, pauses
 
 # ---- pace ------------------------------------------------------------------------------------------------------
 
@@ -44,7 +45,7 @@ def test_pauses_grow(ranks: int) -> None:
 class Of:
     """As much of a scope as a wait looks at."""
 
-    name, epoch, attempts, ranks = "s", 0, 0, (0, 1, 2)
+    name, epoch, attempts, ranks, rank = "s", 0, 0, (0, 1, 2), 0
 
     class watch:  # noqa: N801
         class host:  # noqa: N801
@@ -64,30 +65,35 @@ def fault(kind: str = "raised", rank: int = 1, **more: Any) -> Fault:
 
 @pytest.mark.parametrize("kind", ["message", "ask", "meet", "connect"])
 def test_what_ends_every_wait(kind: str) -> None:
-    assert wait(kind).is_ended_by(fault("lost"), 0)
-    assert wait(kind).is_ended_by(fault("late"), 0)
-    assert wait(kind).is_ended_by(fault("disagree", proof=True), 0)
+    since = {"0": wait(kind).since}
+    for found in ("lost", "late", "disagree"):
+        assert wait(kind).is_ended_by(fault(found, meets=since), 0)
+        # Of a meeting that one which was waited for then: who was lost may come back.
+        assert wait(kind).is_ended_by(fault(found, meets={"0": -1.0, "1": since["0"]}), 0) == (kind != "meet")
     assert wait(kind).is_ended_by(fault("ended"), 0) or kind == "message"
 
 
 @pytest.mark.parametrize(
     ("kind", "found", "since", "ends"),
     [
-        ("message", fault(issued={"g": 4}), 0, True),
-        ("message", fault(issued={"g": 5}), 0, False),
+        ("message", fault(issued={"g": 4}), SETTLING_SECONDS, True),
+        ("message", fault(issued={"g": 4}), SETTLING_SECONDS - 0.01, False),  # where all raised, it may go on
+        ("message", fault(issued={"g": 4}, attempts=1), 0, True),  # of a guarded block: nobody goes on
+        ("message", fault(issued={"g": 5}), SETTLING_SECONDS, False),
         ("message", fault(issued={"g": 5}), GRACE_SECONDS + 0.1, True),
         ("message", fault(issued={}), 0, False),  # it never had that group: it will make it
         ("message", fault(rank=2, issued={"g": 4}), 0, False),  # none of its ranks
         ("message", fault("disagree"), 0, True),
         ("message", fault("ended", issued={"g": 5}), 0, False),  # it sent before it ended
-        ("ask", fault(asked=5), 0, True),
-        ("ask", fault(asked=6), 0, False),
+        ("ask", fault(asked=5), SETTLING_SECONDS, True),
+        ("ask", fault(asked=5), 0, False),
+        ("ask", fault(asked=6), SETTLING_SECONDS, False),
         ("ask", fault(asked=6), GRACE_SECONDS + 0.1, True),
         ("meet", fault(), 0, False),
         ("meet", fault(), 1e9, False),  # it comes, too
         ("meet", fault("disagree"), 1e9, False),
         ("meet", fault(attempts=1), 0, True),
-        ("connect", fault(), 0, True),
+        ("connect", fault(), SETTLING_SECONDS, True),
     ],
 )
 def test_what_ends_a_wait(kind: str, found: Fault, since: float, ends: bool) -> None:
@@ -100,8 +106,9 @@ def test_a_failure_of_the_attempt_before_ends_no_meeting() -> None:
 
 
 def test_faults_travel_as_text() -> None:
-    one = fault(issued={"g": 3}, asked=2, step=7, doing="the gather", attempts=1, proof=True)
-    assert Fault.loads(one.dumps()) == one
+    one = fault(issued={"g": 3}, asked=2, step=7, doing="the gather", attempts=1, meets={"3": 1.25})
+    assert Fault.loads(one.dumps(3)) == one
+    assert Fault.loads(one.dumps()) == Fault.loads(one.dumps(4)) == replace(one, meets={})
     error = one.error("the gather of layers.1")
     assert isinstance(error, PeerFailed) and (error.rank, error.step, error.unit) == (1, 7, "the gather")
     assert "rank 1 raised at step 7 in the gather: why" in str(error)

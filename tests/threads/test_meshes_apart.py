@@ -1,15 +1,16 @@
-"""Ranks that wait for others whose meshes are of other ranks (comm/roster.py): told apart from those that are slow, and
-from ranks that rightly differ."""
+"""Ranks that wait for others whose meshes are of other ranks: told apart from those that are slow, and from ranks that
+rightly differ (guard/diagnosis.py)."""
 
 from __future__ import annotations
 
 import gc
-import re
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard import fully_shard
-from fullshard.comm import RanksDisagree, control, domain, roster
+from fullshard import PeerFailed, RanksDisagree, fully_shard
+from fullshard.guard import Watch, watch
 from fullshard.runtime import unit_of
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
@@ -26,27 +27,32 @@ from tests.harness.threads import run_ranks
 from tests.threads.programs import Block, Model, batch, part, shard
 from tests.threads.test_agreement_legal import Experts
 
-# Who waits longer is asked where the others are. Those who are late come behind many times of that.
+# Who waits longer tells it, and somebody reads why. Those who are late come after many times of that.
 PATIENCE, LATE = 0.03, 0.5
+# In place of the time limit of a process group, for waits that nothing else ends.
+LIMIT = 2.0
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domain, "PATIENCE_SECONDS", PATIENCE)
-    monkeypatch.setattr(roster, "_FIRST_SECONDS", PATIENCE)
+    module = sys.modules[Watch.__module__]
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", PATIENCE)
+    monkeypatch.setattr(module, "pace", lambda ranks: PATIENCE)
+    monkeypatch.setattr(Watch, "_reading_seconds", lambda self: PATIENCE)
 
 
 @contextmanager
-def signs_of_life() -> Iterator[None]:
-    """What the monitor of a process does, for ranks that are threads."""
-    here, ends = control(), threading.Event()
+def watched(limit: float = 60.0) -> Iterator[None]:
+    """What the thread of a process does, for ranks that are threads."""
+    here, ends = watch(), threading.Event()
     assert here is not None
+    here.settings = replace(here.settings, limit_seconds=limit)
 
-    def beat() -> None:
-        while not ends.wait(0.005):
-            here.beat()
+    def looks() -> None:
+        while not ends.wait(0.01):
+            here.look()
 
-    thread = threading.Thread(target=beat, daemon=True)
+    thread = threading.Thread(target=looks, daemon=True)
     thread.start()
     try:
         yield
@@ -85,7 +91,7 @@ def slow_to_build(rank: int, on: Meshes) -> None:
 
 
 def slow_to_run(rank: int, on: Meshes) -> None:
-    """Behind a model of the same structure, and of the same values, on another mesh."""
+    """After a model of the same structure, and of the same values, on another mesh."""
     model, other = sharded(on.all), sharded(on.half)
     if rank >= 2:
         step(other, rank)
@@ -181,7 +187,7 @@ def frozen_copy(rank: int, on: Meshes) -> None:
     step(sharded(on.all), rank)
 
 
-def trial_behind_trial(rank: int, on: Meshes) -> None:
+def trial_after_trial(rank: int, on: Meshes) -> None:
     """Both halves train the same model before that for all; one is slower."""
     first = sharded(on.half)
     step(first, rank)
@@ -205,8 +211,6 @@ def built_again_and_again(rank: int, on: Meshes) -> None:
         time.sleep(LATE)
     model = sharded(on.all)
     step(model, rank)
-    here = control()
-    assert here is not None and len(here.roster._entries) == 1
 
 
 def experts(rank: int, on: Meshes) -> None:
@@ -233,7 +237,7 @@ def inner_first(rank: int, on: Meshes) -> None:
 LEGAL: list[Callable[[int, Meshes], None]] = [
     slow_to_build, slow_to_run, stages, stages_of_unlike_neighbours, teacher_and_student, unsharded_in_another_order,
     unsharded_before_the_rest, another_of_other_values, evaluated_before, in_mode_of_evaluation, frozen_copy,
-    trial_behind_trial, built_again_and_again, experts, inner_first,
+    trial_after_trial, built_again_and_again, experts, inner_first,
 ]  # fmt: skip
 
 
@@ -241,7 +245,7 @@ LEGAL: list[Callable[[int, Meshes], None]] = [
 def test_ranks_that_rightly_differ_are_waited_for(program: Callable[[int, Meshes], None]) -> None:
     def job(rank: int) -> None:
         meshes = Meshes()
-        with signs_of_life():
+        with watched():
             program(rank, meshes)
             dist.barrier()
 
@@ -249,25 +253,6 @@ def test_ranks_that_rightly_differ_are_waited_for(program: Callable[[int, Meshes
 
 
 # ---- ranks that never meet -----------------------------------------------------------------------------------
-
-
-def _error_of(rank: int, chosen: Callable[[int, Meshes], DeviceMesh], waiting: tuple[int, ...]) -> tuple[str, Any]:
-    """Of a forward; ranks that do not wait take part in it, and go on to live until all others were told."""
-    mesh = chosen(rank, Meshes())
-    store = control().store  # type: ignore[union-attr]
-    with signs_of_life():
-        model = sharded(mesh)
-        if rank in waiting:
-            with pytest.raises(RanksDisagree) as caught:
-                step(model, rank)
-            store.set(f"told {rank}", "")
-            found = str(caught.value), caught.value.by_rank
-        else:
-            step(model, rank)
-            found = "", {}
-        while not store.check([f"told {one}" for one in waiting]):
-            time.sleep(0.002)
-        return found
 
 
 def _axes(rank: int, on: Meshes) -> DeviceMesh:
@@ -290,50 +275,84 @@ def _turned(rank: int, on: Meshes) -> DeviceMesh:
     return pairs[rank]
 
 
-APART = {"axes": (_axes, (0, 1)), "all or half": (_all_or_half, (0, 1)), "by itself": (_by_itself, (0, 1, 2))}
+def _waits_in_vain(rank: int, chosen: Callable[[int, Meshes], DeviceMesh], waiting: tuple[int, ...]) -> str:
+    """The error of a forward; ranks that do not wait take part in it, and live on until all others were told."""
+    mesh = chosen(rank, Meshes())
+    here = watch()
+    assert here is not None
+    store = here.records.store
+    with watched(LIMIT):
+        model = sharded(mesh)
+        found = ""
+        if rank in waiting:
+            begun = time.monotonic()
+            with pytest.raises((RanksDisagree, PeerFailed)) as caught:
+                step(model, rank)
+            # A bound that a real limit would break, not a measurement.
+            assert time.monotonic() - begun < 20
+            store.set(f"told {rank}", "")
+            found = f"{caught.type.__name__}: {caught.value}"
+        else:
+            step(model, rank)
+        while not store.check([f"told {one}" for one in waiting]):
+            time.sleep(0.002)
+        return found
+
+
+APART = {
+    "axes": (_axes, (0, 1), "rank 2 in no call of fullshard's ("),
+    "all or half": (_all_or_half, (0, 1), "rank 2 in no call of fullshard's ("),
+    "by itself": (_by_itself, (0, 1, 2), "rank 3, which has not begun to train"),
+}
 
 
 @pytest.mark.parametrize("name", APART)
-def test_who_waits_in_vain_is_told_both_meshes(name: str) -> None:
-    chosen, waiting = APART[name]
-    found = run_ranks(4, _error_of, chosen, waiting)
-    mine = {"axes": r"cpu (2,) ('across',) of ranks [0, 2]"}.get(name, "cpu (4,) of ranks [0, 1, 2, 3]")
-    theirs = {"by itself": "cpu (1,) of ranks [3]"}.get(name, "cpu (2,) ('half',) of ranks [2, 3]")
-    expected = f"root: expected the same mesh on every rank, found {mine} on rank R and {theirs} on rank"
-    assert re.sub(r" on rank \d and", " on rank R and", found[0][0]).startswith(expected), found[0][0]
-    assert all("give fully_shard the same mesh" in found[rank][0] for rank in waiting)
-    by_rank: dict[int, str] = {}
-    for _, told in found:
-        by_rank |= told
-    # Of those that do not wait, the first that answered, or all.
-    assert by_rank.keys() - set(waiting)
-    assert all((mesh == theirs) == (rank not in waiting) for rank, mesh in by_rank.items())
+def test_who_waits_in_vain_for_ranks_that_train_is_told_where_these_are(name: str) -> None:
+    """At the time limit of the process group: that they will not come is known to nobody."""
+    chosen, waiting, where = APART[name]
+    found = run_ranks(4, _waits_in_vain, chosen, waiting)
+    for rank in waiting:
+        assert found[rank].startswith(
+            "PeerFailed: expected every rank to take part in the units and parameters of the model, found that rank"
+        )
+        assert "s, the time limit of the process group: it is rank" in found[rank]
+    assert where in found[0], found[0]
+    if name != "by itself":
+        assert "test_meshes_apart.py:" in found[0]
 
 
 def test_a_ring_of_ranks_each_of_which_waits_for_the_next() -> None:
-    found = run_ranks(4, _error_of, _turned, (0, 1, 2, 3))
-    assert all(text.startswith("root: expected the same mesh on every rank") for text, _ in found)
+    found = run_ranks(4, _waits_in_vain, _turned, (0, 1, 2, 3))
+    assert len(set(found)) == 1
+    assert found[0] == (
+        "RanksDisagree: expected all ranks to do the same, found ranks 0 to 3 waiting in the units and parameters of "
+        "the model: none of them can go on; make all ranks take the same calls in the same order"
+    )
 
 
-def test_what_fails_is_compared_again_from_the_beginning() -> None:
-    """Another attempt of a rank is no evidence against those that did not try again yet."""
+def test_what_failed_is_mended_by_all_together() -> None:
+    """Who was told, and who trained happily elsewhere, build the model anew on one mesh."""
 
     def job(rank: int) -> None:
         on = Meshes()
-        chosen = _axes(rank, on)
-        with signs_of_life():
-            model = sharded(chosen)
-            if rank < 2:
-                with pytest.raises(RanksDisagree):
-                    step(model, rank)
-            else:
+        model: Any = sharded(_axes(rank, on))
+        if rank < 2:
+            with watched(LIMIT), pytest.raises(PeerFailed):
                 step(model, rank)
-                with pytest.raises(RanksDisagree):
-                    for _ in range(1000):
-                        time.sleep(0.01)
-                        control().domain((2, 3)).refuse_failure()  # type: ignore[union-attr]
-                time.sleep(LATE)
-            step(sharded(on.across), rank)
+        else:
+            step(model, rank)
+        dist.barrier()
+        with watched():
+            model = sharded(on.across)
+            failed: list[str] = []
+            while len(failed) < 5:
+                try:
+                    step(model, rank)
+                    break
+                except (PeerFailed, RanksDisagree) as error:
+                    failed.append(str(error))
+            else:
+                raise AssertionError(f"they do not meet: {failed}")
             dist.barrier()
 
     run_ranks(4, job)
@@ -342,46 +361,13 @@ def test_what_fails_is_compared_again_from_the_beginning() -> None:
 # ---- where nobody is asked -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_told_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domain, "PATIENCE_SECONDS", 50.0)
-
+def test_one_rank_and_fake_groups_have_nobody_to_wait_for() -> None:
     def job(rank: int) -> None:
-        on = Meshes()
-        here = control()
-        assert here is not None
-        with signs_of_life():
-            model = sharded(on.all)
-            if rank == 1:
-                time.sleep(0.2)
-            for _ in range(3):
-                step(model, rank)
-        assert not any(here.store.check([f"fullshard/{what}/{rank}"]) for what in ("roots", "accused"))
-
-    run_ranks(4, job)
-
-
-def test_one_rank_and_fake_groups_have_no_roster() -> None:
-    def job(rank: int) -> None:
-        assert control() is None
+        assert watch() is None
         step(shard(seeded(Model)), rank)
 
     run_ranks(1, job)
     with fake_world(4):
-        assert control() is None
+        assert watch() is None
         on = Meshes()
         step(sharded(on.across), 0)
-
-
-def test_agree_none_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compared, and nothing is said to others."""
-    monkeypatch.setenv("FULLSHARD_AGREE", "none")
-
-    def job(rank: int) -> int:
-        on = Meshes()
-        with signs_of_life():
-            step(sharded(on.half), rank)
-            here = control()
-            assert here is not None
-            return len(here.roster._entries)
-
-    assert run_ranks(4, job) == [0] * 4

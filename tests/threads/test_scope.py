@@ -148,6 +148,47 @@ def test_an_exception_in_a_question_is_told(at: int) -> None:
     assert run_ranks(2, ranks) == [[1, 0, None, {0: "0", 1: "1"}]] * 2
 
 
+def test_nobody_finds_a_question_answered_that_another_rank_gave_up() -> None:
+    """It would go on with nobody."""
+
+    def ranks(rank: int) -> str:
+        scope = _scope()
+        store = scope.watch.records.store
+        if rank == 0:
+            begun = time.monotonic()
+
+            def check(keys: list[str]) -> bool:
+                if time.monotonic() - begun > 0.3:
+                    raise PeerFailed("it was lost", rank=1)
+                return bool(store.check(keys))
+
+            scope.watch.records.store = _But(store, check=check)  # type: ignore[assignment]
+            with pytest.raises(PeerFailed, match="it was lost"):
+                scope.agree("order", "gather layers.4")
+            scope.watch.records.store = store
+            store.set("gave up", "")
+        else:
+            while not store.check(["gave up"]):
+                time.sleep(0.001)
+            with pytest.raises(PeerFailed, match="it was lost"):
+                scope.agree("order", "gather layers.4")
+        scope.meet()
+        return str(scope.agree("order", "gather layers.4"))
+
+    assert run_ranks(2, ranks) == ["None"] * 2
+
+
+class _But:
+    """A store with some other methods."""
+
+    def __init__(self, store: Any, **others: Any) -> None:
+        self._store = store
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 def test_a_meeting_begins_an_epoch() -> None:
     """Whoever failed or only follows; what was told before is over. Who was in a wait is not where the others are."""
 

@@ -37,6 +37,11 @@ def launch_together(
     return process_group._end_coalescing(device)
 
 
+def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:
+    """What carries messages of `device` for `process_group`. Its calls are no operators, as modes and tracers see them."""
+    return process_group._get_backend(device)
+
+
 def default_store() -> Any:
     """The store of the default process group, by a connection of our own: one that waits holds up nobody else."""
     return cast(Any, distributed_c10d._get_default_store()).clone()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch_compat import backend_of
 from ..guard import Scope, scope_of
 from .data_group import DataGroup
 from .group import all_reduce_over
@@ -71,7 +72,8 @@ def alike(scope: Scope, said: str) -> bool | None:
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     # Along one axis after the other; data groups were opened in the order of the mesh's axes.
     for group in groups:
-        group.issue(group.group.allreduce, [extremes], options).wait()
+        # The backend's own: who counts messages, or traces them, counts those of the model.
+        group.issue(backend_of(group.group, extremes.device).allreduce, [extremes], options).wait()
     most, least = extremes.tolist()
     return bool(most == -least)
 

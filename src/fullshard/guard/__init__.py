@@ -1,13 +1,18 @@
 """Ranks agree on what they do, failures have names, waits end. Knows neither units nor checkpoints.
 
-`watch` (one for a process: signs of life, waits, who finds out), `scope` (the ranks of a mesh: questions, failures,
-meetings), `wait` (the one way to wait), `diagnosis` (why waits last), `store` (what stands in the store), `process`
-(what can be seen of one from outside), `fault` and `errors` (what is told and raised), `order` (the order of messages,
-pure), `facts` (what a rank did to its shards, pure), `structure` (what a model is, pure), `question` (questions about
-long texts), `settings` (what users choose).
+`watch` (one for a process: signs of life, waits, who finds out), `current` (that of the process group of now, and its
+end), `scope` (the ranks of a mesh: questions, failures, meetings), `wait` (the one way to wait), `diagnosis` (why waits
+last), `store` (what stands in the store), `process` (what can be seen of one from outside), `fault` and `errors` (what
+is told and raised), `order` (the order of messages, pure), `facts` (what a rank did to its shards, pure), `structure`
+(what a model is, pure), `question` (questions about long texts), `settings` (what users choose).
 """
 
 from . import structure as structure
+from .current import has_peers as has_peers
+from .current import is_current as is_current
+from .current import mode as mode
+from .current import scope_of as scope_of
+from .current import watch as watch
 from .errors import PeerFailed as PeerFailed
 from .errors import RanksDisagree as RanksDisagree
 from .fault import Fault as Fault
@@ -30,8 +35,3 @@ from .structure import variants as variants
 from .wait import Wait as Wait
 from .wait import wait_until as wait_until
 from .watch import Watch as Watch
-from .watch import has_peers as has_peers
-from .watch import is_current as is_current
-from .watch import mode as mode
-from .watch import scope_of as scope_of
-from .watch import watch as watch

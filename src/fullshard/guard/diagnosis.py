@@ -53,6 +53,11 @@ class Record:
         found: Mapping[str, Any] | None = self.said.get("far", {}).get(scope)
         return found
 
+    def waits_in(self, scope: str, epoch: int) -> bool:
+        """Whether it waits for what its ranks send in that epoch."""
+        wait = self.wait or {"kind": "", "scope": "", "epoch": 0}
+        return wait["kind"] in ("ask", "message", "connect") and (wait["scope"], wait["epoch"]) == (scope, epoch)
+
     def has_come(self, wait: Mapping[str, Any]) -> bool:
         """Whether it has done what another rank, which is in `wait`, waits for."""
         if wait["kind"] == "torch":
@@ -125,9 +130,9 @@ class Reader:
         how = {"stopped": "it is stopped", "exists": "it exists and does nothing", "gone": "it has ended"}
         return f"gave no sign of life for {silence:g} s: {how.get(what, 'killed, stopped or hanging')}{record.place}"
 
-    def stuck(self, records: Mapping[int, Record]) -> dict[int, Record]:
-        """Ranks that wait for each other, seen twice."""
-        found = stuck(records)
+    def stuck(self, records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -> dict[int, Record]:
+        """Ranks that wait for each other, seen twice. `over`: scopes and epochs in which somebody failed."""
+        found = stuck(records, over)
         waits = frozenset((rank, record.said["wait"]["since"]) for rank, record in found.items())
         before, self._stuck = self._stuck, waits
         return found if waits and waits == before else {}
@@ -160,11 +165,10 @@ def _alike(wait: Mapping[str, Any]) -> tuple[object, ...]:
     return wait["kind"], wait["scope"], wait["epoch"], name, wait["number"], str(wait["ranks"])
 
 
-def stuck(records: Mapping[int, Record]) -> dict[int, Record]:
+def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -> dict[int, Record]:
     """The greatest set of ranks each of which waits for one of the set: nobody of them can go on."""
-    over = {
-        (scope, said["epoch"]) for record in records.values() for scope, said in record.said.get("failed", {}).items()
-    }
+    failed = [one for record in records.values() for one in record.said.get("failed", {}).items()]
+    over = {*over, *((scope, said["epoch"]) for scope, said in failed)}
     waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record, over)}
     # Ranks by what they wait for, and of that the ranks that have not come and wait themselves.
     members: dict[tuple[object, ...], list[int]] = {}
@@ -221,8 +225,8 @@ def _proves(record: Record, over: Container[tuple[str, int]]) -> bool:
 
 def meetings(found: Mapping[int, Record], scope: str) -> dict[str, float]:
     """Since when ranks of `found` meet in that scope: what a fault ends of these."""
-    waits = {rank: record.said["wait"] for rank, record in found.items()}
-    return {str(rank): one["since"] for rank, one in waits.items() if (one["kind"], one["scope"]) == ("meet", scope)}
+    waits = [(rank, record.wait) for rank, record in found.items() if record.wait is not None]
+    return {str(rank): one["since"] for rank, one in waits if (one["kind"], one["scope"]) == ("meet", scope)}
 
 
 def disagreement(found: Mapping[int, Record], explain: Callable[[Mapping[int, Record]], str | None]) -> str:
@@ -273,7 +277,7 @@ def late(wait: Mapping[str, Any], records: Mapping[int, Record], own: int, secon
         f"did not come to {wait['what']} for {seconds:.0f} s, the time limit of the process group: it is "
         f"{told[0]}{others}"
     )
-    return Fault(absent[0], "late", text, wait["scope"], wait["epoch"])
+    return Fault(absent[0], "late", text, wait["scope"], wait["epoch"], meets=meetings(records, wait["scope"]))
 
 
 def _whereabouts(rank: int, record: Record | None) -> str:

@@ -21,7 +21,7 @@ last comparison (deeds), in order:
     messages of which no order is known yet     first step   on a device alone: elsewhere they are compared before
 
 The number of steps taken is the number of their deeds. Two ranks whose ledgers say the same have the same digest; where
-digests differ, ranks tell each other the ledgers (`Ledger.seal`) and `differences` finds what differs, the cause first.
+digests differ, ranks tell each other the ledgers (`Sealed.text`) and `differences` finds what differs, the cause first.
 """
 
 from __future__ import annotations
@@ -89,24 +89,39 @@ class Difference(NamedTuple):
         return {rank: value for value, ranks in self.values for rank in ranks}
 
 
+class Sealed(NamedTuple):
+    """What is compared: what was done, what stands, and of replicas the ranks that have the same and what they have."""
+
+    deeds: tuple[Deed, ...]
+    standing: tuple[Fact, ...]
+    replicas: tuple[str, tuple[Fact, ...]] | None
+    # Of what all ranks have the same of; and of what replicas have besides, 0 where they have nothing.
+    digest: int
+    shared: int
+
+    @property
+    def text(self) -> str:
+        """All of it, as ranks tell it to each other; made only where digests differ."""
+        return _dumps([self.deeds, self.standing, self.replicas])
+
+
 class Ledger:
     """See the module."""
 
     def __init__(self) -> None:
         self._standing: dict[str, Fact] = {}
         self.deeds: list[Deed] = []
-        # What only some of the ranks have the same of, and those ranks: the shards of which they hold copies.
         self._replicas: tuple[str, tuple[Fact, ...]] | None = None
-        # Of the last comparison: what it was made of, as text, and its digests.
-        self._compared: list[Deed] | None = None
-        self._text = ""
-        self._digests = (0, 0)
+        # What stands, in order, and its digest; None: something changed. Digests of deeds, of which most come again.
+        self._stands: tuple[tuple[Fact, ...], int] | None = None
+        self._known: dict[Deed, int] = {}
+        self._last: Sealed | None = None
 
     def stand(self, fact: Fact) -> None:
         """`fact` holds from now on, in the place of what stood under its name."""
         if self._standing.get(fact.name) != fact:
             self._standing[fact.name] = fact
-            self._compared = None
+            self._stands = None
 
     def do(self, deed: Deed) -> None:
         """It was done."""
@@ -119,24 +134,37 @@ class Ledger:
     def share(self, among: str, facts: Sequence[Fact]) -> None:
         """For the next comparison: the ranks `among` have the same of these."""
         self._replicas = among, tuple(facts)
-        self._compared = None
 
-    def seal(self) -> tuple[str, tuple[int, int]]:
-        """All of it, as ranks tell it to each other, and two digests: of what all ranks have the same of, and of what
-        replicas have besides (0: nothing). What was done is past then. In a steady state one comparison of lists."""
-        deeds, self.deeds = self.deeds, []
-        if self._compared is None or self._compared != deeds:
-            standing = sorted(self._standing.values())
-            replicas, self._replicas = self._replicas, None
-            self._text = _dumps([deeds, standing, replicas])
-            shared = 0 if replicas is None else digest_of(_dumps(replicas[1]))
-            self._digests = digest_of(_dumps([deeds, standing])), shared
-            self._compared = deeds if replicas is None else None
-        return self._text, self._digests
+    def seal(self) -> Sealed:
+        """All of it. What was done is past then. Where nothing changed it is the same object as the last time."""
+        deeds, self.deeds = tuple(self.deeds), []
+        last, replicas = self._last, self._replicas
+        if last is not None and self._stands is not None and replicas is None and deeds == last.deeds:
+            return last
+        if self._stands is None:
+            facts = tuple(sorted(self._standing.values()))
+            self._stands = facts, digest_of(_dumps(facts))
+        standing, digest = self._stands
+        parts = [digest, *map(self._digest, deeds)]
+        digest = digest_of(",".join(map(str, parts)))
+        self._replicas = None
+        shared = 0 if replicas is None else digest_of(_dumps(replicas[1]))
+        sealed = Sealed(deeds, standing, replicas, digest, shared)
+        self._last = sealed if replicas is None else None
+        return sealed
+
+    def _digest(self, deed: Deed) -> int:
+        known = self._known.get(deed)
+        if known is None:
+            if len(self._known) >= _MOST_DEEDS:
+                self._known.clear()
+            text = "\0".join([deed.name, *(part for fact in deed.facts for part in fact)])
+            known = self._known[deed] = digest_of(text)
+        return known
 
     def forget(self) -> None:
         """What was done is no matter any more: ranks begin anew, and some were further than others."""
-        self.deeds, self._replicas, self._compared = [], None, None
+        self.deeds, self._replicas = [], None
 
 
 def digest_of(text: str) -> int:

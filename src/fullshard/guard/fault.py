@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from .errors import PeerFailed, RanksDisagree
 
@@ -41,12 +41,15 @@ class Fault:
     attempts: int = 0
     # The exception is not known yet: it is told again, with that.
     vague: bool = False
-    # Ranks wait for each other: by rank, since when it meets after a failure, which is in vain too. That wait and no
-    # other one of a meeting.
+    # Of what was found out: by rank, since when it meets after a failure, which is in vain too. That meeting and no
+    # other one.
     meets: Mapping[str, float] = field(default_factory=dict)
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+    def dumps(self, rank: int = -1) -> str:
+        """For `rank`: of the meetings its own. Ten thousand are too many for a text."""
+        one = str(rank)
+        meets = {one: self.meets[one]} if one in self.meets else {}
+        return json.dumps(asdict(replace(self, meets=meets)), separators=(",", ":"))
 
     @staticmethod
     def loads(text: str | bytes) -> Fault:

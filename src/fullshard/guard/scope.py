@@ -123,15 +123,20 @@ class Scope:
         digest = hashlib.blake2s(f"{what}\0{value}".encode(), digest_size=12).hexdigest()
         if store.add(f"{key}/{digest}", 1) == 1:
             store.set(f"{key}/text/{digest}", json.dumps([what, value]))
-        last = store.add(f"{key}/all", 1) == len(self.ranks)
-        # After the vote: who is interrupted before it counts as one who did not come.
-        self.asked = number + 1
-        if last:
-            same = store.add(f"{key}/{digest}", 0) == len(self.ranks)
-            self._give_up_keys(number)
-            store.set(f"{key}/verdict", f"same {digest}" if same else "differ")
-        else:
-            self._wait_for(f"{key}/verdict", number, what, value)
+        last = False
+        try:
+            last = store.add(f"{key}/all", 1) == len(self.ranks)
+            # After the vote: who is interrupted before it counts as one who did not come.
+            self.asked = number + 1
+            if last:
+                same = store.add(f"{key}/{digest}", 0) == len(self.ranks)
+                self._give_up_keys(number)
+                store.set(f"{key}/verdict", f"same {digest}" if same else "differ")
+            else:
+                self._wait_for(f"{key}/verdict", number, what, value)
+        except BaseException as error:
+            if not self._is_answered(key, error):
+                raise
         if store.get(f"{key}/verdict") != b"differ":
             return None
         self.watch.records.append(f"{key}/who", f"{self.rank}:{digest} ")
@@ -148,6 +153,21 @@ class Scope:
             rank: f"{asked}: {text}" if several else text for ranks, asked, text in answers for rank in ranks_of(ranks)
         }
         return dict(sorted(told.items()))
+
+    def _is_answered(self, key: str, error: BaseException) -> bool:
+        """`error` left a question: who comes to it now must not find it answered, and go on with nobody. Whether it was
+        answered before, so that the others go on, and this rank may."""
+        store, world = self.watch.records.store, len(self.ranks)
+        with suppress(RuntimeError, OSError):
+            # The sum of the votes, and of `world` for each that gave up.
+            if store.add(f"{key}/all", world) % world or not isinstance(error, PeerFailed | RanksDisagree):
+                return False
+            for _ in range(100):
+                if store.check([f"{key}/verdict"]):
+                    self.has_raised = False
+                    return True
+                self.watch.host.sleep(0.01)
+        return False
 
     def _all_told(self, key: str, found: dict[str, list[int]]) -> bool:
         pairs = dict(pair.split(":") for pair in self.watch.records.read(f"{key}/who").split())
@@ -201,7 +221,7 @@ class Scope:
         with suppress(RuntimeError, OSError):
             self.watch.post()
             if self.watch.records.store.add(f"{self.base}/told", 1) <= _TELLERS:
-                self.watch.records.tell(self.ranks, self.telling(fault))
+                self.watch.tell(self.ranks, self.telling(fault))
 
     def interrupted(self, error: BaseException, where: str) -> None:
         """An exception left a wait of this scope: the epoch is over. Others are told, unless it was one of theirs that
@@ -218,10 +238,10 @@ class Scope:
         """What was heard of others in this epoch, in order."""
         return [fault for fault, _ in list(self.heard) if fault.epoch == self.epoch and self.is_of_others(fault)]
 
-    def telling(self, fault: Fault) -> list[str]:
+    def telling(self, fault: Fault) -> list[Fault]:
         """`fault` as it is told, after what was heard before: who tells overwrites what others have told."""
         known = [heard for heard, _ in list(self.heard)[-3:] if heard.epoch == self.epoch and heard != fault]
-        return [*self.watch.elsewhere[-3:], *(one.dumps() for one in (*known, fault))]
+        return [*known, fault]
 
     def is_of_others(self, fault: Fault) -> bool:
         """Whether it is a reason for this rank to end its waits."""

@@ -77,15 +77,16 @@ class Records:
                     mail += json.loads(found)["mail"]
         return mail
 
-    def tell(self, ranks: Iterable[int], texts: Sequence[str]) -> None:
-        """Leave `texts` for `ranks`: one request."""
-        keys = [self.key(rank) for rank in ranks if rank != self.rank]
-        mail = f"{_MAIL}{json.dumps(list(texts))}}}"
+    def tell(self, ranks: Iterable[int], texts: Sequence[str], own: Mapping[int, Sequence[str]] | None = None) -> None:
+        """Leave `texts` for `ranks`: one request. `own`: for some of them others."""
+        told = [rank for rank in ranks if rank != self.rank]
+        keys, mail, own = [self.key(rank) for rank in told], _mail(texts), own or {}
+        mails = [_mail(own[rank]) if rank in own else mail for rank in told]
         if keys and self._beside.has_extended_api():
-            self._beside.multi_set(keys, [mail] * len(keys))
+            self._beside.multi_set(keys, mails)
         elif keys:
-            for key in keys:
-                self._beside.set(key, mail)
+            for key, one in zip(keys, mails, strict=True):
+                self._beside.set(key, one)
 
     def joined(self) -> frozenset[int]:
         """The ranks that have a record."""
@@ -123,6 +124,10 @@ class Records:
             return _text(store.get(key))
         parts = [f"{key}/{number}" for number in range(1, store.add(key, 0) + 1)]
         return "".join(_text(store.get(part)) for part in parts if store.check([part]))
+
+
+def _mail(texts: Sequence[str]) -> str:
+    return f"{_MAIL}{json.dumps(list(texts))}}}"
 
 
 def _text(found: bytes | str) -> str:

@@ -129,11 +129,10 @@ class Wait:
 
     def is_ended_by(self, fault: Fault, since: float) -> bool:
         """Whether it is in vain because of `fault`, of its own scope and epoch, known for `since` seconds."""
-        if fault.kind in ("lost", "late"):
-            return True
         if self.kind == "meet":
             # Who meets has failed, as that rank has. But one that ended does not come; and one that failed once more
-            # often did so in the attempt that this rank wants to begin.
+            # often did so in the attempt that this rank wants to begin. One that was lost may have come back: what
+            # was found out about it ends the meetings that were waited for then.
             if fault.kind == "ended" or self.scope is None:
                 return True
             return fault.attempts > self.scope.attempts or fault.meets.get(str(self.scope.rank)) == self.since

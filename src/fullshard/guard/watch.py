@@ -15,21 +15,19 @@ It sends no message and raises nothing: a wait in vain is ended, and the wait ra
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import active_collectives, default_store, issued_by_group, known_groups, timeout_of
+from .._torch_compat import active_collectives, issued_by_group, known_groups
 from . import diagnosis, process
 from .diagnosis import Reader, Record
 from .fault import Fault
@@ -47,12 +45,10 @@ _TICK_SECONDS = 0.25
 _LATE_SECONDS = 2.0
 # So many looks in a row without the store: the process that served it is gone.
 _STORE_FAILURES = 4
-# How long the process that serves the store waits at its end for others to read why.
-_LAST_SECONDS = 6.0
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
 # So many faults of other scopes go with what is told of one.
-_ELSEWHERE = 3
+_LATELY = 8
 
 
 class Waiting(Protocol):
@@ -81,6 +77,8 @@ class Watch:
         self.is_watched = False
         # Threads of this process that send messages beside the model's.
         self.beside = 0
+        # Whether its process group is still the one that is there.
+        self.is_current: Callable[[], bool] = lambda: True
         self._beside_lock = threading.Lock()
         self.ended: str | None = None
         self._process = os.getpid()
@@ -99,8 +97,10 @@ class Watch:
         self._told: set[tuple[object, ...]] = set()
         # Of scopes in which this rank was not yet.
         self._unheard: list[tuple[Fault, float]] = []
-        # Faults of scopes that this rank is not in, as they were told: to be told again with whatever overwrites them.
-        self.elsewhere: list[str] = []
+        # By scope, who waited there at the last reading though its epoch is over.
+        self._still: dict[str, set[int]] = {}
+        # What was told last, of whatever scope: it is told again with whatever overwrites it.
+        self._lately: list[Fault] = []
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
         self._claimed_for: object = None
         self._takeovers: dict[str, int] = {}
@@ -315,7 +315,7 @@ class Watch:
         for scope in known:
             scope.hear(fault, now)
         if not known:
-            self._unheard = [*self._unheard[-_ELSEWHERE:], (fault, now)]
+            self._unheard = [*self._unheard[-_LATELY:], (fault, now)]
         if self._torch is not None and fault.kind == "disagree" and not self._warned:
             # Nobody can end that wait: it is in a group of the user's.
             self._warned = True
@@ -399,7 +399,15 @@ class Watch:
         for rank in scope.ranks:
             if rank != self.rank and rank in records and (text := self._reader.lost(records[rank], silence, now)):
                 self._deliver(scope, self._found(scope, rank, "lost", text, records), now)
-        stuck = self._reader.stuck(records)
+        told = scope.causes()
+        if told:
+            # Who waits there still has not read it, or somebody else overwrote it.
+            still = {rank for rank in waiting if records[rank].waits_in(scope.name, scope.epoch)}
+            if again := still & self._still.get(scope.name, set()):
+                self.tell(again, scope.telling(told[-1]))
+            self._still[scope.name] = still
+        over = {(one.name, one.epoch) for one in list(self.scopes.values()) if one.causes()}
+        stuck = self._reader.stuck(records, over)
         # Once; but who raises because of that, and tries again, may wait in vain again.
         if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
             self._disagree(stuck, now)
@@ -410,7 +418,8 @@ class Watch:
         record = records.get(rank)
         step = record.said.get("step", -1) if record is not None else -1
         doing = record.said.get("doing", "") if record is not None else ""
-        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing)
+        meets = diagnosis.meetings(records, scope.name)
+        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing, meets=meets)
 
     def _disagree(self, found: Mapping[int, Record], now: float) -> None:
         """Tell all scopes in which somebody of `found` waits."""
@@ -429,8 +438,7 @@ class Watch:
             if scope is not None and scope.epoch == epoch:
                 self._deliver(scope, fault, now)
             else:
-                self.elsewhere.append(fault.dumps())
-                self.records.tell(ranks, self.elsewhere[-_ELSEWHERE:])
+                self.tell(ranks, [fault])
 
     def _explained(self, found: Mapping[int, Record]) -> str | None:
         """The words of a question for why some ask it while others wait elsewhere."""
@@ -450,13 +458,23 @@ class Watch:
                     return explain(wait["also"], asking, others[0])
         return None
 
+    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
+        """Leave `faults` for `ranks`, with what was told before: the mail that has that may not have been read."""
+        epochs = {scope.name: scope.epoch for scope in list(self.scopes.values())}
+        lately = [one for one in self._lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
+        self._lately = said = [*lately, *faults][-_LATELY:]
+        ends = {int(rank) for one in said for rank in one.meets}
+        self.records.tell(
+            ranks, [one.dumps() for one in said], {rank: [one.dumps(rank) for one in said] for rank in ends}
+        )
+
     def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:
         said = (fault.attempts, fault.vague, *sorted(fault.meets.items()))
         known = (fault.rank, fault.kind, fault.scope, fault.epoch, *said)
         if known not in self._told:
             self._told.add(known)
             scope.hear(fault, now)
-            self.records.tell(scope.ranks, scope.telling(fault))
+            self.tell(scope.ranks, scope.telling(fault))
             for waiting in self._registered().values():
                 self._end_by_what_is_known(waiting, now)
 
@@ -472,8 +490,7 @@ class Watch:
             # A few tell everybody; who ends later is found by its record.
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
-                texts = [text for scope in self.scopes.values() for text in scope.telling(self._end_of(scope))]
-                self.records.tell(ranks, [*self.elsewhere[-_ELSEWHERE:], *texts])
+                self.tell(ranks, [one for scope in self.scopes.values() for one in scope.telling(self._end_of(scope))])
 
     def _end_of(self, scope: Scope) -> Fault:
         text = self.ended or ""
@@ -528,7 +545,7 @@ class _Thread(threading.Thread):
         failures = 0
         while not self.ends.wait(_TICK_SECONDS):
             watch = self._watch()
-            if watch is None or not (watch.beside or is_current(watch)):
+            if watch is None or not (watch.beside or watch.is_current()):
                 return  # the process group was destroyed, and no save in the background outlives it
             try:
                 watch.look()
@@ -540,88 +557,3 @@ class _Thread(threading.Thread):
                 if failures == _STORE_FAILURES:
                     watch.without_store()
             del watch
-
-
-# ---- of the process group that is there now --------------------------------------------------------------------
-
-_watches: dict[int, tuple[weakref.ref[dist.ProcessGroup], Watch | None]] = {}
-# The last one that was made: it says that the process ends, also where the process group was destroyed before.
-_latest: list[Watch] = []
-
-
-def watch() -> Watch | None:
-    """This process's; None where nobody is to be told anything (no process group, a fake one, a world of one)."""
-    if not dist.is_initialized():
-        return None
-    world = dist.group.WORLD
-    assert world is not None
-    key = id(world)
-    known = _watches.get(key)
-    if known is not None and known[0]() is world:
-        return known[1]
-    silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
-    settings = Settings.read(1800.0 if silent else timeout_of(world))
-    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
-    _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
-    if made is not None:
-        _latest[:] = [made]
-    return made
-
-
-def is_current(which: Watch) -> bool:
-    """Whether `which` is of the process group that is there now. From any thread."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    known = None if world is None else _watches.get(id(world))
-    return known is not None and known[0]() is world and known[1] is which
-
-
-def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
-    """The scope of these ranks; None where they have nobody to ask."""
-    here = watch()
-    return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
-
-
-def mode() -> str:
-    """What ranks compare (settings.py), also where there is nobody to compare with."""
-    here = watch()
-    return here.settings.mode if here is not None else Settings.read(0.0).mode
-
-
-def has_peers() -> bool:
-    """Whether this process has somebody to ask."""
-    return watch() is not None
-
-
-def _forked() -> None:
-    """A forked child is no rank: it has no thread, and must not speak in its parent's name. In a process group that it
-    makes itself it is."""
-    _watches.clear()
-    _latest.clear()
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is not None:
-        _watches[id(world)] = (weakref.ref(world), None)
-
-
-def _end() -> None:
-    known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
-    if not _watches and not known:
-        with suppress(Exception):
-            # Others may wait for this rank at their first use; it may end because of a setting that was refused.
-            world = dist.group.WORLD if dist.is_initialized() else None
-            if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
-                known = [Watch(default_store(), default_store(), world.rank(), Settings())]
-    ending = list(dict.fromkeys(known))
-    for one in ending:
-        one.stop()
-    for one in ending:
-        one.join(2)
-    error = getattr(sys, "last_value", None)
-    text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
-    for one in ending:
-        one.end(text)
-        if one.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            one.wait_for_readers(_LAST_SECONDS)
-
-
-os.register_at_fork(after_in_child=_forked)
-atexit.register(_end)

@@ -20,6 +20,7 @@ from ..guard.facts import Deed, Fact, digest_of
 # Options that say how a step is computed and not what.
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 _LOOKED_AT = 16
+_UNKNOWN = object()
 _PLAIN = (int, float, bool, str, complex, type(None))
 
 # Where a parameter belongs: the key of its mesh, and its dotted name.
@@ -31,9 +32,10 @@ class _Part:
 
     def __init__(self, groups: Sequence[int], params: Sequence[Tensor], names: Sequence[str]) -> None:
         # Positions of its groups that have parameters of the mesh; these, group by group, and their names.
-        self.groups, self.params, self.names = tuple(groups), list(params), tuple(names)
+        self.groups = {position: place for place, position in enumerate(groups)}
+        self.params, self.names = list(params), tuple(names)
         self.listed = f"{len(names)}, {digest_of(chr(10).join(names)):016x}"
-        self.options: tuple[Fact, ...] = ()
+        self.options: dict[tuple[int, str], Fact] = {}
         self.states = 0
         self.counter: float | None = None
         # Whose gradients are looked at: what is done to gradients between backward and step is done to all of them, and
@@ -49,7 +51,9 @@ class OptimizerFacts:
     def __init__(self, optimizer: Optimizer, places: Places) -> None:
         self._name = type(optimizer).__name__
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
+        # Options of all groups as they were, and (position of the group, key) of each.
         self._raw: list[Any] | None = None
+        self._names: list[tuple[int, str]] = []
         self._states = -1
         self._state = optimizer.state
         found: dict[Any, tuple[dict[int, None], list[Tensor], list[str]]] = {}
@@ -83,12 +87,8 @@ class OptimizerFacts:
             for key, value in group.items()
             if key not in _HOW
         ]
-        changed = raw != self._raw
-        if changed:
-            self._raw = raw
-            for part in self.parts.values():
-                part.options = tuple(self._options(groups, part))
-                part.made_of = None
+        if raw != self._raw:
+            self._note_options(groups, raw)
         if _changes_nothing(groups):
             return
         replaced = self._state is not optimizer.state
@@ -102,20 +102,29 @@ class OptimizerFacts:
                 part.made_of, part.deed = made_of, self._deed(part, *made_of)
             do(key, part.deed)
 
-    def _options(self, groups: Sequence[Mapping[str, Any]], part: _Part) -> list[Fact]:
-        several = len(part.groups) > 1
-        return [
-            Fact("optimizer", f"{key} of {f'group {place} of ' if several else ''}the optimizer", text_of(value))
-            for place, position in enumerate(part.groups)
-            for key, value in groups[position].items()
-            if key not in _HOW
-        ]
+    def _note_options(self, groups: Sequence[Mapping[str, Any]], raw: list[Any]) -> None:
+        """Some option changed: a schedule does that in each step, to one of many."""
+        before, self._raw = self._raw, raw
+        names = [(position, key) for position, group in enumerate(groups) for key in group if key not in _HOW]
+        if before is None or names != self._names:
+            before, self._names = [_UNKNOWN] * len(raw), names
+            for part in self.parts.values():
+                part.options = {}
+        for (position, key), value, old in zip(names, raw, before, strict=True):
+            if value is old or value == old:
+                continue
+            for part in self.parts.values():
+                place = part.groups.get(position)
+                if place is not None:
+                    of = f"group {place} of the optimizer" if len(part.groups) > 1 else "the optimizer"
+                    part.options[position, key] = Fact("optimizer", f"{key} of {of}", text_of(value))
+                    part.made_of = None
 
     def _deed(self, part: _Part, state: str, gradients: str) -> Deed:
         facts = (
             Fact("optimizer", "class of the optimizer", self._name),
             Fact("parameters", "parameters of the optimizer", part.listed),
-            *part.options,
+            *part.options.values(),
             Fact("state", "state of the optimizer", state),
             Fact("gradients", "gradients that the optimizer took", gradients),
         )

@@ -118,6 +118,9 @@ class Root:
         """Report that a forward of `unit` begins. Whether this is a use of its own, not a repetition in backward; and
         whether another forward of `unit` is running."""
         if not self._agreed and not self.provisional:
+            # Where a peer failed since, it waits for all to come together.
+            if self.peers.meet():
+                self.abandon()
             # Which of them look has to be the same on all ranks: some may have memory without values, others values.
             self.unproven = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven)
             self._agreed = True  # behind it: when a peer fails before it comes here, all ask again

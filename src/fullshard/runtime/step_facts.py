@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ..comm import Comparison, Digits, ReduceChannel
 from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
-from ..guard.facts import ADVICE, Deed, Fact, Ledger, differences, digest_of, first_unlike
+from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, text_of
@@ -47,7 +47,7 @@ class _Sent(NamedTuple):
     """A comparison under way, and what was compared."""
 
     comparison: Comparison
-    text: str
+    sealed: Sealed
 
 
 class _Mesh:
@@ -195,14 +195,14 @@ class StepFacts:
         mesh = self._mesh_of(unit, position)
         if mesh is None or mesh.sent is not None or keep or not channel.carries:
             return None
-        text, (digest, shared) = self._seal(mesh)
-        key = unit.device, digest
+        sealed = self._seal(mesh)
+        key = unit.device, sealed.digest
         digits = mesh.digits.get(key)
         if digits is None:
             if len(mesh.digits) > 8:
                 mesh.digits.clear()
-            digits = mesh.digits[key] = Digits(digest, unit.device)
-        mesh.sent = _Sent(Comparison(digits, shared), text)
+            digits = mesh.digits[key] = Digits(sealed.digest, unit.device)
+        mesh.sent = _Sent(Comparison(digits, sealed.shared), sealed)
         return mesh.sent.comparison
 
     def compare(self) -> None:
@@ -233,7 +233,7 @@ class StepFacts:
                 continue
             if trains and mesh.forwards >= mesh.next_question:
                 mesh.next_question = 2 if mesh.forwards < 2 else mesh.next_question * _LOOKS
-            self._refuse(mesh, mesh.scope, self._seal(mesh)[0])
+            self._refuse(mesh, mesh.scope, self._seal(mesh).text)
 
     def _only_native(self, mesh: _Mesh) -> bool:
         root = self._root()
@@ -243,7 +243,7 @@ class StepFacts:
 
     def _look(self, mesh: _Mesh, sent: _Sent) -> None:
         if sent.comparison.differs() and mesh.scope is not None:
-            self._refuse(mesh, mesh.scope, sent.text)
+            self._refuse(mesh, mesh.scope, sent.sealed.text)
 
     def _refuse(self, mesh: _Mesh, scope: Scope, text: str) -> None:
         """Ask the others what they have, and raise what differs, if it may not."""
@@ -277,7 +277,7 @@ class StepFacts:
 
     # ---- what holds now ------------------------------------------------------------------------------------
 
-    def _seal(self, mesh: _Mesh) -> tuple[str, tuple[int, int]]:
+    def _seal(self, mesh: _Mesh) -> Sealed:
         if mesh.scope is not None and mesh.scope.epoch != mesh.epoch:
             mesh.epoch = mesh.scope.epoch
             mesh.begin_anew()

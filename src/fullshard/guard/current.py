@@ -1,0 +1,105 @@
+"""The watch of the process group that is there now, and what is said when the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch.distributed as dist
+
+from .._torch_compat import default_store, timeout_of
+from .scope import Scope
+from .settings import Settings
+from .watch import Watch
+
+# How long the process that serves the store waits at its end for others to read why.
+_LAST_SECONDS = 6.0
+
+_watches: dict[int, tuple[weakref.ref[dist.ProcessGroup], Watch | None]] = {}
+# The last one that was made: it says that the process ends, also where the process group was destroyed before.
+_latest: list[Watch] = []
+
+
+def watch() -> Watch | None:
+    """This process's; None where nobody is to be told anything (no process group, a fake one, a world of one)."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    key = id(world)
+    known = _watches.get(key)
+    if known is not None and known[0]() is world:
+        return known[1]
+    silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
+    settings = Settings.read(1800.0 if silent else timeout_of(world))
+    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
+    _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
+    if made is not None:
+        made.is_current = partial(is_current, weakref.ref(made))
+        _latest[:] = [made]
+    return made
+
+
+def is_current(which: Watch | weakref.ref[Watch]) -> bool:
+    """Whether `which` is of the process group that is there now. From any thread."""
+    which_now = which() if isinstance(which, weakref.ref) else which
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = None if world is None else _watches.get(id(world))
+    return known is not None and known[0]() is world and known[1] is which_now
+
+
+def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
+    """The scope of these ranks; None where they have nobody to ask."""
+    here = watch()
+    return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
+
+
+def mode() -> str:
+    """What ranks compare (settings.py), also where there is nobody to compare with."""
+    here = watch()
+    return here.settings.mode if here is not None else Settings.read(0.0).mode
+
+
+def has_peers() -> bool:
+    """Whether this process has somebody to ask."""
+    return watch() is not None
+
+
+def _forked() -> None:
+    """A forked child is no rank: it has no thread, and must not speak in its parent's name. In a process group that it
+    makes itself it is."""
+    _watches.clear()
+    _latest.clear()
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None:
+        _watches[id(world)] = (weakref.ref(world), None)
+
+
+def _end() -> None:
+    known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
+    if not _watches and not known:
+        with suppress(Exception):
+            # Others may wait for this rank at their first use; it may end because of a setting that was refused.
+            world = dist.group.WORLD if dist.is_initialized() else None
+            if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
+                known = [Watch(default_store(), default_store(), world.rank(), Settings())]
+    ending = list(dict.fromkeys(known))
+    for one in ending:
+        one.stop()
+    for one in ending:
+        one.join(2)
+    error = getattr(sys, "last_value", None)
+    text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
+    for one in ending:
+        one.end(text)
+        if one.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            one.wait_for_readers(_LAST_SECONDS)
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_end)
