@@ -1,4 +1,4 @@
-"""Forked children take no part, whatever becomes of them; and who serves the store may end first."""
+"""Forked children take no part, whatever becomes of them; and the rank that serves the store may end first."""
 
 from __future__ import annotations
 

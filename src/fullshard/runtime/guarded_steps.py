@@ -130,5 +130,4 @@ def _versions(optimizer: Optimizer) -> list[int] | None:
 
 
 def _of(tensor: Any) -> tuple[int, ...]:
-    local = (version_of(local_of(tensor)),) if isinstance(tensor, DTensor) else ()
-    return (version_of(tensor), *local)
+    return (version_of(tensor), version_of(local_of(tensor))) if isinstance(tensor, DTensor) else (version_of(tensor),)
