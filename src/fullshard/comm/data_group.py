@@ -95,12 +95,6 @@ class DataGroup:
             raise
         self._group, self.issued, self.is_cut, self._renewed = made, 0, False, scope.renewed
         self._under_way.clear()
-        scope.groups[self.name] = self
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether it ever was."""
-        return self._group is not None
 
     def expire(self) -> None:
         """A meeting gave these connections up."""
@@ -318,20 +312,17 @@ def open_data_group(
     device: torch.device,
     backend: str,
     purpose: str,
-    *,
-    connect: bool = True,
 ) -> DataGroup | None:
-    """The data group in the place of `origin`; None where its backend has none. All ranks of `origin` make their first
-    call together. `connect` off: with its first message."""
+    """The data group in the place of `origin`; None where its backend has none. Its connections are made with its first
+    message, which is at the same place on all ranks: where one of them was interrupted while it made several data
+    groups, and another one was not, both have the same to do."""
     if not can_cut(backend) or origin.size() < 2:
         return None
     made = _made.setdefault(origin, {})
     if purpose not in made or made[purpose].scope is not scope:
         scope.watch.begin()
-        # Known before it is connected: where that fails, all ranks try again under the same name.
-        made[purpose] = DataGroup(scope, origin, device, purpose)
-    if connect and not made[purpose].is_connected:
-        made[purpose].connect()
+        made[purpose] = group = DataGroup(scope, origin, device, purpose)
+        scope.groups[group.name] = group
     return made[purpose]
 
 

@@ -147,7 +147,7 @@ def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
     # Of several groups of the same ranks each has its own; torch gives them the same names on all ranks.
     scope = scope_of(dist.get_process_group_ranks(process_group), f"checkpoints {process_group.group_name}")
     assert scope is not None
-    made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", "checkpoint", connect=False)
+    made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", "checkpoint")
     return Messenger(made, rank, world, "cpu")
 
 
