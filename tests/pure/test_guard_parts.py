@@ -70,6 +70,7 @@ def test_what_ends_every_wait(kind: str) -> None:
         assert wait(kind).is_ended_by(fault(found, meets=since), 0)
         # Of a meeting that one which was waited for then: who was lost may come back.
         assert wait(kind).is_ended_by(fault(found, meets={"0": -1.0, "1": since["0"]}), 0) == (kind != "meet")
+    assert wait(kind).is_ended_by(fault("lost", gone=True), 0)
     assert wait(kind).is_ended_by(fault("ended"), 0) or kind == "message"
 
 

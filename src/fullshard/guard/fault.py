@@ -44,6 +44,8 @@ class Fault:
     # Of what was found out: by rank, since when it meets after a failure, which is in vain too. That meeting and no
     # other one.
     meets: Mapping[str, float] = field(default_factory=dict)
+    # Its process has ended, and was seen to: it will not come back.
+    gone: bool = False
 
     def dumps(self, rank: int = -1) -> str:
         """For `rank`: of the meetings its own. Ten thousand are too many for a text."""

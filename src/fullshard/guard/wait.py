@@ -133,7 +133,7 @@ class Wait:
             # Who meets has failed, as that rank has. But one that ended does not come; and one that failed once more
             # often did so in the attempt that this rank wants to begin. One that was lost may have come back: what
             # was found out about it ends the meetings that were waited for then.
-            if fault.kind == "ended" or self.scope is None:
+            if fault.kind == "ended" or fault.gone or self.scope is None:
                 return True
             return fault.attempts > self.scope.attempts or fault.meets.get(str(self.scope.rank)) == self.since
         if fault.kind == "raised" and not fault.attempts and self.also != "closed" and since < SETTLING_SECONDS:

@@ -419,7 +419,8 @@ class Watch:
         step = record.said.get("step", -1) if record is not None else -1
         doing = record.said.get("doing", "") if record is not None else ""
         meets = diagnosis.meetings(records, scope.name)
-        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing, meets=meets)
+        gone = record is not None and self.host.condition(record.said["process"])[0] == "gone"
+        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing, meets=meets, gone=gone)
 
     def _disagree(self, found: Mapping[int, Record], now: float) -> None:
         """Tell all scopes in which somebody of `found` waits."""
