@@ -207,12 +207,16 @@ def _store(folder: str, world: int) -> dist.Store:
 
 
 def _late_peer(rank: int, folder: str, kind: str, part: str) -> list[Tensor]:
-    """Two steps. In the second, rank 1 sends the messages of `kind` that belong to `part` only once rank 0 is in the
+    """Some steps. In the last one, rank 1 sends the messages of `kind` that belong to `part` only once rank 0 is in the
     midst of the compute that is to hide them."""
     store = _store(folder, 2)
     model = _model()
-    _loss(model, rank, 0).backward()
-    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters())
+    # In the first steps ranks compare what they are about to send. Without gradients a step changes nothing.
+    for _ in range(4):
+        _loss(model, rank, 0).backward()
+        model.zero_grad()
+        optimizer.step()
     reached: list[str] = []
 
     def computing(text: str) -> None:
@@ -264,11 +268,13 @@ def _unshard_returns_first(rank: int, folder: str) -> list[Tensor]:
     store = _store(folder, 2)
     model = _model()
     layer = model.layers[1]
-    # The first use of a module connects its ranks, which takes all of them; and they are asked about two gathers of
-    # it in a row, which they never did.
-    for _ in range(2):
+    optimizer = torch.optim.SGD(model.parameters())
+    # The first use of a module connects its ranks, which takes all of them; and in the first steps they compare what
+    # they are about to send.
+    for _ in range(4):
         layer.unshard()
         layer.reshard()
+        optimizer.step()
     if rank == 1:
         store.wait(["returned"])
     handle = layer.unshard(async_op=True)
