@@ -29,10 +29,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from .structure import shown_ranks
 
+# The deed of an optimizer's step.
+STEP = "optimizer.step"
 # More than so many since the last comparison are kept as a digest.
 _MOST_DEEDS = 64
 # What to do, by the kind of a fact.
@@ -137,7 +140,7 @@ class Ledger:
 
     def seal(self) -> Sealed:
         """All of it. What was done is past then. Where nothing changed it is the same object as the last time."""
-        deeds, self.deeds = tuple(self.deeds), []
+        deeds, self.deeds = _in_one_order(self.deeds), []
         last, replicas = self._last, self._replicas
         if last is not None and self._stands is not None and replicas is None and deeds == last.deeds:
             return last
@@ -167,6 +170,15 @@ class Ledger:
         self.deeds, self._replicas = [], None
 
 
+def _in_one_order(deeds: list[Deed]) -> tuple[Deed, ...]:
+    """`deeds`, with steps of several optimizers one after the other in an order of ours: which of them was first
+    changes nothing, because each has parameters of its own."""
+    if len(deeds) < 2:
+        return tuple(deeds)
+    runs = (list(run) for _, run in groupby(deeds, key=lambda deed: deed.name == STEP))
+    return tuple(deed for run in runs for deed in (sorted(run) if run[0].name == STEP else run))
+
+
 def digest_of(text: str) -> int:
     """64 bits of `text`, of which the lowest is 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & ~1
@@ -184,7 +196,7 @@ def differences(told: Mapping[int, str]) -> Iterator[Difference]:
     for place in range(max(map(len, deeds.values()))):
         names = {rank: done[place].name if place < len(done) else "" for rank, done in deeds.items()}
         if len(set(names.values())) > 1:
-            calls = {rank: ", ".join(deed.name for deed in done) or "nothing" for rank, done in deeds.items()}
+            calls = {rank: ", ".join(map(_called, done)) or "nothing" for rank, done in deeds.items()}
             yield _difference(Fact("calls", "calls since the last comparison", ""), calls)
             break
         yield from _unlike({rank: done[place].facts for rank, done in deeds.items()})
@@ -195,6 +207,10 @@ def differences(told: Mapping[int, str]) -> Iterator[Difference]:
             groups.setdefault(replicas[0], {})[rank] = _facts(replicas[1])
     for by_rank in groups.values():
         yield from _unlike(by_rank)
+
+
+def _called(deed: Deed) -> str:
+    return f"{deed.name} of {deed.facts[0].value}" if deed.facts[0].kind == "hooks" else deed.name
 
 
 def _facts(told: Sequence[Sequence[str]]) -> tuple[Fact, ...]:

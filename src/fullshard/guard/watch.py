@@ -47,6 +47,7 @@ _LATE_SECONDS = 2.0
 _STORE_FAILURES = 4
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
+_CLAIMING = 250
 # So many faults of other scopes go with what is told of one.
 _LATELY = 8
 
@@ -247,7 +248,10 @@ class Watch:
             return False
         if self._claimed_for is not wait:
             self._claimed_for, self._requests = wait, 0
-        return self._requests % _CLAIM_EACH == 0
+        # Of very many ranks a few claim at a time, and the others fetch what they were told.
+        each = max(_CLAIM_EACH, len(wait.scope.ranks) // _CLAIMING)
+        turn = self.rank % each if each > _CLAIM_EACH else 0
+        return self._requests % each == turn
 
     def _patience(self, wait: Wait) -> float:
         if wait.also == "closed":
@@ -363,6 +367,9 @@ class Watch:
             if self._takeovers.get(key, 0) < turn:
                 self._takeovers[key] = turn
                 holder = self.records.claim(key, holder)
+        if now - wait.since > self.settings.limit_seconds:
+            # The one that reads may have begun to wait later: one of those who have waited for too long reads as well.
+            holder = self.records.claim(f"{scope.base}/late")
         if holder == str(self.rank):
             self.leads[scope.name] = scope
             self._idle_reads = 0

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch_compat import gradient_versions
-from ..guard.facts import Deed, Fact, digest_of
+from ..guard.facts import STEP, Deed, Fact, digest_of
 
 # Options that say how a step is computed and not what.
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -30,10 +30,14 @@ Places = Mapping[int, tuple[Any, str]]
 class _Part:
     """Of one optimizer, what is on one mesh."""
 
-    def __init__(self, groups: Sequence[int], params: Sequence[Tensor], names: Sequence[str]) -> None:
-        # Positions of its groups that have parameters of the mesh; these, group by group, and their names.
-        self.groups = {position: place for place, position in enumerate(groups)}
-        self.params, self.names = list(params), tuple(names)
+    def __init__(self, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]) -> None:
+        """`groups` and `names`: of each of `params`, the position of its group and its name."""
+        by_name = sorted(zip(names, groups, strict=True))
+        # The order of groups, and of parameters in them, changes nothing: groups are numbered by their first name.
+        ordered = list(dict.fromkeys(position for _, position in by_name))
+        self.groups = {position: place for place, position in enumerate(ordered)}
+        self.params = list(params)
+        self.names = names = tuple(f"{self.groups[position]}.{name}" for name, position in by_name)
         self.listed = f"{len(names)}, {digest_of(chr(10).join(names)):016x}"
         self.options: dict[tuple[int, str], Fact] = {}
         self.states = 0
@@ -56,19 +60,19 @@ class OptimizerFacts:
         self._names: list[tuple[int, str]] = []
         self._states = -1
         self._state = optimizer.state
-        found: dict[Any, tuple[dict[int, None], list[Tensor], list[str]]] = {}
+        found: dict[Any, tuple[list[Tensor], list[int], list[str]]] = {}
         self.strangers: list[Tensor] = []
         for position, params in enumerate(self._lists):
             for param in params:
                 place = places.get(id(param))
                 if place is not None:
-                    groups, own, names = found.setdefault(place[0], ({}, [], []))
-                    groups[position] = None
+                    own, groups, names = found.setdefault(place[0], ([], [], []))
                     own.append(param)
-                    names.append(f"{len(groups) - 1}.{place[1]}")
+                    groups.append(position)
+                    names.append(place[1])
                 elif not isinstance(param, DTensor):
                     self.strangers.append(param)
-        self.parts = {key: _Part(tuple(groups), own, names) for key, (groups, own, names) in found.items()}
+        self.parts = {key: _Part(*part) for key, part in found.items()}
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether it is still about the parameters that `optimizer` has."""
@@ -82,7 +86,7 @@ class OptimizerFacts:
         """It took a step: `do(key of a mesh, deed)` for each mesh."""
         groups = optimizer.param_groups
         raw = [
-            value if isinstance(value, _PLAIN) else text_of(value)
+            value if isinstance(value, _PLAIN) else _number_of(value)
             for group in groups
             for key, value in group.items()
             if key not in _HOW
@@ -124,11 +128,11 @@ class OptimizerFacts:
         facts = (
             Fact("optimizer", "class of the optimizer", self._name),
             Fact("parameters", "parameters of the optimizer", part.listed),
-            *part.options.values(),
+            *sorted(part.options.values()),
             Fact("state", "state of the optimizer", state),
             Fact("gradients", "gradients that the optimizer took", gradients),
         )
-        return Deed("optimizer.step", facts)
+        return Deed(STEP, facts)
 
     def _state_text(self, part: _Part, replaced: bool) -> str:
         """How much state there is, and how its counter of steps went on; the same in each step of a training."""
@@ -144,6 +148,12 @@ class OptimizerFacts:
         else:
             went = f", at step {counter:g}"
         return f"of {part.states} parameters{went}{', replaced since the last step' if replaced else ''}"
+
+
+def _number_of(value: Any) -> Any:
+    """A rate that is a tensor on the host counts as the number in it."""
+    is_number = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() == 1
+    return value.item() if is_number and value.device.type == "cpu" else text_of(value)
 
 
 def _changes_nothing(groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # How many actions and sizes are kept of a root; a program that makes more of them makes them again.
 _REMEMBERED = 50_000
+# A program with so many forwards and no optimizer step begins anew with each: it may update its parameters by hand.
+_FORWARDS = 64
 # More optimizer steps than these between two messages are not told apart.
 _MOST_STEPS = 16
 
@@ -49,6 +51,8 @@ class _ScopeOrder:
         self.last_step = -1
         # An outermost forward began, with or without gradients, and sent nothing yet.
         self.begun: bool | None = None
+        # Forwards with gradients since the program began anew.
+        self.forwards = 0
         # Roots whose last forward that sent something was one with gradients.
         self.trained: set[int] = set()
         # The last reduction was of gradients that are added to others.
@@ -59,7 +63,7 @@ class _ScopeOrder:
         if self._epoch != epoch:
             self._epoch = epoch
             self.order = Order()
-            self.stepped, self.begun = 0, None
+            self.stepped, self.begun, self.forwards = 0, None, 0
             self.trained.clear()
             self.added = False
         return self.order
@@ -70,9 +74,13 @@ class _ScopeOrder:
         if self.begun is False:
             flags += ("eval",)
             self.trained.discard(family)
-        elif self.begun and family not in self.trained:
-            flags += ("train",)
-            self.trained.add(family)
+        elif self.begun:
+            self.forwards += 1
+            if family not in self.trained or self.forwards > _FORWARDS:
+                flags += ("train",)
+                self.trained.add(family)
+        if self.stepped or self.begun is False:
+            self.forwards = 0
         self.stepped, self.begun = 0, None
         return flags
 

@@ -71,7 +71,9 @@ class _Mesh:
         # Gradients that hooks of the user's changed since the last deed.
         self.hooked: list[str] = []
         self.digits: dict[tuple[object, int], Digits] = {}
+        # Versions of the parameters at the last comparison, and how many writes there were before it.
         self.written: int | None = None
+        self.writes: int | None = None
         # Ignored parameters that ranks had other values of from the beginning, as they may.
         self.own: set[str] = set()
         # Plain parameters beside ours in optimizers, by name.
@@ -89,7 +91,8 @@ class _Mesh:
         self.ledger.forget()
         self.hooked = []
         self.earlier.clear()
-        self.count, self.next_look, self.values_asked, self.written = 0, 1, True, None
+        self.count, self.next_look, self.values_asked = 0, 1, True
+        self.written = self.writes = None
         self.forwards, self.next_question = 0, 1
 
 
@@ -304,13 +307,14 @@ class StepFacts:
                 for position in positions:
                     group = versions[position + 1]
                     written += sum(group[: len(group) // 2])
-        # After a failure only some of the ranks had made the last comparison: none of what stood there does.
-        value = (
-            "counted from here"
-            if mesh.written is None
-            else f"{written - mesh.written} writes since the last comparison"
-        )
+        # An optimizer's own writes depend on how it steps (foreach, fused), which may differ: what counts is that they
+        # change from one comparison to the next. After a failure only some of the ranks had made the last comparison.
+        since = None if mesh.written is None else written - mesh.written
+        value = "counted from here"
+        if since is not None and mesh.writes is not None:
+            value = f"{since - mesh.writes} more writes than before"
         mesh.ledger.stand(Fact("written", "changes of the parameters", value))
+        mesh.writes = since
         mesh.written = written
 
     def _note_values(self, mesh: _Mesh, *, again: bool) -> None:
