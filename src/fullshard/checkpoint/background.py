@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..comm import Messenger
 from .saving import SaveJob, Snapshot, snapshot
-from .together import agree
+from .together import agree, with_all_ranks
 from .tree import flatten
 
 
@@ -64,6 +64,10 @@ class Background:
     ) -> SaveFuture:
         """Copy, and leave the rest to a thread."""
         self.settle(messenger, path)
+        # Here and not in the thread: a rank that is alone in this call waits for the others where the guard sees it,
+        # and the default group may be destroyed as soon as the call returns.
+        with with_all_ranks(messenger, f"saving {path}"):
+            messenger.connect()
         copies = _Copies(self._buffers)
         try:
             with messenger.telling(f"saving {path}"):

@@ -32,6 +32,11 @@ class Messenger(NamedTuple):
     world: int
     device: str
 
+    def connect(self) -> None:
+        """Wait for all ranks, where their connections are not there yet."""
+        if isinstance(self.group, DataGroup):
+            self.group.connect()
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Inside all ranks do `what`. After a failure all of them come together first; an exception of one, of whatever
