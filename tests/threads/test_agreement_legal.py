@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import fully_shard
-from fullshard.guard import RanksDisagree
+from fullshard.guard import RanksDisagree, watch
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Block, Model, Tied, batch, part, shard
@@ -225,8 +226,10 @@ def test_what_rightly_differs_is_not_accused(name: str) -> None:
     run_ranks(world, job)
 
 
-def test_experts_are_compared_among_themselves() -> None:
-    """A difference on one mesh is raised by its ranks, and told to those who wait on another one; then all go on."""
+@pytest.mark.parametrize("late", [None, 1])
+def test_experts_are_compared_among_themselves(late: int | None) -> None:
+    """A difference on one mesh is raised by its ranks, and told to those who wait on another one; then all go on. One
+    who is told before it waits there tells those of its own other mesh."""
 
     def job(rank: int) -> tuple[str, bool]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
@@ -236,6 +239,11 @@ def test_experts_are_compared_among_themselves() -> None:
         shard(model)
         weight = model.experts["e0"].down.weight
         weight.requires_grad_(rank != 2)
+        if rank == late:
+            time.sleep(1.0)
+            own = watch()
+            assert own is not None
+            own.post()  # and hears what it was told
         with pytest.raises(RanksDisagree) as caught:
             step(model, rank)
         weight.requires_grad_(True)

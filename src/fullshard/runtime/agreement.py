@@ -103,12 +103,8 @@ class Agreement:
             try:
                 refuse(self._root, scope)
             except RanksDisagree as error:
-                # Those of the other meshes have nothing to object to, and wait.
-                for other in self._scopes:
-                    if other is not scope and not other.scope.must_meet:
-                        other.scope.publish("disagree", str(error))
-                    # Once: they tell this rank the same.
-                    other.scope.has_raised = True
+                self._root.peers.disagree_on(scope.scope, error)
+                scope.scope.has_raised = True
                 raise
 
     def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
@@ -187,9 +183,9 @@ def _refuse_other_values(root: Root, scope: _OnMesh) -> None:
     raise RanksDisagree(
         f"{name}: expected the same values on every rank when fully_shard cut it, found that {found} "
         f"({len(differ)} of {len(params)} parameters differ): the model would be made of pieces of several; call "
-        f"torch.manual_seed with the same number on all ranks before the model is built, or "
-        f"fullshard.sync_module_states(model) before fully_shard, or load a checkpoint before the first forward "
-        f"(FULLSHARD_GUARD=structure: do not compare values)",
+        f"torch.manual_seed with the same number on all ranks before the model is built (with materialize: before "
+        f"each init, which may not depend on the rank), or fullshard.sync_module_states(model) before fully_shard, or "
+        f"load a checkpoint before the first forward (FULLSHARD_GUARD=structure: do not compare values)",
         what=f"{name} initial values",
         by_rank=columns[differ[0]],
     )

@@ -56,6 +56,15 @@ class Peers:
         known = all(scope.causes() for scope in self.scopes)
         return known and (error is None or isinstance(error, PeerFailed | RanksDisagree))
 
+    def disagree_on(self, scope: Scope, error: RanksDisagree) -> None:
+        """`error` was raised on the mesh of `scope`. Those of the other meshes have nothing to object to, and wait."""
+        for other in self.scopes:
+            if other is not scope:
+                if not other.must_meet:
+                    other.publish("disagree", str(error))
+                # Once: they tell this rank the same.
+                other.has_raised = True
+
     def attempt_failed(self, error: BaseException, where: str) -> None:
         """`publish` for a block that all ranks enter equally often."""
         for scope in self.scopes:
@@ -64,8 +73,12 @@ class Peers:
 
     def come_together(self, what: str) -> None:
         """Wait until all ranks are here. Raises `PeerFailed` when one of them will not come, and `RanksDisagree` when
-        one is somewhere else."""
-        for scope in self.scopes:
+        one is somewhere else.
+
+        Twice: an exception that reaches a rank while it waits (Ctrl-C) may come when its message has gone, and the
+        others have it. They then miss its second one, for which nobody waits long.
+        """
+        for scope in self.scopes * 2:
             doing, scope.doing = scope.doing, what
             try:
                 # By messages where there are connections on the host, else through the store.
@@ -90,7 +103,11 @@ class Peers:
     def meet(self) -> bool:
         """After a failure all ranks come together before anything is sent. Whether they were not equally far."""
         for scope in self.scopes:
-            scope.refuse_failure()
+            try:
+                scope.refuse_failure()
+            except RanksDisagree as error:
+                self.disagree_on(scope, error)
+                raise
         renewed = any([scope.meet() for scope in self.scopes if scope.must_meet])
         refuse_mixed_states(self.scopes)
         return renewed
