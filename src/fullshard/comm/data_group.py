@@ -60,10 +60,15 @@ class DataGroup:
         self._renewed = -1
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there are connections that no meeting of the scope gave up."""
+        return self._renewed == self.scope.renewed
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """What messages go over now. Made anew where a meeting of the scope gave the last one up: by the first message
         that somebody sends over it, so that it does not matter who still holds what."""
-        if self._renewed != self.scope.renewed:
+        if not self.is_connected:
             self.connect()
         assert self._group is not None
         return self._group
@@ -72,7 +77,7 @@ class DataGroup:
         """New connections: at first, and after a meeting that asked for them. Every rank of the group makes this call;
         after an exception again, when the ranks have met."""
         scope = self.scope
-        if self._renewed == scope.renewed:
+        if self.is_connected:
             return
         origin = self._origin()
         if origin is None:

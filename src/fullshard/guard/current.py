@@ -81,21 +81,18 @@ def _forked() -> None:
 
 
 def _end() -> None:
-    known = [*_latest, *(made for _, made in list(_watches.values()) if made is not None)]
-    if not _watches and not known:
+    known = list(_latest)
+    if not known and not _watches:
         with suppress(Exception):
             # Others may wait for this rank at their first use; it may end because of a setting that was refused.
             world = dist.group.WORLD if dist.is_initialized() else None
             if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
                 known = [Watch(default_store(), default_store(), world.rank(), Settings())]
-    ending = list(dict.fromkeys(known))
-    for one in ending:
-        one.stop()
-    for one in ending:
-        one.join(2)
     error = getattr(sys, "last_value", None)
     text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
-    for one in ending:
+    for one in known:
+        one.stop()
+        one.join(2)
         one.end(text)
         if one.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             one.wait_for_readers(_LAST_SECONDS)

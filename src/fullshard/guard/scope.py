@@ -42,6 +42,8 @@ class Group(Protocol):
     issued: int
     is_cut: bool
 
+    @property
+    def is_connected(self) -> bool: ...
     def cut(self) -> None: ...
     def expire(self) -> None: ...
 
@@ -95,7 +97,9 @@ class Scope:
     @property
     def far(self) -> dict[str, Any]:
         """How far this rank has come, for its record."""
-        return {"epoch": self.epoch, "asked": self.asked, "issued": self.issued}
+        # Who waits for connections waits for ranks that have none.
+        connected = {name: group.issued for name, group in list(self.groups.items()) if group.is_connected}
+        return {"epoch": self.epoch, "asked": self.asked, "issued": connected}
 
     def group_name(self, name: str) -> str:
         """`name`, told from those of data groups before it."""
