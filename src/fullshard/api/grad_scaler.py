@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        per_device: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # Of the local gradients: DTensors would send messages of torch's own, one for each list of them.
+        here: Any = SimpleNamespace(param_groups=[{"params": _local_views(optimizer)}])
+        per_device: dict[torch.device, Tensor] = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)
         settings = {
             "scale": 1.0 / float(inv_scale) if inv_scale.device.type == "cpu" else "on a device",
             "growth_factor": self.get_growth_factor(),
@@ -41,6 +44,19 @@ class GradScaler(torch.amp.GradScaler):
             for group in groups:
                 all_reduce_over(found, group, dist.ReduceOp.MAX, "the scaler's look for infs")
         return per_device
+
+
+def _local_views(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of each parameter with a gradient, a tensor over the same memory, whose gradient is the local one."""
+    views = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        view, gradient = parameter.detach(), parameter.grad
+        if isinstance(view, DTensor):
+            view, gradient = view.to_local(), gradient.to_local()
+        view = view.detach()
+        view.grad = gradient.detach()
+        views.append(view)
+    return views
 
 
 def _groups(parameters: Any) -> list[dist.ProcessGroup]:

@@ -38,8 +38,8 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
     message of the one that failed goes on to its optimizer's step.
 
     guarded: models sharded by `fully_shard`, the ranks of whose meshes take part, and optimizers of theirs. All ranks
-    enter the same blocks, and take the same steps in them. Costs one message of 16 bytes over each axis of the meshes,
-    and one for each optimizer. In a world of one it does nothing. Raises `TypeError` for something else and
+    enter the same blocks, and take the same steps in them. Costs two messages of 16 bytes over each axis of the
+    meshes, and two for each optimizer. In a world of one it does nothing. Raises `TypeError` for something else and
     `ValueError` for a model without sharded modules, or none.
     """
     models = [one for one in guarded if isinstance(one, nn.Module)]

@@ -86,8 +86,15 @@ def _failure(messages: list[Message], failed: list[int]) -> Message:
     errors = [messages[rank]["error"] for rank in failed]
     first = errors[0]
     if all(error["kind"] == CheckpointMismatch.__name__ for error in errors):
-        problems = list(dict.fromkeys(problem for error in errors for problem in error["problems"]))
-        return {"error": {**first, "problems": problems}, "ranks": []}
+        by_problem: dict[str, list[int]] = {}
+        for rank, error in zip(failed, errors, strict=True):
+            for problem in dict.fromkeys(error["problems"]):
+                by_problem.setdefault(problem, []).append(rank)
+        whose = {
+            problem: "" if len(ranks) == len(messages) else f" (on {shown_ranks(ranks)})"
+            for problem, ranks in by_problem.items()
+        }
+        return {"error": {**first, "problems": [problem + ranks for problem, ranks in whose.items()]}, "ranks": []}
     first = next(error for error in errors if error["kind"] != CheckpointMismatch.__name__)
     alike = [rank for rank, error in zip(failed, errors, strict=True) if error == first]
     return {"error": first, "ranks": alike if len(alike) < len(messages) else []}

@@ -49,3 +49,4 @@ from .reduction import Dtypes as Dtypes
 from .reduction import Hop as Hop
 from .reduction import ReduceChannel as ReduceChannel
 from .reduction import Reduction as Reduction
+from .whole import whole_of as whole_of

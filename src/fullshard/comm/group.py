@@ -314,6 +314,15 @@ def all_reduce_over(
         tensor.copy_(moved)
 
 
+def gather_over(out: Tensor, piece: Tensor, process_group: dist.ProcessGroup, what: str) -> bool:
+    """`ShardGroup.gather_into` over any process group, finished on return. Whether it was done: not where the group has
+    no data group."""
+    group = _small(process_group, piece.device, what)
+    if group is not None:
+        _send_small(group, what, "_allgather_base", _carried(out), _carried(piece), _GATHER)
+    return group is not None
+
+
 def broadcast_from(tensor: Tensor, process_group: dist.ProcessGroup, source: int, what: str) -> None:
     """What the rank at `source` of the process group has in `tensor`, on all of them; finished on return."""
     group = _small(process_group, tensor.device, what)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch_compat import current_backward, dtensor_like, local_of
+from ..comm import whole_of
 from ..lifecycle import Phase
 from ..param import ShardedParam, local_part
 from .forming import module_units
@@ -66,7 +67,7 @@ class OpenUnit:
         # One parameter at a time: beside what is kept, never more than that is held on the device.
         # Shards on the host (CPUOffloadPolicy) travel by way of the device.
         local = local_of(shard)
-        full = dtensor_like(shard, local.to(self.unit.device)).full_tensor()
+        full = whole_of(dtensor_like(shard, local.to(self.unit.device)), f"full_params of {self.unit.record.name}")
         if not self._keep:
             return None
         full = full.cpu() if self.opening.offload_to_cpu else full

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...comm import alone, messenger
+from ...comm import alone, messenger, whole_of
 from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
 from ..manifest import Manifest, TensorEntry, ValueEntry, key_of
@@ -133,7 +133,7 @@ class StateSource(Source):
     @torch.no_grad()
     def read(self, key: str, box: Box | None = None) -> Tensor:
         tensor = self._tensors[key].detach()
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = whole_of(tensor, f"the export of {key}") if isinstance(tensor, DTensor) else tensor
         return full if box is None else place(full, whole(tuple(full.shape)), box)
 
     def value(self, key: str) -> Any:
