@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import logging
 import os
 import pickle
 import signal
@@ -218,6 +219,10 @@ def _rank_main(
     _clear_sharding_prop_cache()
     told = Told(folder / f"strikes{rank}")
     error: Caught | None = None
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(handler)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -231,7 +236,7 @@ def _rank_main(
                 sys.last_value = raised
                 sys.excepthook(type(raised), raised, raised.__traceback__)
     report = Report(rank, "raised" if error else "done", error, told.caught, told.state)
-    report.warned = [str(warning.message) for warning in warned]
+    report.warned = [*(str(warning.message) for warning in warned), *logged]
     conn.send_bytes(pickle.dumps(report))
     if error is None and not (meeting is not None and meeting.hosted):
         with contextlib.suppress(EOFError, OSError):

@@ -225,8 +225,8 @@ ROW_2: dict[str, Odd] = {
     # Beyond those of the review.
     "lost state of one parameter": Odd(_on_odd(_loses_one_state), "state of the optimizer: "),
     "post-accumulate hook": Odd(_on_odd(_hook_in_place), "calls since the last comparison: .*hooks"),
-    "gradients scaled": Odd(_on_odd(_scales_gradients), "gradients that the optimizer took: .*as reduced on rank 0"),
-    "parameters edited": Odd(_on_odd(_edits), "changes of the parameters: "),
+    "gradients scaled": Odd(_on_odd(_scales_gradients), "gradients that the optimizer took: .*written"),
+    "parameters edited": Odd(_on_odd(_edits), "times that parameters of .* were written: "),
     "betas": Odd(lambda run: _options(run, betas=run.other((0.8, 0.99), (0.9, 0.99))), "betas of the optimizer: "),
     "maximize": Odd(lambda run: _options(run, maximize=run.odd), "maximize of the optimizer: "),
     "sums alone": Odd(lambda run: run.model.set_force_sum_reduction_for_comms(run.odd), "settings of root: "),

@@ -87,6 +87,7 @@ from .autograd import (
     top_saved_tensor_hooks,
     version_of,
     versions_of,
+    versions_of_gradient,
     with_tensor_hooks,
     without_transforms,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "dtensor_without_data",
     "flattened_axes",
     "gradient_versions",
+    "versions_of_gradient",
     "hand_over_hooks",
     "in_transform",
     "is_view_of_its_input",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 
 def profiling() -> bool:
@@ -47,14 +48,24 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> int:
-    """The sum of `version_of` their gradients; no Python per item, where all have one."""
+    """The sum of the versions of the gradients of `parameters`, and of their local tensors: a write to a DTensor raises
+    its own version, a write to its local tensor that one's. No Python per item, where all are DTensors with one."""
     try:
-        return sum(map(_get_gradient_version, parameters))
+        return sum(map(sum, map(_get_gradient_versions, parameters)))
     except AttributeError:
-        return sum([version_of(p.grad) for p in parameters if p.grad is not None])
+        return sum(map(sum, map(versions_of_gradient, parameters)))
 
 
-_get_gradient_version = operator.attrgetter("grad._version")
+_get_gradient_versions = operator.attrgetter("grad._version", "grad._local_tensor._version")
+
+
+def versions_of_gradient(parameter: Tensor) -> tuple[int, ...]:
+    """The versions that `gradient_versions` adds up, of one; empty where it has no gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return ()
+    own = version_of(gradient)
+    return (own, version_of(gradient._local_tensor)) if isinstance(gradient, DTensor) else (own,)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

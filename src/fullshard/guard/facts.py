@@ -43,12 +43,12 @@ ADVICE = {
     "settings": "call the setters of FSDPModule with the same arguments on all ranks",
     "outside": "give it to fully_shard, reduce its gradients yourself, or freeze it; fullshard.find_drift(model) lists "
     "all that differ",
-    "ignored": "nothing",
+    "ignored": "nothing where that is meant, as of experts of a rank's own; else seed and load it alike",
     "replicas": "seed and load the ranks that replicate alike; fullshard.find_drift(model) lists all that differ",
     "optimizer": "build the optimizer and its schedule from the same numbers on all ranks",
     "parameters": "build the optimizer from the same parameters in the same order on all ranks",
     "state": "load the optimizer's state on all ranks, or on none",
-    "gradients": "change gradients on all ranks or on none",
+    "gradients": "change gradients on all ranks or on none, by hand or in a hook",
     "written": "change or load parameters on all ranks or on none",
     "clip": "call clip_grad_norm_ with the same arguments on all ranks",
     "scaler": "build the scaler with the same arguments on all ranks, and load its state on all of them",
@@ -210,7 +210,11 @@ def differences(told: Mapping[int, str]) -> Iterator[Difference]:
 
 
 def _called(deed: Deed) -> str:
-    return f"{deed.name} of {deed.facts[0].value}" if deed.facts[0].kind == "hooks" else deed.name
+    """`deed`, with what it was done to where no other text names it."""
+    first = deed.facts[0]
+    if first.kind == "hooks":
+        return f"{deed.name} of {first.value}"
+    return f"{deed.name} ({first.name}, ...)" if first.kind in ("outside", "ignored") else deed.name
 
 
 def _facts(told: Sequence[Sequence[str]]) -> tuple[Fact, ...]:

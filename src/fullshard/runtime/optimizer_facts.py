@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch_compat import gradient_versions
+from .._torch_compat import gradient_versions, versions_of_gradient
 from ..guard.facts import STEP, Deed, Fact, digest_of
 
 # Options that say how a step is computed and not what.
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-_LOOKED_AT = 16
+_SHOWN = 4
 _UNKNOWN = object()
 _PLAIN = (int, float, bool, str, complex, type(None))
 
@@ -37,16 +37,31 @@ class _Part:
         ordered = list(dict.fromkeys(position for _, position in by_name))
         self.groups = {position: place for place, position in enumerate(ordered)}
         self.params = list(params)
+        self._dotted = list(names)
         self.names = names = tuple(f"{self.groups[position]}.{name}" for name, position in by_name)
         self.listed = f"{len(names)}, {digest_of(chr(10).join(names)):016x}"
         self.options: dict[tuple[int, str], Fact] = {}
         self.states = 0
         self.counter: float | None = None
-        # Whose gradients are looked at: what is done to gradients between backward and step is done to all of them, and
-        # a look takes a microsecond.
-        self.looked_at = self.params[:: -(-len(self.params) // _LOOKED_AT)]
         self.deed: Deed | None = None
         self.made_of: tuple[str, str] | None = None
+        # Writes to the gradients, all together, and in words.
+        self._written = -1
+        self._written_text = ""
+
+    @property
+    def written(self) -> str:
+        """How often gradients were written until the step took them; texts are made where that changed."""
+        versions = gradient_versions(self.params)
+        if versions != self._written:
+            self._written = versions
+            names: dict[tuple[int, ...], list[str]] = {}
+            for param, name in zip(self.params, self._dotted, strict=True):
+                names.setdefault(versions_of_gradient(param), []).append(name)
+            *rare, common = sorted(names.items(), key=lambda item: (len(item[1]), item))
+            said = [f"{listed(found)} {_writes(count)}" for count, found in rare]
+            self._written_text = ", ".join([*said, f"{len(common[1])} {_writes(common[0])}"])
+        return self._written_text
 
 
 class OptimizerFacts:
@@ -61,9 +76,11 @@ class OptimizerFacts:
         self._states = -1
         self._state = optimizer.state
         found: dict[Any, tuple[list[Tensor], list[int], list[str]]] = {}
-        self.strangers: list[Tensor] = []
+        # Of what is no parameter of the root: by the name that the optimizer was given, or by a number.
+        self.strangers: dict[str, Tensor] = {}
         for position, params in enumerate(self._lists):
-            for param in params:
+            given = optimizer.param_groups[position].get("param_names", ())
+            for number, param in enumerate(params):
                 place = places.get(id(param))
                 if place is not None:
                     own, groups, names = found.setdefault(place[0], ([], [], []))
@@ -71,7 +88,8 @@ class OptimizerFacts:
                     groups.append(position)
                     names.append(place[1])
                 elif not isinstance(param, DTensor):
-                    self.strangers.append(param)
+                    name = given[number] if number < len(given) else f"parameter {len(self.strangers)}"
+                    self.strangers[f"{name} beside the model's in the optimizer"] = param
         self.parts = {key: _Part(*part) for key, part in found.items()}
 
     def holds(self, optimizer: Optimizer) -> bool:
@@ -101,7 +119,7 @@ class OptimizerFacts:
             for part in self.parts.values():
                 part.states = sum(param in self._state for param in part.params)
         for key, part in self.parts.items():
-            made_of = self._state_text(part, replaced), _written(part.looked_at)
+            made_of = self._state_text(part, replaced), part.written
             if part.made_of != made_of or part.deed is None:
                 part.made_of, part.deed = made_of, self._deed(part, *made_of)
             do(key, part.deed)
@@ -168,10 +186,15 @@ def _is_zero(rate: object) -> bool:
     return isinstance(rate, (int, float)) and rate == 0
 
 
-def _written(params: Sequence[Tensor]) -> str:
-    """By the versions of gradients as DTensors, which every rank writes alike; a new gradient has none."""
-    versions = gradient_versions(params)
-    return f"written {versions} times since their reduction" if versions else "as reduced"
+def _writes(versions: tuple[int, ...]) -> str:
+    return f"written {' and '.join(map(str, versions))} times" if versions else "without one"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`names` in an order of ours, shortened; a digest tells the rest apart."""
+    names = sorted(names)
+    more = f" and {len(names) - _SHOWN} more ({digest_of(chr(10).join(names)):016x})" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _counter(state: Mapping[str, Any]) -> float | None:

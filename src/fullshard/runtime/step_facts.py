@@ -15,6 +15,7 @@ the answer is looked at a step later, at the same place on all ranks, when its e
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import weakref
 from collections import deque
@@ -29,7 +30,7 @@ from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ra
 from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
-from .optimizer_facts import OptimizerFacts, text_of
+from .optimizer_facts import OptimizerFacts, listed, text_of
 from .optimizer_steps import tell_optimizer_steps
 from .unit import Unit
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # as many.
 _SECOND_LOOK, _LOOKS = 2, 8
 _QUESTION = "facts"
+_log = logging.getLogger("fullshard")
 _by_thread: dict[int, weakref.WeakSet[StepFacts]] = {}
 
 
@@ -71,9 +73,9 @@ class _Mesh:
         # Gradients that hooks of the user's changed since the last deed.
         self.hooked: list[str] = []
         self.digits: dict[tuple[object, int], Digits] = {}
-        # Versions of the parameters at the last comparison, and how many writes there were before it.
-        self.written: int | None = None
-        self.writes: int | None = None
+        # Of each unit, versions of its parameters at the last comparison, and how many writes there were before it.
+        self.written: dict[Unit, int] = {}
+        self.writes: dict[Unit, int] = {}
         # Ignored parameters that ranks had other values of from the beginning, as they may.
         self.own: set[str] = set()
         # Plain parameters beside ours in optimizers, by name.
@@ -92,7 +94,7 @@ class _Mesh:
         self.hooked = []
         self.earlier.clear()
         self.count, self.next_look, self.values_asked = 0, 1, True
-        self.written = self.writes = None
+        self.written, self.writes = {}, {}
         self.forwards, self.next_question = 0, 1
 
 
@@ -107,6 +109,8 @@ class StepFacts:
         self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerFacts] = weakref.WeakKeyDictionary()
         self._places: dict[int, tuple[tuple[int, ...], str]] = {}
         self._placed: list[Tensor] = []
+        # By the identities of parameters, what a fact says of them on each mesh.
+        self._listed_places: dict[tuple[int, ...], dict[tuple[int, ...], str]] = {}
         self._channels = -1
         self._settings_changed = True
         self._looks: dict[tuple[int, ...], list[int]] = {}
@@ -132,17 +136,16 @@ class StepFacts:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> bool:
         """`optimizer` took a step. Whether later ones are of interest."""
+        scope = next(iter(self._meshes.values())).scope
+        if scope is not None and not is_current(scope.watch):
+            return False
         known = self._known.get(optimizer)
         if known is None or not known.holds(optimizer):
             known = self._known[optimizer] = OptimizerFacts(optimizer, self._placed_now())
             if len(known.parts) == 1:
                 (ranks,) = known.parts
-                names = [f"parameter {i} beside the model's in the optimizer" for i in range(len(known.strangers))]
-                self._meshes[ranks].beside |= zip(names, known.strangers, strict=True)
+                self._meshes[ranks].beside |= known.strangers
         if known.parts:
-            mesh = next(iter(self._meshes.values()))
-            if mesh.scope is not None and not is_current(mesh.scope.watch):
-                return False
             known.stepped(optimizer, self._do)
         return True
 
@@ -154,20 +157,22 @@ class StepFacts:
     def done_to(self, parameters: Iterable[Tensor], name: str, facts: Sequence[Fact]) -> None:
         """Something was done to `parameters`, some of which may be ours."""
         places = self._placed_now()
-        counts: dict[tuple[int, ...], int] = {}
-        for parameter in parameters:
-            place = places.get(id(parameter))
-            if place is not None:
-                counts[place[0]] = counts.get(place[0], 0) + 1
-        for ranks, count in counts.items():
-            kind = facts[0].kind
-            self._do(ranks, Deed(name, (*facts, Fact(kind, f"number of parameters of {name}", str(count)))))
+        done_to = tuple(map(id, parameters))
+        if done_to not in self._listed_places:
+            names: dict[tuple[int, ...], list[str]] = {}
+            for place in (places[one] for one in done_to if one in places):
+                names.setdefault(place[0], []).append(place[1])
+            if len(self._listed_places) > 8:
+                self._listed_places.clear()
+            self._listed_places[done_to] = {ranks: listed(found) for ranks, found in names.items()}
+        for ranks, text in self._listed_places[done_to].items():
+            self._do(ranks, Deed(name, (*facts, Fact(facts[0].kind, f"parameters of {name}", text))))
 
     def hooked(self, unit: Unit, position: int, name: str) -> None:
         """A hook of the user's changed the gradient of a parameter, or the parameter."""
         mesh = self._mesh_of(unit, position)
         if mesh is not None:
-            mesh.hooked.append(f"{unit.record.name}: {name}")
+            mesh.hooked.append(f"{unit.record.name}.{name}".lstrip("."))
 
     def loaded(self, unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Parameters of `unit` were loaded; `values`: the whole ones, of those that came whole."""
@@ -263,16 +268,20 @@ class StepFacts:
             some_lack = fact.kind == "outside" and any(value == "none" for value, _ in difference.values)
             if fact.kind == "ignored" or some_lack:
                 mesh.own.add(fact.name)
+                if fact.kind == "ignored" and scope.rank == scope.ranks[0]:
+                    # No warning, which may be an error: experts of each rank's own are like that.
+                    _log.warning("ignored_params: %s", difference.text)
                 continue
             said = difference.text
             if fact.kind == "parameters":
                 told = scope.agree("parameters of optimizers", self._listed(mesh))
                 names = {rank: names.split("\n") for rank, names in (told or {}).items()}
                 said = said.replace(";", f" ({first_unlike(names)});", 1) if names else said
-            for other in self._meshes.values():
-                if other is not mesh and other.scope is not None and not other.scope.must_meet:
-                    other.scope.publish("disagree", said)
-            raise RanksDisagree(said, what=fact.name, by_rank=difference.by_rank)
+            error = RanksDisagree(said, what=fact.name, by_rank=difference.by_rank)
+            root = self._root()
+            assert root is not None
+            root.peers.disagree_on(scope, error)
+            raise error
 
     def _listed(self, mesh: _Mesh) -> str:
         parts = [known.parts[mesh.ranks] for known in self._known.values() if mesh.ranks in known.parts]
@@ -299,23 +308,24 @@ class StepFacts:
         return mesh.ledger.seal()
 
     def _note_written(self, mesh: _Mesh) -> None:
-        """How often the parameters were written as DTensors, which is what all ranks do alike, since the last time."""
-        written = 0
+        """How often the parameters of each unit were written since the last time.
+
+        An optimizer's own writes depend on how it steps (foreach, fused), which may differ: what counts is that they
+        change from one comparison to the next. After a failure only some of the ranks had made the last comparison.
+        """
         for unit, positions in mesh.members.items():
             versions = unit.gathered_versions
-            if len(versions) == len(unit.groups) + 1:
-                for position in positions:
-                    group = versions[position + 1]
-                    written += sum(group[: len(group) // 2])
-        # An optimizer's own writes depend on how it steps (foreach, fused), which may differ: what counts is that they
-        # change from one comparison to the next. After a failure only some of the ranks had made the last comparison.
-        since = None if mesh.written is None else written - mesh.written
-        value = "counted from here"
-        if since is not None and mesh.writes is not None:
-            value = f"{since - mesh.writes} more writes than before"
-        mesh.ledger.stand(Fact("written", "changes of the parameters", value))
-        mesh.writes = since
-        mesh.written = written
+            if len(versions) != len(unit.groups) + 1:
+                continue
+            written = sum([sum(versions[position + 1]) for position in positions])
+            before, mesh.written[unit] = mesh.written.get(unit), written
+            if before is None:
+                value = "counted from here"
+            else:
+                since = written - before
+                usual, mesh.writes[unit] = mesh.writes.get(unit), since
+                value = "counted from here" if usual is None else _more(since - usual)
+            mesh.ledger.stand(Fact("written", f"times that parameters of {unit.record.name} were written", value))
 
     def _note_values(self, mesh: _Mesh, *, again: bool) -> None:
         root = self._root()
@@ -358,7 +368,7 @@ class StepFacts:
             assert root is not None
             self._channels = made
             names = parameter_names(root.units[0].module, self._units)
-            self._places, self._placed = {}, []
+            self._places, self._placed, self._listed_places = {}, [], {}
             for mesh in self._meshes.values():
                 for name, parameter in self._outside(mesh).items():
                     self._place(parameter, mesh, name)
@@ -371,6 +381,10 @@ class StepFacts:
     def _place(self, parameter: Tensor, mesh: _Mesh, name: str) -> None:
         self._places[id(parameter)] = mesh.ranks, name
         self._placed.append(parameter)  # so that its identity stays its own
+
+
+def _more(count: int) -> str:
+    return f"{abs(count)} times {'more' if count > 0 else 'less'} often than before" if count else "as often as before"
 
 
 def _asked_alone(told: str, asking: Sequence[int], here: int) -> str:

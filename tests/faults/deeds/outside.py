@@ -66,6 +66,10 @@ def whole(impl: Any) -> dict[str, Any]:
     return {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))}
 
 
+def named(run: Run) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(run.model.named_parameters(), lr=1e-2)
+
+
 # ---- values of one rank --------------------------------------------------------------------------------------
 
 

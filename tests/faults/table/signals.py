@@ -35,7 +35,7 @@ def _caught(name: str, where: str, place: tuple[int, str], **more: Any) -> tuple
     """Rank 1 catches what the signal raised and tries again; whoever hears of it is told of rank 1, and does, too."""
     setup = more.pop("setup", CATCHES)
     # Rank 0 is struck as well, by being late.
-    expected = Equal()
+    expected = more.pop("expected", Equal())
     return (
         _waiting(
             f"{name}_interrupt", f"Ctrl-C reaches rank 1 {where}", expected, place, do.interrupt(), setup=setup, **more
@@ -106,7 +106,19 @@ CASES: tuple[Case, ...] = (
     *_caught("backward", "while it waits for a reduction", (1, "loss")),
     *_caught("guard", "while it waits at the end of a guard", (1, "gradients"), setup=GUARDED),
     *_caught("update", "while it waits in the update of a guarded step", (1, "gradients"), setup=UPDATES),
-    *_caught("clip", "while it waits in clip_grad_norm_", (1, "gradients"), setup=CLIPS),
+    *_caught(
+        "clip",
+        "while it waits in clip_grad_norm_, outside of a guard: rank 0 takes its step",
+        (1, "gradients"),
+        setup=CLIPS,
+        expected=Raises("RanksDisagree", ("rank 0", "rank 1", "load a checkpoint"), within=12.0),
+    ),
+    *_caught(
+        "clip_guarded",
+        "while it waits in clip_grad_norm_, in a guarded step",
+        (1, "gradients"),
+        setup=replace(UPDATES, clip=True),
+    ),
     *_caught("full_params", "while it waits in full_params", (1, "step"), call=do.tried_again(calls.full_params)),
     *_caught("drift", "while it waits in find_drift", (1, "step"), call=do.tried_again(calls.find_drift)),
     *_caught("sync", "while it waits in sync_module_states", (-1, "built"), call=do.tried_again(calls.synchronise)),
