@@ -283,7 +283,7 @@ class Simulation:
         return self.now - begun
 
     def sleep(self, seconds: float, event: SimulatedEvent | None = None) -> None:
-        """Of a thread that `start` began: let the others go on, until `event` at most."""
+        """Of a thread that `start` began: let the others continue, until `event` at most."""
         go = _Go(self._driver)
         self._at(self.now + seconds, go)
         if event is not None:

@@ -102,7 +102,7 @@ def test_one_rank_compares_nothing() -> None:
 
 
 def test_a_steady_step_makes_no_new_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What did not change is not put together again, though the optimizer's counter of steps goes on."""
+    """What did not change is not put together again, though the optimizer's counter of steps continues."""
     with fake_world(WORLD):
         model: Any = shard(seeded(Model))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -101,7 +101,6 @@ def _switch_off() -> None:
     with _lock:
         _active += 1
         if _active == 1:
-            gc.collect()
             # What is there already, torch above all, is not looked at each time.
             gc.freeze()
             gc.disable()

@@ -1,4 +1,4 @@
-"""A rank alone in a collective of torch's own is told of, and legal programs that look like it are
+"""A rank alone in a torch collective of the user's hears of, and legal programs that look like it are
 not (guard/diagnosis.py).
 
 Processes over gloo, because a rank has to be in a wait that nothing of ours ends. A rank that was told takes the call

@@ -1,4 +1,4 @@
-"""A rank fails and its peers wait for it: they raise in seconds, by name, and all go on together
+"""A rank fails and its peers wait for it: they raise in seconds, by name, and all continue together
 (comm/data_group.py)."""
 
 from __future__ import annotations

@@ -83,14 +83,14 @@ def test_two_that_wait_for_each_other_are_stuck() -> None:
     text = disagreement(stuck(world(*waiting)), lambda found: None)
     assert text == (
         "expected all ranks to do the same, found rank 0 waiting in the message and rank 1 waiting in the ask: none of "
-        "them can go on; make all ranks take the same calls in the same order"
+        "them can continue; make all ranks take the same calls in the same order"
     )
 
 
 def test_a_ring_is_stuck_whatever_the_meshes() -> None:
     ring = [record(rank, wait("ask", rank, (rank + 1) % 4, scope=f"{rank}", number=0)) for rank in range(4)]
     assert sorted(stuck(world(*ring))) == [0, 1, 2, 3]
-    # One that goes on frees all of them.
+    # One that continues frees all of them.
     assert stuck(world(*ring[:3], record(3))) == {}
 
 
@@ -128,7 +128,7 @@ def test_who_meets_after_its_failure_is_stuck_with_one_in_torch() -> None:
     assert sorted(stuck(world(meets, alone))) == [0, 1]
     assert disagreement(stuck(world(meets, alone)), lambda found: None) == (
         "expected all ranks to take the same calls, found rank 1 in the torch (train.py:1 in step), which needs ranks "
-        "0 and 1, while rank 0 waits in the meet: neither can go on; let ranks 0 and 1 make that call at the same "
+        "0 and 1, while rank 0 waits in the meet: neither can continue; let ranks 0 and 1 make that call at the same "
         "place, or none of them (not under `if rank == ...`)"
     )
 
@@ -141,12 +141,12 @@ def test_several_in_one_collective_of_torch_s_are_named_together() -> None:
 
 
 def device(**more: Any) -> dict[str, Any]:
-    """A message under way on a device: the host goes on."""
+    """A message under way on a device: the host continues."""
     return wait("message", 0, 1, **more) | {"also": "device"}
 
 
 def test_a_message_on_a_device_is_proof_against_those_who_are_past_it_alone() -> None:
-    """Rank 0 has sent the fifth message of its scope, and then goes on. Rank 1 asks in that scope before it sends the
+    """Rank 0 has sent the fifth message of its scope, and then continues. Rank 1 asks in that scope before it sends the
     fifth: they do different things. But rank 0 may come to what rank 1 waits for anywhere else."""
     for waits in (wait("ask", 0, 1, number=7), wait("message", 0, 1, name="reduce 0.1", number=1), device(number=6)):
         assert sorted(stuck(world(record(0, device()), record(1, waits)))) == [0, 1]

@@ -210,7 +210,7 @@ def test_no_false_proof_and_every_cycle_is_found(calls: list[list[int]], order: 
         program.go_on(order.choice(ready))
     last = {rank: history[-1] for rank, history in enumerate(program.histories)}
     assert set(diagnosis.stuck(last)) == by_definition(last)
-    # Records of any age: whoever is found stuck by them never goes on.
+    # Records of any age: whoever is found stuck by them never continues.
     for _ in range(20):
         ages = [order.randrange(len(history)) for history in program.histories]
         seen = {rank: history[ages[rank]] for rank, history in enumerate(program.histories)}

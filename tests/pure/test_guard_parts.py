@@ -78,8 +78,8 @@ def test_what_ends_every_wait(kind: str) -> None:
     ("kind", "found", "since", "ends"),
     [
         ("message", fault(issued={"g": 4}), SETTLING_SECONDS, True),
-        ("message", fault(issued={"g": 4}), SETTLING_SECONDS - 0.01, False),  # where all raised, it may go on
-        ("message", fault(issued={"g": 4}, attempts=1), 0, True),  # of a guarded block: nobody goes on
+        ("message", fault(issued={"g": 4}), SETTLING_SECONDS - 0.01, False),  # where all raised, it may continue
+        ("message", fault(issued={"g": 4}, attempts=1), 0, True),  # of a guarded block: nobody continues
         ("message", fault(issued={"g": 5}), SETTLING_SECONDS, False),
         ("message", fault(issued={"g": 5}), GRACE_SECONDS + 0.1, True),
         ("message", fault(issued={}), 0, False),  # it never had that group: it will make it

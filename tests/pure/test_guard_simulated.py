@@ -99,7 +99,7 @@ def test_a_question_that_somebody_does_not_come_to(world: int) -> None:
         assert sorted(simulation.raised) == list(range(world - 1))
         assert world - 1 in simulation.cut
         text = str(simulation.raised[0])
-        assert "none of them can go on" in text and "the gather of layers.3" in text and "waiting in what" in text
+        assert "none of them can continue" in text and "the gather of layers.3" in text and "waiting in what" in text
 
 
 @pytest.mark.parametrize("world", (2, 9, 64))
@@ -199,7 +199,7 @@ def test_with_a_short_silence_ranks_that_wait_still_give_signs_of_life() -> None
 
 
 def test_a_wait_of_an_epoch_that_is_over_is_none() -> None:
-    """An exception may come after a wait and before the watch is told of its end."""
+    """An exception may come after a wait and before the watch hears of its end."""
     with Simulation(2) as simulation:
         scopes, watches = simulation.scopes, simulation.watches
         watches[1].enter(Wait("ask", scopes[1], "what", name="what", number=2))

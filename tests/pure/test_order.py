@@ -89,7 +89,7 @@ STEPS = st.lists(
 
 
 def program(units: int, steps: Sequence[Step], loop: Loop | None = None) -> list[Action]:
-    """The actions of `steps`; of a loop that goes on, where there is one."""
+    """The actions of `steps`; of a loop that continues, where there is one."""
     loop = loop or Loop(units)
     loop.actions = []
     for batches, always, evaluation, skipped in steps:
@@ -131,7 +131,7 @@ class World:
         return made
 
     def run(self, programs: Sequence[Sequence[Action]]) -> dict[int, Question] | None:
-        """Each rank goes on as far as it may without a comparison, then all compare. The questions on which they
+        """Each rank continues as far as it may without a comparison, then all compare. The questions on which they
         disagree: those of the ranks that ask (others ended, or wait for what does not come); None: all ended."""
         at = [0] * len(programs)
         while True:

@@ -1,4 +1,4 @@
-"""What torch records of its own collectives: on that it rests that a rank alone in one of them is told of. Who is
+"""What torch records of its own collectives: on that it rests that a rank alone in one of them hears of. Who is
 stuck: tests/pure/test_diagnosis.py; programs: tests/procs/test_elsewhere.py."""
 
 from __future__ import annotations

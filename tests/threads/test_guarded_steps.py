@@ -145,7 +145,7 @@ def test_a_hook_that_raises_before_the_step_prevents_it_everywhere() -> None:
 
 
 def _refused(rank: int, how: str, kind: Any, given: bool) -> list[str]:
-    """Rank 1 fails in its step, which the others take; all go on."""
+    """Rank 1 fails in its step, which the others take; all continue."""
     model, optimizer = build(kind)
     attempt(model, optimizer, rank, 0)
     said = []
@@ -221,7 +221,7 @@ def test_what_cannot_be_seen_counts_as_written() -> None:
     run_ranks(2, _unseen)
 
 
-# ---- and how all go on ---------------------------------------------------------------------------------------
+# ---- and how all continue ---------------------------------------------------------------------------------------
 
 
 def _goes_on(rank: int, way: str, folder: Path) -> list[Tensor]:

@@ -326,7 +326,7 @@ def test_a_ring_of_ranks_each_of_which_waits_for_the_next() -> None:
     assert len(set(found)) == 1
     assert found[0] == (
         "RanksDisagree: expected all ranks to do the same, found ranks 0 to 3 waiting in the units and parameters of "
-        "the model: none of them can go on; make all ranks take the same calls in the same order"
+        "the model: none of them can continue; make all ranks take the same calls in the same order"
     )
 
 

@@ -149,7 +149,7 @@ def test_an_exception_in_a_question_is_told(at: int) -> None:
 
 
 def test_nobody_finds_a_question_answered_that_another_rank_gave_up() -> None:
-    """It would go on with nobody."""
+    """It would continue with nobody."""
 
     def ranks(rank: int) -> str:
         scope = _scope()
@@ -310,7 +310,7 @@ def test_a_ring_of_ranks_each_of_which_waits_for_the_next(world: int) -> None:
         return str(caught.value)
 
     found = run_ranks(world, ranks)
-    assert len(set(found)) == 1 and "none of them can go on" in found[0]
+    assert len(set(found)) == 1 and "none of them can continue" in found[0]
 
 
 def test_ranks_that_wait_in_different_ways_are_told() -> None:
@@ -330,7 +330,7 @@ def test_ranks_that_wait_in_different_ways_are_told() -> None:
     assert found[0] == found[1]
     assert found[0] == (
         "expected all ranks to do the same, found rank 0 waiting in order and rank 1 waiting in the connections of "
-        "data: none of them can go on; make all ranks take the same calls in the same order"
+        "data: none of them can continue; make all ranks take the same calls in the same order"
     )
 
 

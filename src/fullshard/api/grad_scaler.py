@@ -28,7 +28,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Of the local gradients: DTensors would send messages of torch's own, one for each list of them.
+        # Of the local gradients: DTensors would send a message for each list of them.
         here: Any = SimpleNamespace(param_groups=[{"params": _local_views(optimizer)}])
         per_device: dict[torch.device, Tensor] = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)
         settings = {

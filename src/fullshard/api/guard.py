@@ -66,7 +66,7 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
 
 def mark_restored(model: nn.Module | Iterable[Tensor]) -> None:
     """Say that the state of `model` is that of one training again: after a rank raised in an optimizer's step which
-    others took, every forward refuses to go on until this, or a load, on all ranks.
+    others took, every forward refuses to continue until this, or a load, on all ranks.
 
     `fullshard.checkpoint.load` and `load_state_dict` of the model do it themselves. Call it on all ranks where you
     brought back parameters and optimizer state in another way: from copies, or by a load that writes into tensors.

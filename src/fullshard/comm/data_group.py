@@ -162,7 +162,7 @@ class DataGroup:
         raise explained from error
 
     def _explain(self, number: int, error: RuntimeError) -> RuntimeError:
-        """What to raise in the place of a backend's `error`. Waits some seconds for somebody to say why a connection
+        """What to raise instead of a backend's `error`. Waits some seconds for somebody to say why a connection
         was closed. The scope's data groups are cut afterwards.
 
         What a backend refuses to send (a dtype that it has no sum for) is `error` itself: no peer has to do with it.
@@ -203,7 +203,7 @@ def _ends(ranks: Sequence[int]) -> Sequence[int]:
 
 
 class _ConnectingStore(dist.Store):
-    """The store through which a backend finds its peers, whose waits end when one of them failed. In the place of the
+    """The store through which a backend finds its peers, whose waits end when one of them failed. Instead of the
     backend's own wait for the time limit. An exception from outside (Ctrl-C) is `held` until the connections are there:
     the others would wait for them in their backend, where nobody can tell them."""
 
@@ -318,7 +318,7 @@ def open_data_group(
     backend: str,
     purpose: str,
 ) -> DataGroup | None:
-    """The data group in the place of `origin`; None where its backend has none. Its connections are made with its first
+    """The data group instead of `origin`; None where its backend has none. Its connections are made with its first
     message, which is at the same place on all ranks: where one of them was interrupted while it made several data
     groups, and another one was not, both have the same to do."""
     if not can_cut(backend) or origin.size() < 2:
@@ -332,5 +332,5 @@ def open_data_group(
 
 
 def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup | None:
-    """The data group in the place of a mesh's group, for small messages of ours; None where there is none."""
+    """The data group instead of a mesh's group, for small messages of ours; None where there is none."""
     return _made.get(origin, {}).get(purpose)

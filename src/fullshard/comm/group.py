@@ -347,7 +347,7 @@ def _send_small(group: DataGroup, what: str, call: str, *args: Any) -> None:
 
 
 def _small(process_group: dist.ProcessGroup, device: torch.device, what: str) -> DataGroup | None:
-    """The data group for small messages of `device` in the place of `process_group`: its ranks make the first call
+    """The data group for small messages of `device` instead of `process_group`: its ranks make the first call
     together."""
     found = data_group(process_group)
     scope = scope_of(dist.get_process_group_ranks(process_group)) if found is None else found.scope

@@ -5,7 +5,7 @@
     a process of this machine is gone                               lost
     no new record for the seconds of silence; of this machine:      lost
         stopped, or exists and used no processor time meanwhile
-    ranks that wait, each for one of them: the greatest such set     disagree: a proof, nobody of them can go on
+    ranks that wait, each for one of them: the greatest such set     disagree: a proof, nobody of them can continue
     somebody waits for longer than the process group allows         late: names who has not come, and where that rank is
 
 A record may be old when it is read. For a false proof *all* ranks of a cycle would have to have gone on without a new
@@ -38,7 +38,7 @@ class Record:
 
     @property
     def wait(self) -> Mapping[str, Any] | None:
-        """What it waits for; None: it goes on, as far as anybody knows."""
+        """What it waits for; None: it continues, as far as anybody knows."""
         found: Mapping[str, Any] | None = self.said.get("wait")
         return found
 
@@ -166,7 +166,7 @@ def _alike(wait: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -> dict[int, Record]:
-    """The greatest set of ranks each of which waits for one of the set: nobody of them can go on."""
+    """The greatest set of ranks each of which waits for one of the set: nobody of them can continue."""
     failed = [one for record in records.values() for one in record.said.get("failed", {}).items()]
     over = {*over, *((scope, said["epoch"]) for scope, said in failed)}
     waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record, over)}
@@ -179,7 +179,7 @@ def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -
     }
     for one, (rank, *_) in members.items():
         if waiting[rank].said["wait"]["also"] == "device":
-            # Its host goes on, and may come to anything but what it has passed: those who wait for it before that.
+            # Its host continues, and may come to anything but what it has passed: those who wait for it before that.
             before = {other for other in absent[one] if _is_before(waiting[other], waiting[rank])}
             absent[one] = {other for other in before if rank in absent[_kind_of(waiting[other])]}
     waited_for: dict[int, list[tuple[object, ...]]] = {}
@@ -242,8 +242,8 @@ def disagreement(found: Mapping[int, Record], explain: Callable[[Mapping[int, Re
         by_what.setdefault(record.said["wait"]["what"], []).append(rank)
     told = " and ".join(f"{shown_ranks(ranks)} waiting in {what}" for what, ranks in list(by_what.items())[:_SHOWN])
     return (
-        f"expected all ranks to do the same, found {told}: none of them can go on; make all ranks take the same calls "
-        f"in the same order"
+        f"expected all ranks to do the same, found {told}: none of them can continue; make all ranks take the same "
+        f"calls in the same order"
     )
 
 
@@ -258,7 +258,7 @@ def _alone(alone: Mapping[int, Record], found: Mapping[int, Record]) -> str:
     waits = f"{shown_ranks([others[0].rank])} waits in {others[0].said['wait']['what']}" if others else "others wait"
     return (
         f"expected all ranks to take the same calls, found {shown_ranks(ranks)} in {wait['what']}{first.place}, which "
-        f"needs {needs}, while {waits}: neither can go on; let {needs} make that call at the same place, or none of "
+        f"needs {needs}, while {waits}: neither can continue; let {needs} make that call at the same place, or none of "
         f"them (not under `if rank == ...`)"
     )
 

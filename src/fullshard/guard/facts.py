@@ -121,7 +121,7 @@ class Ledger:
         self._last: Sealed | None = None
 
     def stand(self, fact: Fact) -> None:
-        """`fact` holds from now on, in the place of what stood under its name."""
+        """`fact` holds from now on, instead of what stood under its name."""
         if self._standing.get(fact.name) != fact:
             self._standing[fact.name] = fact
             self._stands = None

@@ -39,7 +39,7 @@ class Fault:
     asked: int = 0
     # How many of the rank's guarded blocks had failed, with this one.
     attempts: int = 0
-    # The exception is not known yet: it is told again, with that.
+    # The exception is not known yet: it is said again, with that.
     vague: bool = False
     # Of what was found out: by rank, since when it meets after a failure, which is in vain too. That meeting and no
     # other one.

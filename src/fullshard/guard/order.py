@@ -182,7 +182,7 @@ class Order:
                 self._new = []  # a program that never starts anew
             self._new.append(action)
             return
-        # The others of this start: one may go on like this.
+        # The others of this start: one may continue like this.
         done = script.actions[:at]
         for other in self._scripts.get(_start_of(script.actions[0]), ()):
             if len(other.actions) > at and other.actions[at] == action and other.actions[:at] == done:
@@ -269,7 +269,7 @@ def disagreement(questions: Mapping[int, Question]) -> str:
 def deviation(question: Question, asking: Sequence[int], here: int) -> str:
     """The error on rank `here`, which waits for a message: ranks `asking` asked at a place that it went through."""
     expected = question.expected
-    as_before = "to go on as before"
+    as_before = "to continue as before"
     if expected is not None:
         as_before = f"to {_phrase(expected)}, as in the steps before"
     advice = _advice(expected, [question.action]) if expected is not None else _advice(question.action, [])

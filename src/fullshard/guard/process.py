@@ -109,7 +109,7 @@ class Host:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let other threads go on."""
+        """Let other threads continue."""
         time.sleep(seconds)
 
     def event(self) -> Event:

@@ -1,6 +1,6 @@
 """The ranks of one mesh: they answer questions together, hear of each other's failures, and meet after one.
 
-    agree      all ranks compare a value; nobody goes on before all have asked
+    agree      all ranks compare a value; nobody continues before all have asked
     publish    this rank failed: how far it had come, and why
     meet       all ranks come together after a failure, wherever each of them was; an *epoch* ends, the next one begins
 
@@ -160,7 +160,7 @@ class Scope:
 
     def _is_answered(self, key: str, error: BaseException) -> bool:
         """`error` left a question: who comes to it now must not find it answered, and go on with nobody. Whether it was
-        answered before, so that the others go on, and this rank may."""
+        answered before, so that the others continue, and this rank may."""
         store, world = self.watch.records.store, len(self.ranks)
         with suppress(RuntimeError, OSError):
             # The sum of the votes, and of `world` for each that gave up.

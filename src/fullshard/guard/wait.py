@@ -6,7 +6,7 @@ lasts.
     ask        the answer to a question of its scope                the loop below raises
     meet       all ranks of its scope, after a failure              the loop below raises
     connect    the others, to make a data group with them           the loop below raises, inside of the backend's store
-    torch      others in a collective of torch's own                nobody: it is the user's; others hear of it
+    torch      others in a torch collective of the user's     nobody: it is the user's; others hear of it
 
 A message is waited for in its backend (`DataGroup`, comm/data_group.py): only that wakes up the moment it comes. What
 is in the store is asked for, with growing pauses: often at first, and at last so rarely that ten thousand ranks do no
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS = 1.0
 # An epoch in which somebody failed is over for everybody: who still waits after so long gives up.
 GRACE_SECONDS = 2.0
-# Who raised may catch that and go on, where all ranks raised at the same place: so long it is waited for.
+# Who raised may catch that and continue, where all ranks raised at the same place: so long it is waited for.
 SETTLING_SECONDS = 0.3
 # Requests of all ranks together that a store answers while they wait (it can do about ten times as many).
 _REQUESTS_PER_SECOND = 2000

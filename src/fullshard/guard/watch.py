@@ -48,7 +48,7 @@ _STORE_FAILURES = 4
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
 _CLAIMING = 250
-# So many faults of other scopes go with what is told of one.
+# So many faults of other scopes go with what is said of one.
 _LATELY = 8
 
 
@@ -100,7 +100,7 @@ class Watch:
         self._unheard: list[tuple[Fault, float]] = []
         # By scope, who waited there at the last reading though its epoch is over.
         self._still: dict[str, set[int]] = {}
-        # What was told last, of whatever scope: it is told again with whatever overwrites it.
+        # What was told last, of whatever scope: it is said again with whatever overwrites it.
         self._lately: list[Fault] = []
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
         self._claimed_for: object = None
@@ -294,7 +294,7 @@ class Watch:
         if wait is not None:
             found["wait"] = wait.told()
             if not self._registered() and wait.kind == "message":
-                found["wait"]["also"] = "device"  # its host goes on
+                found["wait"]["also"] = "device"  # its host continues
             if wait is not self._posted_wait or self._issued is None:
                 self._issued = issued_by_group()
             found["torch"] = self._issued
@@ -330,7 +330,7 @@ class Watch:
     # ---- a collective of torch's ---------------------------------------------------------------------------
 
     def _in_torch(self, now: float) -> Wait | None:
-        """The collective of torch's own that the model's thread has been in for a while."""
+        """The collective of torch that the model's thread has been in for a while."""
         if self.model_thread in self._registered() or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
             self._torch = None
             return None
@@ -515,7 +515,7 @@ class Watch:
         with suppress(Exception):
             while self.host.now() - begun < seconds:
                 joined = self.records.joined()
-                # What was told of one may stand in the place of the record of another one that ended.
+                # What was told of one may stand instead of the record of another one that ended.
                 if self.records.store.add(f"{self.records.prefix}/ended", 0) + len(lost) >= len(joined):
                     return
                 texts = self.records.of(sorted(joined - {self.rank} - gone))

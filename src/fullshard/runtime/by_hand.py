@@ -2,7 +2,7 @@
 
 DTensor sends these over the mesh's own process groups, which wait for ever where a rank does not come. So they are
 compared as the messages of a step are (order.py), each before it is sent: a rank that makes one alone is told, and so
-are those that go on in a step. And an optimizer's step is told to the order of those whose parameters it has.
+are those that continue in a step. And an optimizer's step is told to the order of those whose parameters it has.
 
 Who holds a parameter takes part, whatever became of its model: when Python collects that is no matter of the ranks.
 

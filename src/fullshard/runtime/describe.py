@@ -7,6 +7,7 @@ something else there, under other names. Likewise stages of a pipeline, which ha
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,14 @@ _SETTINGS = {
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """The ranks of `mesh` in the default group, lowest first: the scope of what is on it."""
-    return tuple(sorted(mesh.mesh.flatten().tolist()))
+    found = _ranks.get(mesh)
+    if found is None:
+        found = _ranks[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return found
+
+
+# torch computes the tensor of a mesh anew each time that it is asked for.
+_ranks: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...], DeviceMesh]:

@@ -37,7 +37,7 @@ class Peers:
                 links.open(scope)
 
     def publish(self, error: BaseException | None, where: str) -> None:
-        """Tell that this rank failed: the others raise when they wait for what it has not sent. Nothing is told of what
+        """Tell that this rank failed: the others raise when they wait for what it has not sent. Nothing is said of what
         only followed from another rank's failure: that one is known."""
         text = f"{where} ended with an exception" if error is None else f"{type(error).__name__}: {error}"
         for scope in self.scopes:

@@ -1,7 +1,7 @@
 """Optimizer steps that the shards of one mesh took, as every rank counts them: they have to be as many on all ranks.
 
 Nothing compares them in a step that goes well: what follows would not fit. But a rank that raises in its
-`optimizer.step()`, where others took theirs, is a step behind for ever once all have caught that and go on. So ranks
+`optimizer.step()`, where others took theirs, is a step behind for ever once all have caught that and continue. So ranks
 tell each other how many they have when they come together after a failure; and whether one of them was left in the
 middle, which nobody can put back. Then every forward of the model raises, on all ranks, until they have a state again
 that was one: by a load, or because the user says so.

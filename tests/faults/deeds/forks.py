@@ -90,7 +90,7 @@ def sleeps(seconds: float) -> Callable[[Run], None]:
 
 
 def in_another_thread(body: Callable[[Run], None]) -> Action:
-    """A thread forks, and the model's thread goes on."""
+    """A thread forks, and the model's thread continues."""
     import threading
 
     def action(run: Run) -> None:

@@ -73,7 +73,7 @@ def materialize(run: Run) -> None:
 
 
 def write_values(run: Run) -> None:
-    """Values by hand, in the place of materialize."""
+    """Values by hand, instead of materialize."""
     run.model.to_empty(device="cpu")
     with torch.no_grad():
         for p in run.model.parameters():

@@ -268,7 +268,7 @@ WRITES = (
     ),
     _fact(
         "average_kept",
-        "rank 1 alone puts a running average in the place of its parameters",
+        "rank 1 alone puts a running average instead of its parameters",
         2,
         "step",
         do.average_into_model,
@@ -510,7 +510,7 @@ SCALING = (
     _legal("scale_logged", "rank 1 alone reads its scale for a log", 1, "step", do.scale_logged, setup=SCALES),
     Case(
         "optimizers/infs_of_all",
-        "all ranks skip an update because of infs, and go on with half the scale",
+        "all ranks skip an update because of infs, and continue with half the scale",
         PLAIN,
         (at(1, "gradients", do.infs_everywhere),),
         SCALES,
@@ -530,7 +530,7 @@ def _guarded(name: str, does: str, event: str, action: Action | None = None, **m
 
 
 def _lost(name: str, does: str, action: Action, setup: Setup = STEP_GUARD) -> Case:
-    """Some rank has written: who goes on all the same is told to load a checkpoint."""
+    """Some rank has written: who continues all the same is told to load a checkpoint."""
     expected = Raises("RuntimeError", ("load a checkpoint",))
     struck = (at(1, "step", action, rank=1),)
     return Case(f"optimizers/{name}", does, expected, struck, replace(setup, catches=1), limit=20.0)
@@ -561,7 +561,7 @@ GUARDED = (
     ),
     Case(
         "optimizers/guard_loaded",
-        "rank 1 raises after its update, inside a guard of the step, and all go on from the state before",
+        "rank 1 raises after its update, inside a guard of the step, and all continue from the state before",
         Recovers("RuntimeError", ("rank 1",)),
         (at(1, "step", do.raise_after_update, rank=1),),
         ENDS,

@@ -32,7 +32,7 @@ def _waiting(name: str, does: str, expected: Outcome, place: tuple[int, str], ac
 
 
 def _caught(name: str, where: str, place: tuple[int, str], **more: Any) -> tuple[Case, Case]:
-    """Rank 1 catches what the signal raised and tries again; whoever hears of it is told of rank 1, and does, too."""
+    """Rank 1 catches what the signal raised and tries again; whoever hears of it hears of rank 1, and does, too."""
     setup = more.pop("setup", CATCHES)
     # Rank 0 is struck as well, by being late.
     expected = more.pop("expected", Equal())
@@ -53,7 +53,7 @@ def _caught(name: str, where: str, place: tuple[int, str], **more: Any) -> tuple
 
 
 def _ended(name: str, where: str, place: tuple[int, str], **more: Any) -> tuple[Case, Case]:
-    """Nobody catches it: rank 0, which comes later, is told of rank 1."""
+    """Nobody catches it: rank 0, which comes later, hears of rank 1."""
     return tuple(
         _waiting(
             f"{name}_{how}",

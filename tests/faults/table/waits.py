@@ -31,7 +31,7 @@ def _case(name: str, does: str, expected: Outcome, *struck: Any, **more: Any) ->
 def _fate(
     name: str, does: str, place: tuple[int, str], action: Action, call: Action | None, *words: str, **more: Any
 ) -> Case:
-    """Rank 1 does `action` where the others make `call`, and where it would have, too; they are told of it."""
+    """Rank 1 does `action` where the others make `call`, and where it would have, too; they hear of it."""
     step, event = place
     error, within = more.pop("error", "PeerFailed"), more.pop("within", 5.0)
     before = more.pop("before", ())
