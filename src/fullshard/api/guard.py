@@ -64,18 +64,21 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
         raise told from error
 
 
-def mark_restored(model: nn.Module | Iterable[Tensor]) -> None:
+def mark_restored(model: nn.Module | Iterable[Tensor], *, source: str = "") -> None:
     """Say that the state of `model` is that of one training again: after a rank raised in an optimizer's step which
     others took, every forward refuses to continue until this, or a load, on all ranks.
 
     `fullshard.checkpoint.load` and `load_state_dict` of the model do it themselves. Call it on all ranks where you
     brought back parameters and optimizer state in another way: from copies, or by a load that writes into tensors.
-    model: with sharded modules; or sharded parameters, as a model has them or as they are in its state dict. Raises
-    `ValueError` where nothing of it is sharded.
+    model: with sharded modules; or sharded parameters, as a model has them or as they are in its state dict.
+    source: what was loaded, in words. The ranks compare it in their next step: of another checkpoint on each rank there
+        would be pieces of several. `fullshard.checkpoint.load` says which save it was.
+
+    Raises `ValueError` where nothing of it is sharded.
     """
     units = module_units(model) if isinstance(model, nn.Module) else []
-    units_restored(units)
-    if not units and (isinstance(model, nn.Module) or not tensors_restored(model)):
+    units_restored(units, source)
+    if not units and (isinstance(model, nn.Module) or not tensors_restored(model, source)):
         raise ValueError(
             "mark_restored: expected a model that fully_shard was applied to, or its parameters, found nothing sharded"
         )

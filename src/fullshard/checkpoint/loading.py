@@ -86,7 +86,7 @@ class LoadJob:
         pointer = Pointer(*found["pointer"])
         agree(self.messenger, self.what, lambda: self._match_all(state_dict, pointer, found), self._refuse_differences)
         agree(self.messenger, self.what, lambda: self._read_all(pointer), lambda _: {})
-        write(self._tree, self._wanted, self._staged)
+        write(self._tree, self._wanted, self._staged, self._manifest.save_id)
 
     def _read_manifest(self, _: list[Message]) -> Message:
         """On the first rank: others get the same bytes, whatever a saver does meanwhile."""
@@ -213,8 +213,8 @@ class LoadJob:
                     data.read(entry, part.box, self._staged[index])
 
 
-def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor]) -> None:
-    """Copy what was read to where it belongs; nothing in here is expected to fail."""
+def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor], source: str = "") -> None:
+    """Copy what was read to where it belongs; nothing in here is expected to fail. `source`: the save that it is of."""
     with torch.inference_mode(False), torch.no_grad():
         for (_, part), tensor in zip(wanted.tensors, staged, strict=True):
             if part.local is not None:
@@ -230,7 +230,7 @@ def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor]) -> None:
     from .. import mark_restored
 
     with contextlib.suppress(ValueError):  # nothing sharded is among them
-        mark_restored(wanted.held)
+        mark_restored(wanted.held, source=source and f"the checkpoint of save {source}")
 
 
 def new_state(parameter: Tensor, entry: TensorEntry) -> Tensor:

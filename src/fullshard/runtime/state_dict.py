@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import dtensor_like, hand_over_hooks, local_of
 from ..param import ShardedParam, Slot, can_digest, local_part, note_loaded
 from .replaced import note_assigned
-from .steps_taken import restored
+from .steps_taken import units_restored
 from .unit import Unit
 
 
@@ -115,7 +115,7 @@ class _ModuleHooks:
                     strangers[self._prefix + slot.name] = held
                     note_assigned(self._unit, old, place.param.name)
         self._tell(values)
-        restored(self._unit)
+        units_restored([self._unit])
         if strangers:
             warnings.warn(
                 f"load_state_dict(assign=True): expected parameters that nobody else holds, so that they can take "

@@ -32,6 +32,7 @@ from .drift import digests_of, replicas_of, unsharded_on
 from .names import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, listed, text_of
 from .optimizer_steps import tell_optimizer_steps
+from .steps_taken import steps_taken
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -300,6 +301,9 @@ class StepFacts:
             for each in self._meshes.values():
                 for unit in each.members:
                     each.ledger.stand(Fact("settings", f"settings of {unit.record.name}", unit.controls.text))
+        source = "" if mesh.scope is None else steps_taken(mesh.scope).source
+        if source:
+            mesh.ledger.stand(Fact("load", "state that was loaded", source))
         self._note_written(mesh)
         if mesh.values_asked or mesh.count >= mesh.next_look:
             self._note_values(mesh, again=mesh.values_asked)

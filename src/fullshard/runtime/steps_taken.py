@@ -22,19 +22,20 @@ _HALF = "+"
 
 
 class StepsTaken:
-    """On one mesh, since a state was loaded there. `half`: the optimizer that was left in the middle of a step."""
+    """On one mesh, since a state was loaded there. `half`: the optimizer that was left in the middle of a step.
+    `source`: what was loaded, where somebody said so."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.half = ""
+        self.half = self.source = ""
 
     def word(self) -> str:
         """For `Scope.state`."""
         return f"{self.count}{_HALF}{self.half}" if self.half else str(self.count)
 
-    def forget(self) -> None:
+    def forget(self, source: str) -> None:
         """A whole state is there."""
-        self.count, self.half = 0, ""
+        self.count, self.half, self.source = 0, "", source or self.source
 
 
 _taken: weakref.WeakKeyDictionary[Scope, StepsTaken] = weakref.WeakKeyDictionary()
@@ -74,27 +75,20 @@ def _error(states: Mapping[str, list[int]]) -> RanksDisagree:
     )
 
 
-def restored(unit: Unit) -> None:
-    """The shards of `unit` were loaded, or are whole for another reason."""
-    for links in unit.links:
-        _forget(links.everyone)
+def units_restored(units: Iterable[Unit], source: str = "") -> None:
+    """The shards of `units` were loaded, or are whole for another reason."""
+    _forget((links.everyone for unit in units for links in unit.links), source)
 
 
-def tensors_restored(tensors: Iterable[Tensor]) -> int:
+def tensors_restored(tensors: Iterable[Tensor], source: str = "") -> int:
     """Those of `tensors` that are sharded parameters, or values of a state dict of theirs, were loaded; how many."""
     owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
-    for ranks in dict.fromkeys(owner.ranks for owner in owners):
-        _forget(ranks)
+    _forget((owner.ranks for owner in owners), source)
     return len(owners)
 
 
-def _forget(ranks: tuple[int, ...]) -> None:
-    scope = scope_of(ranks)
-    if scope is not None:
-        steps_taken(scope).forget()
-
-
-def units_restored(units: Iterable[Unit]) -> None:
-    """All of `units` are whole."""
-    for unit in units:
-        restored(unit)
+def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
+    for ranks in dict.fromkeys(meshes):
+        scope = scope_of(ranks)
+        if scope is not None:
+            steps_taken(scope).forget(source)

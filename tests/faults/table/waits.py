@@ -190,11 +190,11 @@ FIRST = (
     ),
     _fate(
         "first_asleep",
-        "rank 1 never builds a model, and is alive",
+        "rank 1 never builds a model, and is alive: it has said nothing of itself",
         (-1, "start"),
         ASLEEP,
         None,
-        PLACE,
+        "has not begun to train",
         setup=SHORT,
         error="RuntimeError",
         within=LIMIT + 6.0,
