@@ -175,6 +175,7 @@ class SimulatedGroup:
 
     def __init__(self, name: str, on_cut: Callable[[], None]) -> None:
         self.name, self.issued, self.is_cut, self._on_cut = name, 0, False, on_cut
+        self.is_connected = True
 
     def cut(self) -> None:
         if not self.is_cut:

@@ -161,6 +161,35 @@ def test_a_process_that_computes_is_not_lost() -> None:
         assert sorted(simulation.cut) == list(range(7))
 
 
+def test_a_process_that_computes_on_another_machine_is_not_lost() -> None:
+    """Rank 15 holds its interpreter lock; the ranks that wait for it are of the other machine, rank 14 is not."""
+    with Simulation(16, silence=20.0) as simulation:
+        simulation.run(10)
+        simulation.held.add(15)
+        simulation.wait_for_message(range(8))
+        for _ in range(60):
+            simulation.ticks[15] = simulation.ticks.get(15, 0) + 50
+            simulation.run(1.0)
+        assert not simulation.cut
+        simulation.run(35.0)  # and now it does nothing
+        assert sorted(simulation.cut) == list(range(8))
+        faults = [scope.failure for scope in simulation.scopes[:8]]
+        assert all(found is not None and "exists and does nothing" in found.text for found in faults)
+
+
+@pytest.mark.parametrize(("state", "within"), [("gone", 18.0), ("stopped", 28.0)])
+def test_a_process_of_another_machine_is_looked_at_there(state: str, within: float) -> None:
+    with Simulation(16, silence=20.0) as simulation:
+        simulation.run(10)
+        simulation.states[15] = state
+        simulation.wait_for_message(range(8))
+        simulation.run(within)
+        assert sorted(simulation.cut) == list(range(8))
+        faults = [scope.failure for scope in simulation.scopes[:8]]
+        words = "its process has ended" if state == "gone" else "it is stopped"
+        assert all(found is not None and words in found.text for found in faults)
+
+
 def test_a_rank_that_was_late_itself_accuses_nobody() -> None:
     with Simulation(8, silence=4.0) as simulation:
         simulation.run(10)

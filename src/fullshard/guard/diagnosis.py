@@ -3,8 +3,8 @@
     what is seen                                                    fault
     a record says that its rank failed, or that its process ended   what that rank says
     a process of this machine is gone                               lost
-    no new record for the seconds of silence; of this machine:      lost
-        stopped, or exists and used no processor time meanwhile
+    no new record for the seconds of silence, and on its machine:   lost
+        stopped, or used no processor time meanwhile (`witnesses`)
     ranks that wait, each for one of them: the greatest such set     disagree: a proof, nobody of them can continue
     somebody waits for longer than the process group allows         late: names who has not come, and where that rank is
 
@@ -25,6 +25,7 @@ from .process import Host
 from .store import ranks_of
 from .structure import shown_ranks
 
+_NOTHING: Mapping[int, tuple[str, int]] = {}
 # How many waits a text names.
 _SHOWN = 3
 
@@ -115,12 +116,22 @@ class Reader:
                 found[rank] = known.record
         return found
 
-    def lost(self, record: Record, silence: float, now: float) -> str:
-        """What is wrong with the process of `record`; "": nothing."""
-        what, used = self._host.condition(record.said["process"])
+    def is_quiet(self, record: Record, seconds: float, now: float) -> bool:
+        """Whether its rank gave no sign of life for so long."""
+        return now - self._seen[record.rank].since >= seconds
+
+    def condition(self, record: Record, seen: Mapping[int, tuple[str, int]]) -> tuple[str, int]:
+        """Of its process: as it is on this machine, or as a rank of its own machine has `seen` it."""
+        here = self._host.condition(record.said["process"])
+        return seen.get(record.rank, here) if here[0] == "unknown" else here
+
+    def lost(self, record: Record, silence: float, now: float, told: Mapping[int, tuple[str, int]] = _NOTHING) -> str:
+        """What is wrong with the process of `record`; "": nothing. `told`: what ranks of other machines have seen."""
+        what, used = self.condition(record, told)
         if what == "gone" and "ended" not in record.said:
             return "gave no sign of life since its process has ended"
         seen = self._seen[record.rank]
+        seen.used = seen.used or used  # the first that is known of it
         if not silence or now - seen.since < silence:
             return ""
         if what == "exists" and used > seen.used:
@@ -142,6 +153,24 @@ def _loads(text: str) -> dict[str, Any] | None:
     """A record; None for mail."""
     said: dict[str, Any] = json.loads(text) if text else {"mail": []}
     return None if "mail" in said else said
+
+
+def witnesses(quiet: Iterable[Record], others: Iterable[Record]) -> dict[int, int]:
+    """Of each rank of `quiet` another one on the same machine, which can see its process."""
+    machines: dict[str, int] = {}
+    for record in others:
+        machines.setdefault(_machine(record), record.rank)
+    return {record.rank: machines[_machine(record)] for record in quiet if _machine(record) in machines}
+
+
+def seen_by(others: Iterable[Record]) -> dict[int, tuple[str, int]]:
+    """What ranks say of the processes that they were asked to look at, by rank."""
+    told = (item for record in others for item in record.said.get("sees", {}).items())
+    return {int(rank): (what, used) for rank, (what, used) in told}
+
+
+def _machine(record: Record) -> str:
+    return str(record.said["process"]).partition(" ")[0]
 
 
 def missing(wait: Mapping[str, Any], records: Mapping[int, Record], own: int) -> list[int]:

@@ -23,6 +23,7 @@ class Fault:
         lost       it is gone, stopped or silent: found by another rank
         late       it did not come within the time limit of the process group: found by another rank
         disagree   ranks do different things: found by another rank
+        look       none of these: `text` is a process of this machine, which gives no sign of life; look at it
 
     `scope`, `epoch`: where it counts (scope.py). `issued`: how many messages the rank had sent over each data group of
     that scope, `asked`: how many questions it had answered. Who waits for one of these will get it.

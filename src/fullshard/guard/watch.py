@@ -102,6 +102,8 @@ class Watch:
         self._still: dict[str, set[int]] = {}
         # What was told last, of whatever scope: it is said again with whatever overwrites it.
         self._lately: list[Fault] = []
+        # Processes of this machine that a rank of another one asked about, and when.
+        self._looks_at: dict[int, tuple[str, float]] = {}
         # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
         self._claimed_for: object = None
         self._takeovers: dict[str, int] = {}
@@ -298,6 +300,10 @@ class Watch:
             if wait is not self._posted_wait or self._issued is None:
                 self._issued = issued_by_group()
             found["torch"] = self._issued
+        forgotten = self.host.now() - 2 * self.settings.silence_seconds
+        self._looks_at = {rank: look for rank, look in self._looks_at.items() if look[1] > forgotten}
+        if self._looks_at:
+            found["sees"] = {rank: self.host.condition(process) for rank, (process, _) in self._looks_at.items()}
         if self.beside or len(self._registered()) > 1:
             found["beside"] = 1
         if self.ended is not None:
@@ -315,6 +321,11 @@ class Watch:
             self._hear(Fault.loads(mail), now)
 
     def _hear(self, fault: Fault, now: float) -> None:
+        if fault.kind == "look":
+            if fault.rank not in self._looks_at:
+                self._posted = 0.0  # the next record, which says what is seen, comes at once
+            self._looks_at[fault.rank] = fault.text, now
+            return
         known = [scope for scope in list(self.scopes.values()) if scope.name == fault.scope]
         for scope in known:
             scope.hear(fault, now)
@@ -403,9 +414,11 @@ class Watch:
         silence = self.settings.silence_seconds
         if closed and silence:
             silence = min(silence, self.settings.beat_seconds + PATIENCE_SECONDS)
-        for rank in scope.ranks:
-            if rank != self.rank and rank in records and (text := self._reader.lost(records[rank], silence, now)):
-                self._deliver(scope, self._found(scope, rank, "lost", text, records), now)
+        seen = self._seen_elsewhere(own_records, silence, now)
+        for record in own_records:
+            if record.rank != self.rank and (text := self._reader.lost(record, silence, now, seen)):
+                gone = self._reader.condition(record, seen)[0] == "gone"
+                self._deliver(scope, self._found(scope, record, text, records, gone), now)
         told = scope.causes()
         if told:
             # Who waits there still has not read it, or somebody else overwrote it.
@@ -421,13 +434,26 @@ class Watch:
         if own is not None and own.scope is scope and now - own.since > self.settings.limit_seconds:
             self._deliver(scope, diagnosis.late(own.told(), records, self.rank, now - own.since), now)
 
-    def _found(self, scope: Scope, rank: int, kind: str, text: str, records: Mapping[int, Record]) -> Fault:
-        record = records.get(rank)
-        step = record.said.get("step", -1) if record is not None else -1
-        doing = record.said.get("doing", "") if record is not None else ""
+    def _seen_elsewhere(self, records: Sequence[Record], silence: float, now: float) -> Mapping[int, tuple[str, int]]:
+        """What ranks of other machines see of processes there that are quiet for a while; they are asked here."""
+        quiet = [record for record in records if silence and self._reader.is_quiet(record, silence / 2, now)]
+        if not quiet:
+            return {}
+        others = [record for record in records if record not in quiet]
+        seen = diagnosis.seen_by(others)
+        asked: dict[int, list[Fault]] = {}
+        for rank, witness in diagnosis.witnesses(quiet, others).items():
+            process = str(next(record for record in quiet if record.rank == rank).said["process"])
+            if rank not in seen and self.host.condition(process)[0] == "unknown":
+                asked.setdefault(witness, []).append(Fault(rank, "look", process))
+        for witness, looks in asked.items():
+            self.records.tell([witness], [one.dumps() for one in (*self._lately, *looks)])
+        return seen
+
+    def _found(self, scope: Scope, record: Record, text: str, records: Mapping[int, Record], gone: bool) -> Fault:
+        step, doing = record.said.get("step", -1), record.said.get("doing", "")
         meets = diagnosis.meetings(records, scope.name)
-        gone = record is not None and self.host.condition(record.said["process"])[0] == "gone"
-        return Fault(rank, kind, text, scope.name, scope.epoch, step, doing, meets=meets, gone=gone)
+        return Fault(record.rank, "lost", text, scope.name, scope.epoch, step, doing, meets=meets, gone=gone)
 
     def _disagree(self, found: Mapping[int, Record], now: float) -> None:
         """Tell all scopes in which somebody of `found` waits."""
