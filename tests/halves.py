@@ -1,4 +1,4 @@
-"""All tests as two runs of pytest side by side: the tiers that start processes, and the others.
+"""All tests as two runs of pytest side by side: ranks that are threads, and the others, most of which start processes.
 
     python -m tests.halves -m "not slow"        what `make test` runs; options go to both
 
@@ -18,8 +18,8 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 # Tiers by the half that runs them; together all of tests/ (tests/pure/test_halves.py).
 HALVES: dict[str, tuple[str, ...]] = {
-    "processes": ("procs", "faults"),
-    "others": ("pure", "fake", "golden", "threads", "gpu"),
+    "processes": ("procs", "faults", "pure", "fake", "golden", "gpu"),
+    "threads": ("threads",),
 }
 
 
@@ -62,4 +62,4 @@ def run(commands: dict[str, list[str]], shown: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run({half: command(half, sys.argv[1:]) for half in HALVES}, shown="others"))
+    sys.exit(run({half: command(half, sys.argv[1:]) for half in HALVES}, shown="threads"))

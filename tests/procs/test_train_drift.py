@@ -53,7 +53,7 @@ def _run(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[str], li
     # One element of one copy of a shard, as after an error of the memory.
     if rank == 1:
         with torch.no_grad():
-            trainer.model.get_parameter("layers.1.ffn.down.weight").to_local()[0, 0] += 1.0
+            trainer.model.get_parameter("layers.1.ffn.down.weight").to_local().data[0, 0] += 1.0
     del records.lines[:], console.said[:]
     trainer.run(Outputs(console, records), checkpoints, after=1)  # type: ignore[arg-type]
     return records.lines, console.said, checkpoints.saved

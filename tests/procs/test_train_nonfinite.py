@@ -119,7 +119,7 @@ def replaying(rank: int, config: Config, flips: bool) -> tuple[str, list[float],
         calls.append(number)
         if flips and rank == 1 and calls.count(4) == 2:
             weight: Any = trainer.model.get_parameter("layers.0.ffn.up.weight")
-            weight.to_local().view(-1).view(torch.int32)[3] ^= 1 << 12
+            weight.to_local().data.view(-1).view(torch.int32)[3] ^= 1 << 12
         return step(number)
 
     def kept(record: StepRecord) -> None:

@@ -82,14 +82,16 @@ def injected(training: Training, kind: str, name: str, place: int, bit: int) -> 
     module_name, _, own = name.rpartition(".")
     module: nn.Module = training.model.get_submodule(module_name)
     if kind == "shard":
-        flip_bit(getattr(module, own).to_local(), place, bit)
+        flip_bit(getattr(module, own).to_local().data, place, bit)  # as hardware does: nothing counts it
         return []
     if kind == "received":
         # The gathered parameter, when its module begins.
         return [module.register_forward_pre_hook(lambda m, _: flip_bit(getattr(m, own).data, place, bit))]
     if kind == "reduced":
         return [
-            getattr(module, own).register_post_accumulate_grad_hook(lambda p: flip_bit(p.grad.to_local(), place, bit))
+            getattr(module, own).register_post_accumulate_grad_hook(
+                lambda p: flip_bit(p.grad.to_local().data, place, bit)
+            )
         ]
 
     def hook(gradient: Tensor) -> Tensor:

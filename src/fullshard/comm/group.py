@@ -303,7 +303,7 @@ def all_reduce_over(
     elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
     moved = tensor if elsewhere is None else tensor.to(elsewhere)
     # Over the data group in its place: with a peer that failed this raises, where the mesh's group would wait for it.
-    group = _small(process_group, moved.device, what)
+    group = small_group(process_group, moved.device, what)
     if group is None:
         dist.all_reduce(moved, op=op, group=process_group)
     else:
@@ -314,18 +314,14 @@ def all_reduce_over(
         tensor.copy_(moved)
 
 
-def gather_over(out: Tensor, piece: Tensor, process_group: dist.ProcessGroup, what: str) -> bool:
-    """`ShardGroup.gather_into` over any process group, finished on return. Whether it was done: not where the group has
-    no data group."""
-    group = _small(process_group, piece.device, what)
-    if group is not None:
-        _send_small(group, what, "_allgather_base", _carried(out), _carried(piece), _GATHER)
-    return group is not None
+def gather_over(out: Tensor, piece: Tensor, group: DataGroup, what: str) -> None:
+    """`ShardGroup.gather_into` over a group of `small_group`, finished on return."""
+    _send_small(group, what, "_allgather_base", _carried(out), _carried(piece), _GATHER)
 
 
 def broadcast_from(tensor: Tensor, process_group: dist.ProcessGroup, source: int, what: str) -> None:
     """What the rank at `source` of the process group has in `tensor`, on all of them; finished on return."""
-    group = _small(process_group, tensor.device, what)
+    group = small_group(process_group, tensor.device, what)
     if group is None:
         dist.broadcast(tensor, group=process_group, group_src=source)
         return
@@ -346,7 +342,7 @@ def _send_small(group: DataGroup, what: str, call: str, *args: Any) -> None:
         scope.doing = doing
 
 
-def _small(process_group: dist.ProcessGroup, device: torch.device, what: str) -> DataGroup | None:
+def small_group(process_group: dist.ProcessGroup, device: torch.device, what: str) -> DataGroup | None:
     """The data group for small messages of `device` instead of `process_group`: its ranks make the first call
     together."""
     found = data_group(process_group)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch_compat import local_of
-from .group import gather_over
+from .group import gather_over, small_group
 
 
 def whole_of(tensor: DTensor, what: str) -> Tensor:
@@ -22,6 +22,9 @@ def whole_of(tensor: DTensor, what: str) -> Tensor:
     placement = tensor.placements[axis]
     if more or type(placement) is not Shard or mesh.size(axis) == 1:
         return tensor.full_tensor()
+    group = small_group(mesh.get_group(axis), local_of(tensor).device, what)
+    if group is None:
+        return tensor.full_tensor()
     world, dim = mesh.size(axis), placement.dim
     # As torch cuts: equal parts, of which the last ones may be smaller or empty.
     rows = -(-tensor.shape[dim] // world)
@@ -31,6 +34,6 @@ def whole_of(tensor: DTensor, what: str) -> Tensor:
         padded = part.new_zeros((rows, *part.shape[1:]))
         padded[: len(part)] = part
     gathered = padded.new_empty((world * rows, *part.shape[1:]))
-    if gathered.numel() and not gather_over(gathered, padded, mesh.get_group(axis), what):
-        return tensor.full_tensor()
+    if gathered.numel():
+        gather_over(gathered, padded, group, what)
     return gathered[: tensor.shape[dim]].movedim(0, dim)

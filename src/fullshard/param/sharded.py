@@ -286,7 +286,8 @@ class ShardedParam:
         self.held = self.partial = self.marker = None
         gradient = self.sharded.grad
         if gradient is None or isinstance(gradient, PendingGrad):
-            self.sharded.grad = dtensor_like(self.sharded, reduced)
+            # With a count of writes of its own, which is not that of the buffer: ranks compare it.
+            self.sharded.grad = dtensor_like(self.sharded, reduced.data)
         else:
             local_of(gradient).add_(reduced)
 
