@@ -47,13 +47,15 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(_get_version, tensors))
 
 
-def gradient_versions(parameters: Sequence[Tensor]) -> int:
-    """The sum of the versions of the gradients of `parameters`, and of their local tensors: a write to a DTensor raises
-    its own version, a write to its local tensor that one's. No Python per item, where all are DTensors with one."""
+def gradient_versions(parameters: Sequence[Tensor]) -> tuple[int, int]:
+    """How many of `parameters` have no gradient, and the sum of the versions of the others' gradients and of their
+    local tensors: a write to a DTensor raises its own version, a write to its local tensor that one's. No Python per
+    item, where all are DTensors with one."""
     try:
-        return sum(map(sum, map(_get_gradient_versions, parameters)))
+        return 0, sum(map(sum, map(_get_gradient_versions, parameters)))
     except AttributeError:
-        return sum(map(sum, map(versions_of_gradient, parameters)))
+        found = list(map(versions_of_gradient, parameters))
+        return found.count(()), sum(map(sum, found))
 
 
 _get_gradient_versions = operator.attrgetter("grad._version", "grad._local_tensor._version")

@@ -7,13 +7,13 @@ something else there, under other names. Likewise stages of a pipeline, which ha
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..guard import Item
 from ..guard.structure import PARAMETER, SETTINGS, UNIT
@@ -39,14 +39,15 @@ _SETTINGS = {
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """The ranks of `mesh` in the default group, lowest first: the scope of what is on it."""
-    found = _ranks.get(mesh)
+    found: tuple[int, ...] | None = _ranks.get(mesh)
     if found is None:
         found = _ranks[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
     return found
 
 
-# torch computes the tensor of a mesh anew each time that it is asked for.
-_ranks: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.WeakKeyDictionary()
+# torch computes the tensor of a mesh anew each time that it is asked for. By identity: equal parts of a mesh may be of
+# other ranks.
+_ranks: Any = WeakIdKeyDictionary()
 
 
 def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...], DeviceMesh]:

@@ -46,7 +46,7 @@ class _Part:
         self.deed: Deed | None = None
         self.made_of: tuple[str, str] | None = None
         # Writes to the gradients, all together, and in words.
-        self._written = -1
+        self._written = -1, -1
         self._written_text = ""
 
     @property
