@@ -86,6 +86,7 @@ def _apart(rank: int, mesh_of: Axes, train: tuple[int, ...]) -> tuple[str, float
     if train:
         here.settings = replace(here.settings, limit_seconds=LIMIT)
     model: Any = shard(seeded(Model), mesh=mesh_of(rank, mesh))
+    dist.barrier()  # all have said where they are, however slow the machine is
     text, seconds = _train(rank, model)
     here.settings = replace(here.settings, limit_seconds=60.0)
     return text, seconds, _mended(rank, mesh)
