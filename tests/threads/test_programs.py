@@ -113,8 +113,18 @@ def test_equals_the_plain_model_where_torch_fails(
     run_program(name, world, impl=impl, **options)
 
 
-@pytest.mark.parametrize(("communication", "world"), [("auto", 3), ("torch", 3), ("hierarchical", 4)])
-@pytest.mark.parametrize("watch", ["always", "never"])
+@pytest.mark.parametrize(
+    ("communication", "world", "watch"),
+    [
+        ("auto", 3, "always"),
+        ("torch", 3, "never"),
+        ("hierarchical", 4, "always"),
+        # The other half of the pairs.
+        pytest.param("auto", 3, "never", marks=pytest.mark.slow),
+        pytest.param("torch", 3, "always", marks=pytest.mark.slow),
+        pytest.param("hierarchical", 4, "never", marks=pytest.mark.slow),
+    ],
+)
 def test_strategies_and_watching_change_no_result(
     communication: str, world: int, watch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

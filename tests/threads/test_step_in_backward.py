@@ -157,7 +157,7 @@ def test_programs_train_as_with_steps_behind_backward(name: str, world: int, mon
     assert all(torch.equal(x, y) for x, y in zip(behind[0], inside[0], strict=True))
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_on_meshes_that_replicate_and_with_checkpointed_accumulation(mixed: bool) -> None:
     """Backwards that hold gradients, keep partial sums, are said not to be the last, or keep their graph: none of them
     steps, and what they brought is in the step of the last one."""
