@@ -182,6 +182,9 @@ class SimulatedGroup:
             self.is_cut = True
             self._on_cut()
 
+    def close(self) -> None:
+        self.is_connected = False
+
     def expire(self) -> None:
         self.issued, self.is_cut = 0, False
 

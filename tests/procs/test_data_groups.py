@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from fullshard import PeerFailed
 from fullshard.comm.data_group import DataGroup, open_data_group
 from fullshard.guard import Scope, scope_of
+from tests.harness.models import seeded
 from tests.harness.pool import pool
+from tests.threads.programs import Model, batch, part, shard
 
 
 def opened() -> tuple[Scope, DataGroup]:
@@ -79,3 +82,23 @@ def closed_by(rank: int) -> str:
 def test_a_closed_connection_is_explained_by_the_one_who_closed_it() -> None:
     """What the backend says is no name."""
     assert pool(2).run(closed_by, timeout=20)[0] == "ValueError: a bad token"
+
+
+def _trained(rank: int) -> int:
+    model = shard(seeded(Model))
+    model(part(batch(2, 0), rank)).pow(2).mean().backward()
+    return len(os.listdir("/proc/self/task"))
+
+
+def _threads(rank: int) -> int:
+    time.sleep(1.0)
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_destroyed_process_group_leaves_no_connections() -> None:
+    """Each has threads, which compute for ever where a peer closed its end; what is left of a watch may be collected
+    much later."""
+    inside = pool(2).run(_trained)
+    for _ in range(4):
+        pool(2).run(_trained)
+    assert max(pool(2).run(_threads, group=False)) <= min(inside)

@@ -106,6 +106,11 @@ class DataGroup:
         self.cut()
         self.issued = 0
 
+    def close(self) -> None:
+        """Give the connections up; there will be no others."""
+        self._group, self._renewed = None, -1
+        self._under_way.clear()
+
     def issue(self, call: Callable[..., Any], *args: Any) -> Sent:
         """`call(*args)`, which sends one message over `group` and returns its work."""
         try:

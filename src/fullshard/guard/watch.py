@@ -151,6 +151,13 @@ class Watch:
         if self._thread is not None:
             self._thread.ends.set()
 
+    def close(self) -> None:
+        """End the connections of all scopes: nobody will send over them. Until they are collected they have threads,
+        which may compute for ever where a peer closed its end."""
+        for scope in list(self.scopes.values()):
+            for group in list(scope.groups.values()):
+                group.close()
+
     def join(self, seconds: float) -> None:
         """Until the thread is over."""
         if self._thread is not None:
@@ -579,8 +586,12 @@ class _Thread(threading.Thread):
         failures = 0
         while not self.ends.wait(_TICK_SECONDS):
             watch = self._watch()
-            if watch is None or not (watch.beside or watch.is_current()):
-                return  # the process group was destroyed, and no save in the background outlives it
+            if watch is None:
+                return
+            if not (watch.beside or watch.is_current()):
+                # The process group was destroyed, and no save in the background outlives it.
+                watch.close()
+                return
             try:
                 watch.look()
                 failures = 0
