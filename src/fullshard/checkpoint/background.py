@@ -81,8 +81,11 @@ class Background:
         _pending.append(future)
         job = SaveJob(path, messenger, take_first)
         # Not a daemon: the process waits for it at its end.
-        thread = threading.Thread(target=_run, args=(job, taken, future), name="fullshard-save", daemon=False)
-        thread.start()
+        with contextlib.ExitStack() as beside:
+            # From here on, and not from when the thread comes to it: the process group may be destroyed in between.
+            beside.enter_context(messenger.beside())
+            args = job, taken, future, beside.pop_all()
+            threading.Thread(target=_run, args=args, name="fullshard-save", daemon=False).start()
         return future
 
     def settle(self, messenger: Messenger, path: str) -> None:
@@ -137,9 +140,9 @@ class _Copies:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _run(job: SaveJob, taken: Snapshot, future: SaveFuture) -> None:
+def _run(job: SaveJob, taken: Snapshot, future: SaveFuture, beside: contextlib.ExitStack) -> None:
     try:
-        with job.messenger.beside():
+        with beside:
             path = job.run(taken)
     except BaseException as error:
         future.set_exception(error)
