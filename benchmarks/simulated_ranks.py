@@ -368,7 +368,7 @@ class Simulation:
     @property
     def leaders(self) -> Sequence[int]:
         """The ranks that read the others' records now."""
-        return [watch.rank for watch in self.watches if watch.leads]
+        return [watch.rank for watch in self.watches if watch.leader.leads]
 
 
 class _Go:

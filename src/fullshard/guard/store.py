@@ -8,7 +8,7 @@ request is a sign of life, says what the rank does, and brings what somebody els
     the rank     post('{"n": 8, ...}')     finds the mail, and writes after it has read it
 
 Two who tell one rank something at the same time overwrite each other. So what must not get lost stands in the teller's
-own record as well, where the rank that looks for causes (watch.py) finds it.
+own record as well, where the rank that looks for causes (leader.py) finds it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The watch of one process: gives signs of life, looks after its waits, and where it is its turn finds out why they
-last.
+"""The watch of one process: gives signs of life, and looks after its waits.
 
 A thread of its own does that (`begin`); where there is none (ranks that are threads of a test), the loops that wait do.
 Per rank and second it costs
@@ -7,7 +6,7 @@ Per rank and second it costs
     at rest             one request each five seconds: the record, which is the sign of life (store.py)
     while it waits      one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000. Who waits for something in the
                         store gives a part of that to asking for it (wait.py)
-    the one that reads  one more each second or two: all records of the scope at once (diagnosis.py). Whoever waits
+    the one that reads  one more each second or two: all records of the scope at once (leader.py). Whoever waits
                         elects it
 
 It sends no message and raises nothing: a wait in vain is ended, and the wait raises.
@@ -20,7 +19,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -28,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from .._torch_compat import active_collectives, issued_by_group, known_groups
-from . import diagnosis, process
-from .diagnosis import Reader, Record
+from . import process
 from .fault import Fault
+from .leader import Leader
 from .scope import Scope
 from .settings import Settings
-from .store import Records, Store, dumps, ranks_of
+from .store import Records, Store, dumps
 from .wait import PATIENCE_SECONDS, STORE_WAIT_POSTS, Wait, pace
 
 _log = logging.getLogger("fullshard")
@@ -45,9 +44,6 @@ _TICK_SECONDS = 0.25
 _LATE_SECONDS = 2.0
 # So many looks in a row without the store: the process that served it is gone.
 _STORE_FAILURES = 4
-# A rank that waits tries so seldom to become the one that reads: as a part of its requests.
-_CLAIM_EACH = 4
-_CLAIMING = 250
 # So many faults of other scopes go with what is said of one.
 _LATELY = 8
 
@@ -85,28 +81,16 @@ class Watch:
         self._process = os.getpid()
         self._thread: _Thread | None = None
         self._looking = threading.Lock()
-        self._reader = Reader(self.host)
+        self.leader = Leader(self)
         self._count = 0
-        self._looked = self._posted = self._read = 0.0
+        self._looked = self._posted = 0.0
         self._posted_wait: object = None
-        self._requests = 0
-        # The scopes whose records it reads now, by name.
-        self.leads: dict[str, Scope] = {}
-        self._idle_reads = 0
-        # Ranks known to have a record.
-        self._joined: frozenset[int] = frozenset()
-        self._told: set[tuple[object, ...]] = set()
         # Of scopes in which this rank was not yet.
         self._unheard: list[tuple[Fault, float]] = []
-        # By scope, who waited there at the last reading though its epoch is over.
-        self._still: dict[str, set[int]] = {}
         # What was told last, of whatever scope: it is said again with whatever overwrites it.
-        self._lately: list[Fault] = []
+        self.lately: list[Fault] = []
         # Processes of this machine that a rank of another one asked about, and when.
         self._looks_at: dict[int, tuple[str, float]] = {}
-        # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
-        self._claimed_for: object = None
-        self._takeovers: dict[str, int] = {}
         # Of the wait that the record tells: what this process had issued over groups of the user's.
         self._issued: dict[str, int] | None = None
         self._torch: Wait | None = None
@@ -215,10 +199,9 @@ class Watch:
 
     def _look(self, now: float) -> None:
         if self._looked and now - self._looked > _LATE_SECONDS:
-            self._reader.forget()
+            self.leader.forget()
         self._looked = now
-        for waiting in self._registered().values():
-            self._end_by_what_is_known(waiting, now)
+        self.end_waits(now)
         wait = self._oldest()
         if wait is not None and not self._registered():
             self._end_by_what_is_known(wait, now)
@@ -227,16 +210,12 @@ class Watch:
         told = wait or self._in_torch(now)
         pause = self.settings.beat_seconds if told is None and self._posted_wait is None else self._pace(wait)
         if now >= self._posted + pause:
-            self._requests += 1
-            if wait is not None and self._claims(wait):
-                self._claim(wait, now)
+            if wait is not None and self.leader.claims(wait, is_told=wait is self._posted_wait):
+                self.leader.claim(wait, now)
                 self._posted = now
             else:
                 self._post(told, now)
-        if self.leads and now - self._read >= self._reading_seconds():
-            self._read = now
-            for scope in list(self.leads.values()):
-                self._lead(scope, wait, now)
+        self.leader.read(wait, now)
 
     def _pace(self, wait: Wait | None) -> float:
         """Seconds between two requests for the record, in `wait` or after it."""
@@ -247,21 +226,6 @@ class Watch:
         silence = self.settings.silence_seconds
         return min(seconds, silence / 4) if silence else seconds
 
-    def _reading_seconds(self) -> float:
-        ranks = max(len(scope.ranks) for scope in self.leads.values())
-        return 0.5 if ranks <= 8 else max(1.0, pace(ranks) / 2)
-
-    def _claims(self, wait: Wait) -> bool:
-        """Whether this request is for becoming the one that reads."""
-        if wait.scope is None or wait.scope.name in self.leads or wait is not self._posted_wait:
-            return False
-        if self._claimed_for is not wait:
-            self._claimed_for, self._requests = wait, 0
-        # Of very many ranks a few claim at a time, and the others fetch what they were told.
-        each = max(_CLAIM_EACH, len(wait.scope.ranks) // _CLAIMING)
-        turn = self.rank % each if each > _CLAIM_EACH else 0
-        return self._requests % each == turn
-
     def _patience(self, wait: Wait) -> float:
         if wait.also == "closed":
             return 0.0
@@ -270,6 +234,11 @@ class Watch:
         # Ten thousand ranks do not all begin in the same moment.
         spread = 0.0 if ranks < 2000 else pace(ranks) * ((self.rank * 37) % 101) / 101
         return PATIENCE_SECONDS + spread
+
+    def end_waits(self, now: float) -> None:
+        """End those of this process that are in vain by what is known."""
+        for waiting in self._registered().values():
+            self._end_by_what_is_known(waiting, now)
 
     def _end_by_what_is_known(self, wait: Wait, now: float) -> None:
         scope = wait.scope
@@ -342,8 +311,7 @@ class Watch:
             # Nobody can end that wait: it is in a group of the user's.
             self._warned = True
             _log.error("rank %d waits in %s for ever: %s", self.rank, self._torch.doing, fault.text)
-        for waiting in self._registered().values():
-            self._end_by_what_is_known(waiting, now)
+        self.end_waits(now)
 
     # ---- a collective of torch's ---------------------------------------------------------------------------
 
@@ -371,153 +339,15 @@ class Watch:
             return None
         return before
 
-    # ---- who finds out -------------------------------------------------------------------------------------
-
-    def _claim(self, wait: Wait, now: float) -> None:
-        scope = wait.scope
-        assert scope is not None
-        key = f"{scope.base}/reader"
-        holder = self.records.claim(key)
-        # A reader that is gone reads nothing: whoever has waited for so long takes its place.
-        patience = self.settings.silence_seconds + self.settings.beat_seconds
-        if holder != str(self.rank) and self.settings.silence_seconds and now - wait.since > patience:
-            turn = int((now - wait.since) / patience)
-            if self._takeovers.get(key, 0) < turn:
-                self._takeovers[key] = turn
-                holder = self.records.claim(key, holder)
-        if now - wait.since > self.settings.limit_seconds:
-            # The one that reads may have begun to wait later: one of those who have waited for too long reads as well.
-            holder = self.records.claim(f"{scope.base}/late")
-        if holder == str(self.rank):
-            self.leads[scope.name] = scope
-            self._idle_reads = 0
-            self._read = 0.0
-
-    def _lead(self, scope: Scope, own: Wait | None, now: float) -> None:
-        """Read the records of `scope`, and tell its ranks what they show."""
-        everyone = frozenset(scope.ranks)
-        if not self._joined >= everyone:
-            self._joined = self.records.joined()
-        wanted = everyone & self._joined
-        records = self._reader.read(self.records.of(sorted(wanted)), now)
-        # Those whom somebody waits for, and whom these wait for, on whatever meshes.
-        while more := diagnosis.needed(records.values()) - wanted:
-            if not self._joined >= more:
-                self._joined = self.records.joined()
-            records |= self._reader.read(self.records.of(sorted(more & self._joined)), now)
-            wanted |= more
-        waiting = [rank for rank in scope.ranks if rank in records and records[rank].wait is not None]
-        if not waiting and (own is None or own.scope is not scope):
-            self._idle_reads += 1
-            if self._idle_reads > 2:
-                del self.leads[scope.name]
-                self.records.release(f"{scope.base}/reader")
-            return
-        self._idle_reads = 0
-        own_records = [records[rank] for rank in scope.ranks if rank in records]
-        for fault in diagnosis.published(own_records, scope.name, scope.epoch):
-            self._deliver(scope, fault, now)
-        closed = own is not None and own.also == "closed"
-        silence = self.settings.silence_seconds
-        if closed and silence:
-            silence = min(silence, self.settings.beat_seconds + PATIENCE_SECONDS)
-        seen = self._seen_elsewhere(own_records, silence, now)
-        for record in own_records:
-            if record.rank != self.rank and (text := self._reader.lost(record, silence, now, seen)):
-                gone = self._reader.condition(record, seen)[0] == "gone"
-                self._deliver(scope, self._found(scope, record, text, records, gone), now)
-        told = scope.causes()
-        if told:
-            # Who waits there still has not read it, or somebody else overwrote it.
-            still = {rank for rank in waiting if records[rank].waits_in(scope.name, scope.epoch)}
-            if again := still & self._still.get(scope.name, set()):
-                self.tell(again, scope.telling(told[-1]))
-            self._still[scope.name] = still
-        over = {(one.name, one.epoch) for one in list(self.scopes.values()) if one.causes()}
-        stuck = self._reader.stuck(records, over)
-        # Once; but who raises because of that, and tries again, may wait in vain again.
-        if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
-            self._disagree(stuck, now)
-        if own is not None and own.scope is scope and now - own.since > self.settings.limit_seconds:
-            self._deliver(scope, diagnosis.late(own.told(), records, self.rank, now - own.since), now)
-
-    def _seen_elsewhere(self, records: Sequence[Record], silence: float, now: float) -> Mapping[int, tuple[str, int]]:
-        """What ranks of other machines see of processes there that are quiet for a while; they are asked here."""
-        quiet = [record for record in records if silence and self._reader.is_quiet(record, silence / 2, now)]
-        if not quiet:
-            return {}
-        others = [record for record in records if record not in quiet]
-        seen = diagnosis.seen_by(others)
-        asked: dict[int, list[Fault]] = {}
-        for rank, witness in diagnosis.witnesses(quiet, others).items():
-            process = str(next(record for record in quiet if record.rank == rank).said["process"])
-            if rank not in seen and self.host.condition(process)[0] == "unknown":
-                asked.setdefault(witness, []).append(Fault(rank, "look", process))
-        for witness, looks in asked.items():
-            self.records.tell([witness], [one.dumps() for one in (*self._lately, *looks)])
-        return seen
-
-    def _found(self, scope: Scope, record: Record, text: str, records: Mapping[int, Record], gone: bool) -> Fault:
-        step, doing = record.said.get("step", -1), record.said.get("doing", "")
-        meets = diagnosis.meetings(records, scope.name)
-        return Fault(record.rank, "lost", text, scope.name, scope.epoch, step, doing, meets=meets, gone=gone)
-
-    def _disagree(self, found: Mapping[int, Record], now: float) -> None:
-        """Tell all scopes in which somebody of `found` waits."""
-        text = diagnosis.disagreement(found, self._explained)
-        first = min(found)
-        told: dict[tuple[str, int], list[int]] = {}
-        for rank, record in found.items():
-            wait = record.said["wait"]
-            told.setdefault((wait["scope"], wait["epoch"]), []).extend(
-                ranks_of(wait["ranks"]) if wait["kind"] == "torch" else [rank]
-            )
-        by_name = {scope.name: scope for scope in list(self.scopes.values())}
-        for (name, epoch), ranks in told.items():
-            fault = Fault(first, "disagree", text, name, epoch, meets=diagnosis.meetings(found, name))
-            scope = by_name.get(name)
-            if scope is not None and scope.epoch == epoch:
-                self._deliver(scope, fault, now)
-            else:
-                self.tell(ranks, [fault])
-
-    def _explained(self, found: Mapping[int, Record]) -> str | None:
-        """The words of a question for why some ask it while others wait elsewhere."""
-        for _, record in sorted(found.items()):
-            wait = record.said["wait"]
-            for scope in list(self.scopes.values()):
-                explain = scope.explained_by.get(wait["name"]) if wait["kind"] == "ask" else None
-                if explain is None or scope.name != wait["scope"]:
-                    continue
-                asking = [
-                    other
-                    for other, its in sorted(found.items())
-                    if its.said["wait"]["kind"] == "ask" and its.said["wait"]["also"] == wait["also"]
-                ]
-                others = [other for other in sorted(found) if other not in asking]
-                if others:
-                    return explain(wait["also"], asking, others[0])
-        return None
-
     def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
         """Leave `faults` for `ranks`, with what was told before: the mail that has that may not have been read."""
         epochs = {scope.name: scope.epoch for scope in list(self.scopes.values())}
-        lately = [one for one in self._lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
-        self._lately = said = [*lately, *faults][-_LATELY:]
+        lately = [one for one in self.lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
+        self.lately = said = [*lately, *faults][-_LATELY:]
         ends = {int(rank) for one in said for rank in one.meets}
         self.records.tell(
             ranks, [one.dumps() for one in said], {rank: [one.dumps(rank) for one in said] for rank in ends}
         )
-
-    def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:
-        said = (fault.attempts, fault.vague, *sorted(fault.meets.items()))
-        known = (fault.rank, fault.kind, fault.scope, fault.epoch, *said)
-        if known not in self._told:
-            self._told.add(known)
-            scope.hear(fault, now)
-            self.tell(scope.ranks, scope.telling(fault))
-            for waiting in self._registered().values():
-                self._end_by_what_is_known(waiting, now)
 
     # ---- the end -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,210 @@
+"""The rank that reads: of those that wait in a scope, one claims to, reads the records of all, and tells them why they
+wait (diagnosis.py says what the records show).
+
+It costs that rank one request each second or two, and the others one of four of their own: the attempt to become it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from . import diagnosis
+from .diagnosis import Reader, Record
+from .fault import Fault
+from .scope import Scope
+from .store import ranks_of
+from .wait import PATIENCE_SECONDS, Wait, pace
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+# A rank that waits tries so seldom to become the one that reads: as a part of its requests.
+_CLAIM_EACH = 4
+_CLAIMING = 250
+
+
+class Leader:
+    """What a rank does as the one that reads, and to become it. Held by its `Watch`."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._records, self._settings, self._host = watch.records, watch.settings, watch.host
+        self._reader = Reader(watch.host)
+        # The scopes whose records it reads now, by name.
+        self.leads: dict[str, Scope] = {}
+        self._read = 0.0
+        self._idle_reads = 0
+        # Ranks known to have a record.
+        self._joined: frozenset[int] = frozenset()
+        # What was delivered already.
+        self._told: set[tuple[object, ...]] = set()
+        # By scope, who waited there at the last reading though its epoch is over.
+        self._still: dict[str, set[int]] = {}
+        # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
+        self._claimed_for: object = None
+        self._requests = 0
+        self._takeovers: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """This rank was late itself: what it has seen of the others counts no more."""
+        self._reader.forget()
+
+    def claims(self, wait: Wait, is_told: bool) -> bool:
+        """Whether the next request is for becoming the one that reads. Not before the record tells of `wait`."""
+        self._requests += 1
+        if wait.scope is None or wait.scope.name in self.leads or not is_told:
+            return False
+        if self._claimed_for is not wait:
+            self._claimed_for, self._requests = wait, 0
+        # Of very many ranks a few claim at a time, and the others fetch what they were told.
+        each = max(_CLAIM_EACH, len(wait.scope.ranks) // _CLAIMING)
+        turn = self._watch.rank % each if each > _CLAIM_EACH else 0
+        return self._requests % each == turn
+
+    def claim(self, wait: Wait, now: float) -> None:
+        """Become the one that reads where this rank waits, unless another one is that."""
+        scope = wait.scope
+        assert scope is not None
+        key = f"{scope.base}/reader"
+        holder = self._records.claim(key)
+        # A reader that is gone reads nothing: whoever has waited for so long takes its place.
+        patience = self._settings.silence_seconds + self._settings.beat_seconds
+        if holder != str(self._watch.rank) and self._settings.silence_seconds and now - wait.since > patience:
+            turn = int((now - wait.since) / patience)
+            if self._takeovers.get(key, 0) < turn:
+                self._takeovers[key] = turn
+                holder = self._records.claim(key, holder)
+        if now - wait.since > self._settings.limit_seconds:
+            # The one that reads may have begun to wait later: one of those who have waited for too long reads as well.
+            holder = self._records.claim(f"{scope.base}/late")
+        if holder == str(self._watch.rank):
+            self.leads[scope.name] = scope
+            self._idle_reads = 0
+            self._read = 0.0
+
+    def read(self, own: Wait | None, now: float) -> None:
+        """Read the records of the scopes that this rank leads, where it is time; `own`: what it waits for itself."""
+        if self.leads and now - self._read >= self._reading_seconds():
+            self._read = now
+            for scope in list(self.leads.values()):
+                self._lead(scope, own, now)
+
+    def _reading_seconds(self) -> float:
+        ranks = max(len(scope.ranks) for scope in self.leads.values())
+        return 0.5 if ranks <= 8 else max(1.0, pace(ranks) / 2)
+
+    def _lead(self, scope: Scope, own: Wait | None, now: float) -> None:
+        """Read the records of `scope`, and tell its ranks what they show."""
+        everyone = frozenset(scope.ranks)
+        if not self._joined >= everyone:
+            self._joined = self._records.joined()
+        wanted = everyone & self._joined
+        records = self._reader.read(self._records.of(sorted(wanted)), now)
+        # Those whom somebody waits for, and whom these wait for, on whatever meshes.
+        while more := diagnosis.needed(records.values()) - wanted:
+            if not self._joined >= more:
+                self._joined = self._records.joined()
+            records |= self._reader.read(self._records.of(sorted(more & self._joined)), now)
+            wanted |= more
+        waiting = [rank for rank in scope.ranks if rank in records and records[rank].wait is not None]
+        if not waiting and (own is None or own.scope is not scope):
+            self._idle_reads += 1
+            if self._idle_reads > 2:
+                del self.leads[scope.name]
+                self._records.release(f"{scope.base}/reader")
+            return
+        self._idle_reads = 0
+        own_records = [records[rank] for rank in scope.ranks if rank in records]
+        for fault in diagnosis.published(own_records, scope.name, scope.epoch):
+            self._deliver(scope, fault, now)
+        closed = own is not None and own.also == "closed"
+        silence = self._settings.silence_seconds
+        if closed and silence:
+            silence = min(silence, self._settings.beat_seconds + PATIENCE_SECONDS)
+        seen = self._seen_elsewhere(own_records, silence, now)
+        for record in own_records:
+            if record.rank != self._watch.rank and (text := self._reader.lost(record, silence, now, seen)):
+                gone = self._reader.condition(record, seen)[0] == "gone"
+                self._deliver(scope, self._found(scope, record, text, records, gone), now)
+        told = scope.causes()
+        if told:
+            # Who waits there still has not read it, or somebody else overwrote it.
+            still = {rank for rank in waiting if records[rank].waits_in(scope.name, scope.epoch)}
+            if again := still & self._still.get(scope.name, set()):
+                self._watch.tell(again, scope.telling(told[-1]))
+            self._still[scope.name] = still
+        over = {(one.name, one.epoch) for one in list(self._watch.scopes.values()) if one.causes()}
+        stuck = self._reader.stuck(records, over)
+        # Once; but who raises because of that, and tries again, may wait in vain again.
+        if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
+            self._disagree(stuck, now)
+        if own is not None and own.scope is scope and now - own.since > self._settings.limit_seconds:
+            self._deliver(scope, diagnosis.late(own.told(), records, self._watch.rank, now - own.since), now)
+
+    def _seen_elsewhere(self, records: Sequence[Record], silence: float, now: float) -> Mapping[int, tuple[str, int]]:
+        """What ranks of other machines see of processes there that are quiet for a while; they are asked here."""
+        quiet = [record for record in records if silence and self._reader.is_quiet(record, silence / 2, now)]
+        if not quiet:
+            return {}
+        others = [record for record in records if record not in quiet]
+        seen = diagnosis.seen_by(others)
+        asked: dict[int, list[Fault]] = {}
+        for rank, witness in diagnosis.witnesses(quiet, others).items():
+            process = str(next(record for record in quiet if record.rank == rank).said["process"])
+            if rank not in seen and self._host.condition(process)[0] == "unknown":
+                asked.setdefault(witness, []).append(Fault(rank, "look", process))
+        for witness, looks in asked.items():
+            self._records.tell([witness], [one.dumps() for one in (*self._watch.lately, *looks)])
+        return seen
+
+    def _found(self, scope: Scope, record: Record, text: str, records: Mapping[int, Record], gone: bool) -> Fault:
+        step, doing = record.said.get("step", -1), record.said.get("doing", "")
+        meets = diagnosis.meetings(records, scope.name)
+        return Fault(record.rank, "lost", text, scope.name, scope.epoch, step, doing, meets=meets, gone=gone)
+
+    def _disagree(self, found: Mapping[int, Record], now: float) -> None:
+        """Tell all scopes in which somebody of `found` waits."""
+        text = diagnosis.disagreement(found, self._explained)
+        first = min(found)
+        told: dict[tuple[str, int], list[int]] = {}
+        for rank, record in found.items():
+            wait = record.said["wait"]
+            told.setdefault((wait["scope"], wait["epoch"]), []).extend(
+                ranks_of(wait["ranks"]) if wait["kind"] == "torch" else [rank]
+            )
+        by_name = {scope.name: scope for scope in list(self._watch.scopes.values())}
+        for (name, epoch), ranks in told.items():
+            fault = Fault(first, "disagree", text, name, epoch, meets=diagnosis.meetings(found, name))
+            scope = by_name.get(name)
+            if scope is not None and scope.epoch == epoch:
+                self._deliver(scope, fault, now)
+            else:
+                self._watch.tell(ranks, [fault])
+
+    def _explained(self, found: Mapping[int, Record]) -> str | None:
+        """The words of a question for why some ask it while others wait elsewhere."""
+        for _, record in sorted(found.items()):
+            wait = record.said["wait"]
+            for scope in list(self._watch.scopes.values()):
+                explain = scope.explained_by.get(wait["name"]) if wait["kind"] == "ask" else None
+                if explain is None or scope.name != wait["scope"]:
+                    continue
+                asking = [
+                    other
+                    for other, its in sorted(found.items())
+                    if its.said["wait"]["kind"] == "ask" and its.said["wait"]["also"] == wait["also"]
+                ]
+                others = [other for other in sorted(found) if other not in asking]
+                if others:
+                    return explain(wait["also"], asking, others[0])
+        return None
+
+    def _deliver(self, scope: Scope, fault: Fault, now: float) -> None:
+        said = (fault.attempts, fault.vague, *sorted(fault.meets.items()))
+        known = (fault.rank, fault.kind, fault.scope, fault.epoch, *said)
+        if known not in self._told:
+            self._told.add(known)
+            scope.hear(fault, now)
+            self._watch.tell(scope.ranks, scope.telling(fault))
+            self._watch.end_waits(now)
