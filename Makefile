@@ -25,8 +25,8 @@ PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraint
 train: $(STAMP)
 	$(BIN)/fullshard train $(ARGS)
 
-# Without ARGS all tests, as two runs side by side; with ARGS what pytest makes of them.
-PYTEST = $(BIN)/python -m $(if $(strip $(ARGS)),pytest,tests.halves)
+# Without ARGS all tests, in several workers side by side; with ARGS what pytest makes of them.
+PYTEST = $(BIN)/python -m $(if $(strip $(ARGS)),pytest,tests.workers)
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import PeerFailed, RanksDisagree, fully_shard
 from fullshard.guard import Watch, watch
+from fullshard.guard.leader import Leader
 from fullshard.runtime import unit_of
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
@@ -36,10 +37,11 @@ LIMIT = 2.0
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[Watch.__module__]
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", PATIENCE)
-    monkeypatch.setattr(module, "pace", lambda ranks: PATIENCE)
-    monkeypatch.setattr(Watch, "_reading_seconds", lambda self: PATIENCE)
+    for kind in (Watch, Leader):
+        module = sys.modules[kind.__module__]
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", PATIENCE)
+        monkeypatch.setattr(module, "pace", lambda ranks: PATIENCE)
+    monkeypatch.setattr(Leader, "_reading_seconds", lambda self: PATIENCE)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class Leader:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._records, self._settings, self._host = watch.records, watch.settings, watch.host
+        self._records, self._host = watch.records, watch.host
         self._reader = Reader(watch.host)
         # The scopes whose records it reads now, by name.
         self.leads: dict[str, Scope] = {}
@@ -69,13 +69,13 @@ class Leader:
         key = f"{scope.base}/reader"
         holder = self._records.claim(key)
         # A reader that is gone reads nothing: whoever has waited for so long takes its place.
-        patience = self._settings.silence_seconds + self._settings.beat_seconds
-        if holder != str(self._watch.rank) and self._settings.silence_seconds and now - wait.since > patience:
+        patience = self._watch.settings.silence_seconds + self._watch.settings.beat_seconds
+        if holder != str(self._watch.rank) and self._watch.settings.silence_seconds and now - wait.since > patience:
             turn = int((now - wait.since) / patience)
             if self._takeovers.get(key, 0) < turn:
                 self._takeovers[key] = turn
                 holder = self._records.claim(key, holder)
-        if now - wait.since > self._settings.limit_seconds:
+        if now - wait.since > self._watch.settings.limit_seconds:
             # The one that reads may have begun to wait later: one of those who have waited for too long reads as well.
             holder = self._records.claim(f"{scope.base}/late")
         if holder == str(self._watch.rank):
@@ -119,9 +119,9 @@ class Leader:
         for fault in diagnosis.published(own_records, scope.name, scope.epoch):
             self._deliver(scope, fault, now)
         closed = own is not None and own.also == "closed"
-        silence = self._settings.silence_seconds
+        silence = self._watch.settings.silence_seconds
         if closed and silence:
-            silence = min(silence, self._settings.beat_seconds + PATIENCE_SECONDS)
+            silence = min(silence, self._watch.settings.beat_seconds + PATIENCE_SECONDS)
         seen = self._seen_elsewhere(own_records, silence, now)
         for record in own_records:
             if record.rank != self._watch.rank and (text := self._reader.lost(record, silence, now, seen)):
@@ -139,7 +139,7 @@ class Leader:
         # Once; but who raises because of that, and tries again, may wait in vain again.
         if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
             self._disagree(stuck, now)
-        if own is not None and own.scope is scope and now - own.since > self._settings.limit_seconds:
+        if own is not None and own.scope is scope and now - own.since > self._watch.settings.limit_seconds:
             self._deliver(scope, diagnosis.late(own.told(), records, self._watch.rank, now - own.since), now)
 
     def _seen_elsewhere(self, records: Sequence[Record], silence: float, now: float) -> Mapping[int, tuple[str, int]]:

@@ -1,0 +1,74 @@
+"""`make test` runs all tests, in several workers side by side."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers import QUEUES, ROOT, WORKERS_PER_QUEUE, commands, run
+
+
+def test_every_test_is_in_one_queue() -> None:
+    tiers = sorted({path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")})
+    assert sorted(tier for queue in QUEUES.values() for tier in queue) == tiers
+
+
+def test_options_reach_every_worker(tmp_path: Path) -> None:
+    found = commands(tmp_path, ["-m", "not slow"])
+    assert len(found) == len(QUEUES) * WORKERS_PER_QUEUE
+    for name, words in found.items():
+        queue = name.partition("-")[0]
+        assert words[:3] == [sys.executable, "-m", "pytest"] and "not slow" in words
+        assert words[-len(QUEUES[queue]) :] == [f"tests/{tier}" for tier in QUEUES[queue]]
+        assert f"--queue={tmp_path / queue}" in words
+
+
+def test_each_file_is_run_by_one_worker_and_whole(tmp_path: Path) -> None:
+    """And what fails in a file fails the worker that took it."""
+    for folder in ("tests", "queue"):
+        (tmp_path / folder).mkdir()
+    said = "open({!r}, 'a').write({!r})"
+    begins, ends = (said.format(str(tmp_path / "said"), word) for word in ("begins ", "ends "))
+    for letter in "abcdef":
+        tests = "\n".join(f"def test_{n}(x): time.sleep(0.02)" for n in range(4))
+        fixture = f"@pytest.fixture(scope='module')\ndef x(): {begins}; yield; {ends}"
+        (tmp_path / f"tests/test_{letter}.py").write_text(f"import time\nimport pytest\n{fixture}\n{tests}\n")
+    (tmp_path / "tests/test_g.py").write_text("def test_0(): assert False\n")
+    words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "tests.harness.queue"]
+    words += [f"--queue={tmp_path / 'queue'}", f"--rootdir={tmp_path}", str(tmp_path / "tests")]
+    runs = [subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [one.communicate(timeout=50)[0] for one in runs]
+    ran = [re.findall(r"test_(\w)\.py::test_\d.* (?:PASSED|FAILED)", text) for text in printed]
+    assert sorted(ran[0] + ran[1]) == sorted("abcdef" * 4 + "g")
+    assert not set(ran[0]) & set(ran[1])
+    assert sorted((tmp_path / "said").read_text().split()) == ["begins"] * 6 + ["ends"] * 6
+    assert [one.returncode for one in runs] == ["g" in letters for letters in ran]
+    assert all("[100%]" in text for text in printed)
+
+
+@pytest.mark.parametrize(("first", "second", "worst"), [(0, 0, 0), (1, 0, 1), (0, 3, 3), (2, 1, 2)])
+def test_the_worst_worker_decides(
+    first: int, second: int, worst: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And both are shown, and run at the same time: each waits for the other to have begun."""
+    commands = {}
+    for mine, other, status in (("a", "b", first), ("b", "a", second)):
+        code = f"""
+import pathlib, sys, time
+here = pathlib.Path({str(tmp_path)!r})
+(here / {mine!r}).touch()
+end = time.monotonic() + 30
+while not (here / {other!r}).exists() and time.monotonic() < end:
+    time.sleep(0.01)
+print("worker", {mine!r}, (here / {other!r}).exists())
+sys.exit({status})
+"""
+        commands[mine] = [sys.executable, "-c", code]
+    assert run(commands, shown="a") == worst
+    printed = capfd.readouterr().out
+    assert "worker a True" in printed and "worker b True" in printed
+    assert f"a: status {first}; b: status {second}" in printed

@@ -1,0 +1,82 @@
+"""All tests in several runs of pytest side by side, which share two queues of test files.
+
+    python -m tests.workers -m "not slow"       what `make test` runs; options go to every worker
+
+    queue        tiers                                                     workers
+    threads      ranks that are threads                                    2
+    processes    the others, most of which start processes                 2
+
+A worker takes the next file that no other one of its queue has taken (tests/harness/queue.py). Tests of ranks wait
+most of the time, for each other and for time limits: two workers of a queue keep two cores busy where one does not. The
+first worker prints as it goes, the others when they are over. The exit status is the worst one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+# Tiers by the queue that they are in; together all of tests/ (tests/pure/test_workers.py). Ranks of some tests are forks
+# of their worker, which must not have run ranks that are threads.
+QUEUES: dict[str, tuple[str, ...]] = {
+    "threads": ("threads",),
+    "processes": ("procs", "faults", "pure", "fake", "golden", "gpu"),
+}
+WORKERS_PER_QUEUE = 2
+
+
+def commands(folder: Path, options: list[str]) -> dict[str, list[str]]:
+    """The command of each worker, by its name. `folder`: empty, for what they tell each other."""
+    found = {}
+    for queue, tiers in QUEUES.items():
+        (folder / queue).mkdir()
+        for number in range(1, WORKERS_PER_QUEUE + 1):
+            name = f"{queue}-{number}"
+            # What failed last is remembered in a folder that two runs must not share.
+            own = ["-p", "tests.harness.queue", f"--queue={folder / queue}", "-o", f"cache_dir=.pytest_cache/{name}"]
+            paths = [f"tests/{tier}" for tier in tiers]
+            found[name] = [sys.executable, "-m", "pytest", *own, *options, *paths]
+    return found
+
+
+def run(commands: dict[str, list[str]], shown: str) -> int:
+    """Run all of them at once, in the root of the repository. Prints what `shown` writes as it comes, and then what the
+    others wrote; returns the worst status."""
+    begun = time.monotonic()
+    outputs: dict[str, IO[bytes]] = {name: tempfile.TemporaryFile() for name in commands if name != shown}
+    runs = {
+        name: subprocess.Popen(
+            words, cwd=ROOT, stdout=outputs.get(name), stderr=subprocess.STDOUT if name in outputs else None
+        )
+        for name, words in commands.items()
+    }
+    lines = []
+    try:
+        for name in [shown, *outputs]:
+            runs[name].wait()
+            if name in outputs:
+                outputs[name].seek(0)
+                print(f"\n---- {name} ----", flush=True)
+                sys.stdout.buffer.write(outputs[name].read())
+                sys.stdout.flush()
+            lines.append(f"{name}: status {runs[name].returncode}")
+    finally:
+        for one in runs.values():
+            if one.poll() is None:
+                one.terminate()
+                one.wait()
+        for output in outputs.values():
+            output.close()
+    print(f"\n{'; '.join(lines)}; {(time.monotonic() - begun) / 60:.1f} minutes in all", flush=True)
+    return max(abs(one.returncode) for one in runs.values())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        workers = commands(Path(folder), sys.argv[1:])
+        sys.exit(run(workers, shown=next(iter(workers))))
