@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tiers by the queue that they are in; together all of tests/ (tests/pure/test_workers.py). Ranks of some tests are forks
-# of their worker, which must not have run ranks that are threads.
+# Tiers by the queue that they are in; together all of tests/ (tests/pure/test_workers.py). Ranks of some tests are
+# forks of their worker, which must not have run ranks that are threads.
 QUEUES: dict[str, tuple[str, ...]] = {
     "threads": ("threads",),
     "processes": ("procs", "faults", "pure", "fake", "golden", "gpu"),
