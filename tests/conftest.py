@@ -119,6 +119,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tier = _tier(item)
         if tier:
             item.add_marker(tier)
+        if _is_torch_s(item):
+            # It shows that torch does what we say of it, which another torch alone can change:
+            # test_the_document_is_of_the_pinned_torch.
+            item.add_marker(pytest.mark.slow)
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
 

@@ -18,6 +18,7 @@ from tests.golden.scenarios import Scenario, cases  # noqa: E402
 WRITE = os.environ.get("WRITE_GOLDEN") == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "reshard"), cases(), ids=lambda value: value if isinstance(value, str) else value.name
 )

@@ -310,7 +310,8 @@ def test_it_sends_nothing_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
         before = [(p.data_ptr(), p._version) for p in model.parameters()]
         states = len(optimizer.state)
         sent: list[str] = []
-        for name in ("_allgather_base", "alltoall_base", "_reduce_scatter_base", "allreduce", "broadcast", "allgather"):
+        singles = ("all_gather_single", "all_to_all_single", "reduce_scatter_single")
+        for name in (*singles, "allreduce", "broadcast", "allgather"):
             monkeypatch.setattr(type(group), name, lambda *_, name=name, **__: sent.append(name))
         fullshard.report(model, optimizer).to_json()
         assert not sent and [id(p) for p in model.parameters()] == standing and len(optimizer.state) == states

@@ -11,8 +11,6 @@ done here:
   now and then.
 * Tensors' random state is one per process: draw test data before the ranks start, or from a generator of the rank's
   own.
-* torch renamed the methods for one flat tensor in 2.13, and the threaded group has one set of names: `_SAME_METHODS`
-  below gives it both.
 * Every `init_process_group` puts one more excepthook around the last one; ours is put back.
 * A rank that sits in C code cannot be ended. It is left behind when its run is over, fails the test that started it
   (tests/conftest.py), and finds nothing of later runs: `_start_coll` below refuses it their collectives, and it neither
@@ -46,18 +44,6 @@ RANKS = "threads"
 # How many ranks a test asks for that holds with any number. `pytest --world=4` sets it, before tests are imported, and
 # then those that ask for another number are left out.
 WORLD = 2
-# Old and new name of the same method of a process group; real groups answer to both.
-_SAME_METHODS = (
-    ("_allgather_base", "all_gather_single"),
-    ("_reduce_scatter_base", "reduce_scatter_single"),
-    ("alltoall_base", "all_to_all_single"),
-)
-
-
-for _pair in _SAME_METHODS:
-    for _have, _want in (_pair, _pair[::-1]):
-        if _have in vars(threaded.ProcessLocalGroup) and _want not in vars(threaded.ProcessLocalGroup):
-            setattr(threaded.ProcessLocalGroup, _want, vars(threaded.ProcessLocalGroup)[_have])
 
 
 # Rank threads that still ran when their run was over, with their stacks: of the test that runs, and of those before it.

@@ -57,11 +57,6 @@ LONG_FILES: dict[str, str] = {}
 
 # Private names of others that a file outside of _torch_compat uses, each with its reason.
 PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
-    (
-        "comm/group.py",
-        "._allgather_base",
-    ): "a collective, and those live in comm alone; _torch_compat says why this one",
-    ("comm/group.py", "._reduce_scatter_base"): "the same",
     ("guard/process.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
 }

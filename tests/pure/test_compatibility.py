@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import behaviours, recording
-from tests.harness.behaviours import Case, behaviour, case_of, rows_of
+from tests.harness.behaviours import ROOT, Case, behaviour, case_of, rows_of
 from tests.harness.compatibility import PAGE, Result, document, load, problems, render
 
 
@@ -165,6 +166,15 @@ def test_failures_of_torch_are_recorded_as_they_happen(tmp_path: Path) -> None:
     }
     assert all(outcome == ("pass", "") for (_, who), outcome in said.items() if who == "fullshard") and len(said) == 12
     assert {tuple(r.worlds) for r in results if r.outcome != "crash"} == {("threads 2",)}
+
+
+def test_the_document_is_of_the_pinned_torch() -> None:
+    """What torch itself does is run in `make test-full` alone. Red after a new pin: run that, and
+    `python -m tests.harness.behaviours --write`."""
+    path = document()
+    assert path is not None
+    pinned = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert [load(path)[0]["torch"]] == pinned
 
 
 def test_the_document_names_the_torch_that_it_is_of() -> None:

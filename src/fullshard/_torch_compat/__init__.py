@@ -13,8 +13,6 @@
     torch._C._functorch.peek_interpreter_stack, gathers inside torch.func transforms write to tensors   2.13
     _functorch.pyfunctorch.temporarily_clear_   that no transform knows, and must not be transformed
     interpreter_stack
-    ProcessGroup._allgather_base, .alltoall_*,  the wrappers in torch.distributed cost about ten        2.13
-    ._reduce_scatter_base                       microseconds a call and rename these in 2.13
     ProcessGroup._start_coalescing,             several all-to-alls in one launch; the manager of torch,    2.13
     ._end_coalescing                            _coalescing_manager, wraps these two
     ProcessGroup._get_backend, Backend.         memory that a backend wants its messages in is had from 2.13

@@ -52,6 +52,15 @@ _CARRIED = frozenset(
     }
 )
 
+# The methods of a process group that torch's own functions call, which 2.13 renamed: a group that is written in Python
+# has no others.
+if hasattr(dist.ProcessGroup, "all_gather_single"):
+    _GATHERS, _GATHERS_EACH = "all_gather_single", "all_gather_single_coalesced"
+    _EXCHANGES, _REDUCES = "all_to_all_single", "reduce_scatter_single"
+else:
+    _GATHERS, _GATHERS_EACH = "_allgather_base", "allgather_into_tensor_coalesced"
+    _EXCHANGES, _REDUCES = "alltoall_base", "_reduce_scatter_base"
+
 # Asynchronous; backends read them only.
 _GATHER = AllgatherOptions()
 _GATHER.asyncOp = True
@@ -109,7 +118,7 @@ class ShardGroup:
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         """`piece` (n,) of all ranks into `out` (world * n,); contiguous, of one dtype. It may be this rank's part
         of `out`."""
-        return self._send(self.process_group._allgather_base, _carried(out), _carried(piece), _GATHER)
+        return self._send(getattr(self.process_group, _GATHERS), _carried(out), _carried(piece), _GATHER)
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages where the backend can."""
@@ -119,7 +128,7 @@ class ShardGroup:
             known = list(outs), list(pieces)
             if outs[0].dtype not in _CARRIED:
                 known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
-            return [self._send(self.process_group.allgather_into_tensor_coalesced, *known, _GATHER)]
+            return [self._send(getattr(self.process_group, _GATHERS_EACH), *known, _GATHER)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange_each(
@@ -154,14 +163,15 @@ class ShardGroup:
             ratio = out.element_size() // _carried(out).element_size()
             leaving = [ratio * numel for numel in numels]
             arriving = [leaving[self.rank]] * self.world
-        return self.process_group.alltoall_base(_carried(out), _carried(pieces), arriving, leaving, _EXCHANGE)
+        exchange: Callable[..., Work] = getattr(self.process_group, _EXCHANGES)
+        return exchange(_carried(out), _carried(pieces), arriving, leaving, _EXCHANGE)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
         options = ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
-        return self._send(self.process_group._reduce_scatter_base, out, pieces, options)
+        return self._send(getattr(self.process_group, _REDUCES), out, pieces, options)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """`tensor` of all ranks summed, in place on every rank."""
@@ -316,7 +326,7 @@ def all_reduce_over(
 
 def gather_over(out: Tensor, piece: Tensor, group: DataGroup, what: str) -> None:
     """`ShardGroup.gather_into` over a group of `small_group`, finished on return."""
-    _send_small(group, what, "_allgather_base", _carried(out), _carried(piece), _GATHER)
+    _send_small(group, what, _GATHERS, _carried(out), _carried(piece), _GATHER)
 
 
 def broadcast_from(tensor: Tensor, process_group: dist.ProcessGroup, source: int, what: str) -> None:
