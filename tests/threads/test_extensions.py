@@ -427,3 +427,25 @@ def test_what_is_returned_is_checked() -> None:
             model(torch.ones(1, 3))
 
     run_ranks(WORLD, rank_main)
+
+
+def test_a_refused_call_leaves_the_model_as_it_was() -> None:
+    """Found in the second group of parameters, when the first one was made: then the corrected call is the first."""
+
+    def rank_main(rank: int) -> None:
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4, bias=False)))
+        good = model[1].weight
+        model[1].weight = nn.Parameter(_half("fsdp_pre_all_gather")(torch.ones(4, 4)))
+        before, kinds = list(model.parameters()), [type(module) for module in model.modules()]
+        marks = [dict(p.__dict__) for p in before]
+        with pytest.raises(AssertionError, match="expected both of"):
+            fullshard.fully_shard(model)
+        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+        assert [type(module) for module in model.modules()] == kinds
+        assert [dict(p.__dict__) for p in before] == marks
+        model[1].weight = good
+        fullshard.fully_shard(model)
+        model(torch.ones(1, 3)).sum().backward()
+        assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+    run_ranks(WORLD, rank_main)

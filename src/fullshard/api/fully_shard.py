@@ -79,8 +79,9 @@ def fully_shard(
     Every rank must make the same calls. Returns `module` itself, the list too. Raises `ValueError` (a module without
     forward, a scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice)
     and `RuntimeError` (a part already ran, a module around it was sharded before it, or DistributedDataParallel or
-    torch's `replicate` averages its gradients). Source: seeds 000 to 003;
-    torch 2.13 `fully_shard` for names and types.
+    torch's `replicate` averages its gradients). A call that raises leaves modules and parameters as they were; buffers
+    and ignored parameters may be on the mesh's device by then. Source: seeds 000 to 003; torch 2.13 `fully_shard` for
+    names and types.
     """
     roots = validate.check_modules(module)
     validate.check_policies(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
@@ -111,16 +112,16 @@ def fully_shard(
         validate.check_kept(found, degree, dp_mesh_dims)
         parts = [_kept_in_blocks(part, degree) for part in parts]
     move_unsharded(modules, ignored, device)
-    validate.mark_owner(found, name)
     guarded = watch()
-    unit = Unit(
-        roots,
-        parts,
-        device=device,
-        policy=mp_policy,
-        reshard_after_forward=reshard,
-        note_values=guarded is not None and guarded.settings.mode == "full",
-    )
+    with validate.marked_owner(found, name):
+        unit = Unit(
+            roots,
+            parts,
+            device=device,
+            policy=mp_policy,
+            reshard_after_forward=reshard,
+            note_values=guarded is not None and guarded.settings.mode == "full",
+        )
     unit.ignored_names = ignored_names(roots, ignored)
     own_parameters(unit)
     UnitHooks(unit)

@@ -6,7 +6,8 @@ Types are torch's where programs depend on them (torch 2.13, `fully_shard` and F
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -275,10 +276,18 @@ def mark_managed(unit: Unit, managed: Iterable[nn.Module]) -> None:
         module.__dict__[_AROUND] = unit
 
 
-def mark_owner(found: Iterable[Found], module_name: str) -> None:
-    """Remember on the original parameters who sharded them, so that a tie in another unit is noticed."""
+@contextmanager
+def marked_owner(found: Sequence[Found], module_name: str) -> Iterator[None]:
+    """Remember on the original parameters who shards them inside, so that a tie in another unit is noticed; nobody, if
+    that raises."""
     for item in found:
         setattr(item.parameter, _OWNER, (module_name, item.name))
+    try:
+        yield
+    except BaseException:
+        for item in found:
+            delattr(item.parameter, _OWNER)
+        raise
 
 
 def check_sharded(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:

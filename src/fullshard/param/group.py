@@ -39,7 +39,8 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class ParamGroup:
-    """See the module. `params` keep the order of the modules; `trainable` are the positions that get gradients."""
+    """See the module. `params` keep the order of the modules; `trainable` are the positions that get gradients. The
+    modules are what they were until `take_back`."""
 
     def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing) -> None:
         self.placing = placing
@@ -69,7 +70,6 @@ class ParamGroup:
             NormMesh.note(param.sharded, param.spec.mesh, placing.unit_mesh)
         self.swap = Swap((i, slot) for i, param in enumerate(self.params) for slot in param.slots)
         self._make_full()
-        self.swap.put(self._slot_shards)
 
     def converted(self, precision: Precision) -> ParamGroup:
         """This group for parameters that stand on the modules in another storage dtype now."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .stepping import Stepper
 
 _ATTRIBUTE = "_fullshard_unit"
+# Sets of trainable parameters for which the way of their gradients is kept: a program may choose others in each step.
+_REDUCE_CHANNELS = 8
 # Forwards with gradients during which saved weights are watched (runtime/watch.py).
 WATCHED_FORWARDS = 2
 
@@ -155,6 +157,9 @@ class Unit:
         self.is_watched = False
         # Some of it may never have been written (runtime/uninitialized.py); looked at in the next forward.
         self.unproven = any(group.has_uninitialized for group in self.groups)
+        # Nothing above changes a module: what is refused there leaves the model as it was.
+        for group in self.groups:
+            group.take_back()
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
         note_full(self)
@@ -260,6 +265,8 @@ class Unit:
         known = self._reduces[position]
         channel = known.get(group.trainable)
         if channel is None:
+            if len(known) >= _REDUCE_CHANNELS:
+                del known[next(iter(known))]
             channel = known[group.trainable] = self._channels().reduce(group, self.links[position])
         return channel
 
