@@ -241,3 +241,17 @@ def test_a_wait_of_an_epoch_that_is_over_is_none() -> None:
         simulation.run(30)
         assert not simulation.cut and "wait" not in watches[1].record(None)
         assert watches[1].model_thread and "beside" not in watches[1].record(None)
+
+
+def test_who_reads_mail_where_a_record_was_waits_for_the_record() -> None:
+    """The rank that reads saw the record of rank 1 never before, and another one left mail there a moment ago."""
+    with Simulation(3, limit=6.0) as simulation:
+        simulation.run(4.5)
+        simulation.wait_for_message([0])
+        begun = simulation.now
+        while not simulation.cut:
+            if simulation.now < begun + 6.5:
+                simulation.watches[2].records.tell([1], [])
+            simulation.run(0.1)
+        fault = simulation.scopes[0].failure
+        assert fault is not None and fault.kind == "late" and "has not begun" not in fault.text, fault

@@ -139,7 +139,10 @@ class Leader:
         # Once; but who raises because of that, and tries again, may wait in vain again.
         if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
             self._disagree(stuck, now)
-        if own is not None and own.scope is scope and now - own.since > self._watch.settings.limit_seconds:
+        limit = self._watch.settings.limit_seconds
+        if wanted - records.keys():
+            limit += self._watch.settings.beat_seconds  # mail stands where a record was: a new one comes by then
+        if own is not None and own.scope is scope and now - own.since > limit:
             self._deliver(scope, diagnosis.late(own.told(), records, self._watch.rank, now - own.since), now)
 
     def _seen_elsewhere(self, records: Sequence[Record], silence: float, now: float) -> Mapping[int, tuple[str, int]]:
