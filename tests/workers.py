@@ -13,6 +13,7 @@ first worker prints as it goes, the others when they are over. The exit status i
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,9 +52,13 @@ def run(commands: dict[str, list[str]], shown: str) -> int:
     outputs: dict[str, IO[bytes]] = {name: tempfile.TemporaryFile() for name in commands if name != shown}
     runs = {
         name: subprocess.Popen(
-            words, cwd=ROOT, stdout=outputs.get(name), stderr=subprocess.STDOUT if name in outputs else None
+            words,
+            cwd=ROOT,
+            env={**os.environ, "FULLSHARD_TEST_WORKER": str(number)},
+            stdout=outputs.get(name),
+            stderr=subprocess.STDOUT if name in outputs else None,
         )
-        for name, words in commands.items()
+        for number, (name, words) in enumerate(commands.items())
     }
     lines = []
     try:

@@ -21,12 +21,14 @@ done here:
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -47,15 +49,21 @@ WORLD = 2
 
 
 # Rank threads that still ran when their run was over, with their stacks: of the test that runs, and of those before it.
-_LEFT: list[tuple[threading.Thread, str]] = []
-_LEFT_BEFORE: list[threading.Thread] = []
+_LEFT: list[tuple[_Rank, str]] = []
+_LEFT_BEFORE: list[_Rank] = []
+# By rank: the thread of that rank in earlier runs.
+_IDLE: dict[int, _Thread] = {}
+
+# Of those that this process may use, another one for each worker (tests/workers.py).
+_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+_CORE = _CORES[int(os.environ.get("FULLSHARD_TEST_WORKER", "0")) % len(_CORES)] if _CORES else None
 
 _start_coll_of_torch = threaded.ProcessLocalGroup._start_coll
 
 
 def _start_coll(collective: Any, group: Any) -> Any:
-    run = getattr(threading.current_thread(), "run_of_ranks", None)
-    if run is not None and run.over.is_set():
+    rank = getattr(threading.current_thread(), "rank", None)
+    if rank is not None and rank.run.over.is_set():
         raise SystemExit("this rank was left behind when its test ended; groups are another test's now")
     return _start_coll_of_torch(collective, group)
 
@@ -75,9 +83,9 @@ def left_behind() -> str:
     return "\n".join(f"{thread.name} could not be ended and is left behind, at:\n{stack}" for thread, stack in alive)
 
 
-def running() -> list[threading.Thread]:
+def running() -> list[_Rank]:
     """Rank threads that run, but for those that earlier tests left behind."""
-    ranks = [thread for thread in threading.enumerate() if hasattr(thread, "run_of_ranks")]
+    ranks = [rank for thread in threading.enumerate() if (rank := getattr(thread, "rank", None)) is not None]
     return [thread for thread in ranks if thread not in _LEFT_BEFORE]
 
 
@@ -133,7 +141,9 @@ class _Run:
         self.reports: dict[int, RankReport] = {}
         self.failed = threading.Event()
         self.over = threading.Event()
-        self.threads = [_RankThread(self, rank) for rank in range(world)]
+        self.threads = [_Rank(self, rank) for rank in range(world)]
+        # Some rank made groups beside the default one.
+        self.made_groups = False
 
     def join(self, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -176,6 +186,11 @@ class _Run:
         for thread in self.threads:
             if thread.is_alive() and thread.ident is not None:
                 _LEFT.append((thread, format_stacks({thread.ident})))
+        # A thread that was interrupted is no other rank's. And DTensor's caches, one of each thread, hold the meshes of
+        # what was computed first, whose groups have names that others have in another run.
+        again = not self.reports and not self.made_groups and not any(rank.is_alive() for rank in self.threads)
+        for rank in self.threads:
+            rank.leave(again=again)
 
     def rank_main(self, rank: int) -> None:
         torch.set_num_threads(1)  # a setting of each thread: new ones start with one worker per core
@@ -195,6 +210,7 @@ class _Run:
                     self.failed.set()
                     threaded.ProcessLocalGroup.exception_handle(None)
                 if dist.is_initialized():
+                    self.made_groups |= dist.distributed_c10d._world.group_count > 1
                     dist.destroy_process_group()
 
     def _report_hung(self) -> None:
@@ -213,10 +229,62 @@ class _Run:
                 self.reports[rank] = RankReport(rank, "hung", detail, at=time.monotonic())
 
 
-class _RankThread(threading.Thread):
+class _Rank:
+    """A rank of one run, on a thread that ranks of earlier runs may have had: a process lives long, too, and what torch
+    finds out of DTensors once in each thread is a fifth of the time of these tests."""
+
     def __init__(self, run: _Run, rank: int) -> None:
-        super().__init__(target=run.rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
-        self.run_of_ranks = run
+        self.run, self._rank, self.name = run, rank, f"rank {rank}"
+        self._thread: _Thread | None = None
+        self._ended = threading.Event()
+
+    @property
+    def ident(self) -> int | None:
+        return None if self._thread is None else self._thread.ident
+
+    def start(self) -> None:
+        self._thread = _IDLE.pop(self._rank, None) or _Thread()
+        self._thread.ranks.put(self)
+
+    def main(self) -> None:
+        """In the thread."""
+        try:
+            self.run.rank_main(self._rank)
+        finally:
+            self._ended.set()
+
+    def is_alive(self) -> bool:
+        return self._thread is not None and not self._ended.is_set()
+
+    def join(self, timeout: float) -> None:
+        self._ended.wait(timeout)
+
+    def leave(self, *, again: bool) -> None:
+        """The run is over: the thread is for other ranks, or ends."""
+        if self._thread is not None:
+            if again:
+                _IDLE[self._rank] = self._thread
+            else:
+                self._thread.ranks.put(None)
+
+
+class _Thread(threading.Thread):
+    """All of a process on one core: each operation of torch gives the interpreter lock away, and where another rank can
+    take it on another core, the two wake each other for half of the time."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.ranks: SimpleQueue[_Rank | None] = SimpleQueue()
+        self.rank: _Rank | None = None
+        self.start()
+
+    def run(self) -> None:
+        if _CORE is not None:
+            os.sched_setaffinity(0, {_CORE})
+        while (rank := self.ranks.get()) is not None:
+            self.rank, self.name = rank, rank.name
+            rank.main()
+            self.rank = None
 
 
 def _store_barrier(
@@ -234,7 +302,7 @@ def _store_barrier(
         time.sleep(0.0005)
 
 
-def _raise_in_thread(thread: threading.Thread, error: type[BaseException]) -> None:
+def _raise_in_thread(thread: _Rank, error: type[BaseException]) -> None:
     """Raise `error` in `thread` at its next Python instruction; nothing happens while it sits in C code."""
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,13 +220,11 @@ def _caught_in_training(rank: int, folder: Path) -> None:
 
     model, optimizer = _build()
     model(torch.ones(2, 4)).sum().backward()
-    written, release = os.write, time.monotonic() + 2.0
+    written, release = os.write, threading.Event()
 
     def slow(fd: int, data: Any) -> int:
-        import threading
-
-        while threading.current_thread().name == "fullshard-save" and time.monotonic() < release:
-            time.sleep(0.05)
+        if threading.current_thread().name == "fullshard-save":
+            release.wait()
         return written(fd, data)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -242,6 +241,7 @@ def _caught_in_training(rank: int, folder: Path) -> None:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         assert not future.done()
+        release.set()
         future.result()
     found = state(0.0)
     checkpoint.load(found, checkpoint_id=folder / "c")
