@@ -18,10 +18,13 @@ over all, and is not part of the figure; "with copies" is the ratio where it is.
     fsdp2        torch's fully_shard on every block and on the model
     fullshard    ours, the same optimizer on DTensors
     + shards     ours, with `fullshard.step_on_shards(optimizer)`
-    off          `+ shards`, and ranks do not compare what they do to their shards (guard/facts.py)
     direct       `+ shards`, with the plan that a block of an 8B model gets on NCCL: seven parameters are gathered
                  straight into place in one launch, and two are packed; the gradients of the seven leave from where they
                  are, each in a message of its own; buffers are not kept; gradients and messages have their limit
+
+The last lines of a table say what it costs that ranks compare what they do (guard/facts.py): FULLSHARD_GUARD=full above
+off. One model of each will not do: two of the same kind differ by some percent, by where their tensors lie. So there
+are several of each, in turns, and how far two halves of those that are `off` are apart is shown beside it.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ from benchmarks.counting import nccl_plan
 
 SHAPE = ModelShape(vocabulary=64, width=16, hidden=24, heads=2, depth=8)
 WORLD = 8
-WAYS = ("bare", "fsdp2", "fullshard", "+ shards", "off", "direct")
+WAYS = ("bare", "fsdp2", "fullshard", "+ shards", "direct")
+# Of each kind, for what the guard costs.
+MODELS = 6
 
 
 class Chain(nn.Module):
@@ -69,7 +74,7 @@ class Chain(nn.Module):
         return x
 
 
-def build(way: str, shape: ModelShape, mixed: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(way: str, shape: ModelShape, mixed: bool, guard: str = "full") -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer."""
     import torch.distributed.fsdp as torch_fsdp
 
@@ -82,8 +87,8 @@ def build(way: str, shape: ModelShape, mixed: bool) -> tuple[nn.Module, torch.op
         policy = library.MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if mixed else (None, None)))
 
         # The matrices are large, the norms are not.
-        compared = {"FULLSHARD_GUARD": "off" if way == "off" else "full"}
-        with nccl_plan(shape.width**2 * 2) if way == "direct" else nullcontext(), mock.patch.dict(os.environ, compared):
+        setting = mock.patch.dict(os.environ, {"FULLSHARD_GUARD": guard})
+        with nccl_plan(shape.width**2 * 2) if way == "direct" else nullcontext(), setting:
             for block in model.blocks:
                 library.fully_shard(block, mp_policy=policy)
             library.fully_shard(model, mp_policy=policy)
@@ -93,13 +98,13 @@ def build(way: str, shape: ModelShape, mixed: bool) -> tuple[nn.Module, torch.op
     elif mixed:
         model = model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if way in ("+ shards", "off", "direct"):
+    if way in ("+ shards", "direct"):
         fullshard.step_on_shards(optimizer)
     return model, optimizer
 
 
-def stepper(way: str, shape: ModelShape, mixed: bool) -> Callable[[], None]:
-    model, optimizer = build(way, shape, mixed)
+def stepper(way: str, shape: ModelShape, mixed: bool, guard: str = "full") -> Callable[[], None]:
+    model, optimizer = build(way, shape, mixed, guard)
     dtype = torch.bfloat16 if mixed and way == "bare" else torch.float32
     x = torch.randn(1, 4, shape.width, dtype=dtype)
 
@@ -214,7 +219,39 @@ def measure(shape: ModelShape, mixed: bool, rounds: int) -> dict[str, Measured]:
     return found
 
 
-def report(mixed: bool, shape: ModelShape, found: dict[str, Measured]) -> dict[str, Any]:
+def guard_cost(way: str, shape: ModelShape, mixed: bool, rounds: int) -> tuple[float, float]:
+    """What `full` costs above `off`, as a part of what `off` adds to the bare model; and the same of one half of the
+    models that are `off` above the other half."""
+    steps = [
+        (kind, stepper("bare" if kind == "bare" else way, shape, mixed, "full" if kind == "full" else "off"))
+        for _ in range(MODELS)
+        for kind in ("full", "off", "bare")
+    ]
+    for _, step in steps:
+        for _ in range(4):
+            step()
+    seconds: list[list[float]] = [[] for _ in steps]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for place, (_, step) in enumerate(steps):
+                start = time.process_time()
+                step()
+                step()
+                seconds[place].append((time.process_time() - start) / 2)
+            gc.collect()
+    finally:
+        gc.enable()
+    usual: dict[str, list[float]] = {"full": [], "off": [], "bare": []}
+    for (kind, _), measured in zip(steps, seconds, strict=True):
+        usual[kind].append(statistics.median(measured))
+    full, off, bare = (statistics.median(usual[kind]) for kind in ("full", "off", "bare"))
+    halves = [statistics.median(usual["off"][half::2]) for half in (0, 1)]
+    return (full - off) / (off - bare), abs(halves[1] - halves[0]) / (off - bare)
+
+
+def report(mixed: bool, shape: ModelShape, found: dict[str, Measured], rounds: int) -> dict[str, Any]:
     """Print one table; return its figures."""
     bare = found["bare"]
     with_copies = {
@@ -246,9 +283,10 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured]) -> dict[s
             shown += f" {row['ops']:6.0f} {row['calls']:6.0f}"
         print(f"  {way:12} {row['step_ms']:9.2f} {shown}", flush=True)
         rows[way] = row
-    compared = paired_ratio(added["+ shards"], added["off"]) - 1
-    print(f"  ranks that compare facts: {compared:+.1%} of what is added without")
-    return {"mixed": mixed, "world": WORLD, "rounds": len(bare.step_s), "ways": rows}
+    guard = {way: guard_cost(way, shape, mixed, rounds) for way in ("fullshard", "+ shards")}
+    for way, (cost, noise) in guard.items():
+        print(f"  {way}: FULLSHARD_GUARD=full adds {cost:+.1%} to what `off` adds (two halves of off: {noise:.1%})")
+    return {"mixed": mixed, "world": WORLD, "rounds": len(bare.step_s), "ways": rows, "guard": guard}
 
 
 def facts_table() -> str:
@@ -286,7 +324,7 @@ def main() -> None:
         profile(shape, options.profile)
         return
     print(textwrap.dedent(facts_table()))
-    results = [report(mixed, shape, measure(shape, mixed, options.rounds)) for mixed in (False, True)]
+    results = [report(mixed, shape, measure(shape, mixed, options.rounds), options.rounds) for mixed in (False, True)]
     print()
     print_json("host", shape, results)
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import PeerFailed
+from fullshard.comm import ShardGroup, alike
 from fullshard.comm.data_group import DataGroup, open_data_group
 from fullshard.guard import Scope, scope_of
 from tests.harness.models import seeded
@@ -103,3 +104,18 @@ def test_a_destroyed_process_group_leaves_no_connections() -> None:
         pool(2).run(_trained)
     # Each time three groups of three threads were made. Of torch's own groups some may wait for a collection.
     assert max(pool(2).run(_threads, group=False)) < min(inside) + 2 * 9
+
+
+def _compared(rank: int) -> tuple[bool | None, bool | None, int]:
+    """As where parameters are on a device, for which this group has no backend: what is compared is on the host."""
+    scope, origin = scope_of(range(dist.get_world_size())), dist.group.WORLD
+    assert scope is not None and origin is not None
+    group = ShardGroup(origin, torch.device("cuda"))
+    group.open(scope)
+    asked = scope.asked
+    return alike(scope, "the end of the block"), alike(scope, f"rank {rank}"), scope.asked - asked
+
+
+def test_ranks_compare_on_the_host_whatever_their_device_is() -> None:
+    """Where the process group has a backend for the host; no question goes through the store."""
+    assert pool(2).run(_compared) == [(True, False, 0)] * 2

@@ -60,8 +60,8 @@ def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType, 
 
 def alike(scope: Scope, said: str) -> bool | None:
     """Whether `said` is the same on all ranks of `scope`, all of which make this call: by 16 bytes over each axis of
-    its mesh. None where there are no connections for that: on a device, where the host would have to wait for all that
-    is under way there, and before a root formed.
+    its mesh. None where there are no connections for that: on a device whose group has no backend for the host
+    ("nccl" alone; "cpu:gloo,cuda:nccl" is what torch makes of none), and before a root formed.
     """
     groups = [group for group in scope.groups.values() if isinstance(group, DataGroup) and group.purpose == "check"]
     if not groups:
