@@ -104,7 +104,7 @@ class ShardGroup:
             # Apart, because ranks may be at different messages of the model when one of them sends a small one; and
             # what is compared before a message has one size, whatever the message is.
             open_data_group(scope, self.origin, self.device, self.backend, "small")
-            # On the host, where the group has a backend for that, whatever the device is: who compares does not wait for
+            # On the host, where the group has a backend for it, whatever the device is: who compares does not wait for
             # what is under way there, and asks no store.
             host = torch.device("cpu")
             open_data_group(scope, self.origin, host, _backend_name(self.origin, host), "check")
