@@ -24,6 +24,9 @@ from tests.harness.models import adamw, assert_same_training, collect, full_copy
 from tests.harness.packages import llama, loss_of, own, tokens
 from tests.harness.pool import pool
 
+# Imports of packages take longer than what is tested.
+pytestmark = pytest.mark.slow
+
 WORLD, STEPS = 2, 3
 TIMEOUT = 110.0
 

@@ -21,6 +21,9 @@ from tests.harness.packages import Poisoned, llama, loss_of, own, tokens, train
 from tests.harness.pool import pool
 from tests.procs.test_accelerate import TIMEOUT, WORLD, accelerator_of
 
+# Imports of packages take longer than what is tested.
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 
 

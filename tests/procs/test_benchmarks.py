@@ -23,6 +23,7 @@ def _last_line(*arguments: str, timeout_s: float = 110) -> dict[str, object]:
     return answer
 
 
+@pytest.mark.slow
 def test_cpu_step() -> None:
     answer = _last_line("benchmarks.cpu_step", "--worlds", "2", "--adamw", "--workloads", "light", "--rounds", "1")
     (result,) = answer["results"]
@@ -133,6 +134,7 @@ def test_peers_that_are_missing_are_named() -> None:
     assert set(table["ways"]) == {"fsdp2", "fullshard"} and table["ways"]["fullshard"]["losses_agree"]
 
 
+@pytest.mark.slow
 def test_checkpoint() -> None:
     answer = _last_line("benchmarks.checkpoint")
     results = answer["results"]

@@ -23,6 +23,9 @@ from tests.harness.models import (
 )
 from tests.harness.pool import pool
 
+# Imports of packages take longer than what is tested.
+pytestmark = pytest.mark.slow
+
 IMPLEMENTATIONS = {"torch": TORCH, "fullshard": FULLSHARD}
 WORLD, STEPS, MICROS = 2, 3, 2
 TIMEOUT = 110.0

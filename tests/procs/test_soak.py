@@ -21,6 +21,7 @@ SEEN_AS = {
 }
 
 
+@pytest.mark.slow
 def test_nothing_grows() -> None:
     """Training, evaluation, checkpoints, exceptions and retries, windows that do not fit."""
     histories = soak_on(2, 0.0, 9)

@@ -28,7 +28,7 @@ from tests.harness.forked import run_forks
 from tests.harness.implementations import for_each_implementation
 from tests.harness.models import Trained, assert_same_training, collect, full_copy, seeded
 
-pytestmark = pytest.mark.hang_after(280)
+pytestmark = [pytest.mark.hang_after(280), pytest.mark.slow]
 STEPS, ROWS, LENGTH = 3, 2, 16
 
 

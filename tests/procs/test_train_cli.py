@@ -151,6 +151,7 @@ def test_a_used_folder_is_refused(finished: Finished, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1 and "going on must not change it; nearest valid: 4" in error
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_the_same_run(finished: Finished, tmp_path: Path) -> None:
     """`torchrun -m fullshard train` starts no processes of its own and ends with the very same weights."""
     run_dir = tmp_path / "run"
