@@ -101,15 +101,14 @@ def skipped_step(run: Run) -> None:
 
 def counted(run: Run) -> None:
     """Counting finds the bad element and changes nothing."""
-    if run.rank == 1:
-        gradient = local(parameter(run, "head.weight").grad)
-        kept = float(gradient.view(-1)[0])
-        gradient.view(-1)[0] = INF
+    # On both ranks: that one of them wrote to a gradient is an error of its own.
+    gradient = local(parameter(run, "head.weight").grad)
+    kept = float(gradient.view(-1)[0])
+    gradient.view(-1)[0] = INF if run.rank == 1 else kept
     if run.ours:
         found = fullshard.check_gradients(run.model, on_nonfinite="count")
         assert not found.ok and found.bad_steps == 1 and found.name == "head.weight", found
-    if run.rank == 1:
-        gradient.view(-1)[0] = kept
+    gradient.view(-1)[0] = kept
 
 
 def overflow_with_scaler(run: Run) -> None:
