@@ -30,9 +30,6 @@
     tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
-    Module._call_impl, ._compiled_call_impl     the one place where a call of one module can be followed    2.13
-                                                without hooks; dropped when a module is copied or pickled
-    _dynamo.decorators.skip_code                code that stands between modules is none to compile     2.13
     Module._non_persistent_buffers_set          which buffers a state dict leaves out                   2.13
     Module._buffers                             names under which a forward may put its first tensor    2.13
     DeviceMesh._concatenate, ._flatten,         parameters of two and more dims of parallelism: axes    2.13
@@ -123,11 +120,8 @@ from .groups import (
 from .modules import (
     applied_apis,
     buffers_of,
-    call_instead,
-    called_now,
     mark_managed,
     non_persistent_buffers,
-    pass_by,
     publish_state,
     published_state,
     swappable,
@@ -148,8 +142,6 @@ __all__ = [
     "backend_of",
     "base_of",
     "buffers_of",
-    "call_instead",
-    "called_now",
     "concatenated_mesh",
     "current_backward",
     "cut_dim",
@@ -170,7 +162,6 @@ __all__ = [
     "mark_managed",
     "no_torch_function",
     "non_persistent_buffers",
-    "pass_by",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",
     "profiling",

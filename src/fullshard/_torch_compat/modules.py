@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
@@ -53,28 +52,6 @@ def mark_managed(module: nn.Module) -> None:
 def applied_apis(module: nn.Module) -> tuple[str, ...]:
     """The composable APIs, ours or torch's, that were applied to `module`: "fully_shard", "replicate", ..."""
     return tuple(module.__dict__.get(REGISTRY_KEY, ()))
-
-
-def called_now(module: nn.Module) -> Callable[..., Any]:
-    """What a call of `module` calls: hooks and forward, or what `Module.compile` made of them."""
-    compiled: Callable[..., Any] | None = module._compiled_call_impl
-    return module._call_impl if compiled is None else compiled
-
-
-def call_instead(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Let a call of `module` call `function`. Dynamo, which follows hooks and forward alone, does not see it."""
-    module._compiled_call_impl = function
-
-
-def pass_by(function: Callable[..., Any]) -> None:
-    """Let dynamo run frames of `function`'s code as plain Python, and go on with what it calls.
-
-    Unlike `torch.compiler.disable(recursive=False)` no wrapper is called, and no graph ends that it is inlined into.
-    """
-    # Not at the top: it imports torch's compiler.
-    from torch._dynamo.decorators import skip_code
-
-    skip_code(cast(Any, function).__code__)
 
 
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:

@@ -16,7 +16,6 @@ from ..param import Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from ..runtime import Part, Unit, unit_of
 from ..runtime.by_hand import own_parameters
-from ..runtime.direct_calls import name_direct_calls
 from ..runtime.hooks import UnitHooks
 from ..runtime.replaced import note_replaced
 from ..runtime.state_dict import hook_state_dict
@@ -127,7 +126,6 @@ def fully_shard(
     UnitHooks(unit)
     note_replaced(unit, found)
     hook_state_dict(unit)
-    name_direct_calls(unit)
     validate.mark_managed(unit, [managed for _, managed in modules])
     publish(unit, [managed for _, managed in modules])
     for root in roots:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch_compat import MIXED
+from ..lifecycle import Full
 from ..runtime import unit_of
-from ..runtime.direct_calls import computes_with_shards
 
 
 def named_methods(original: type[nn.Module], taken: type) -> dict[str, Callable[..., Any]]:
@@ -42,7 +43,8 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
             unit = unit_of(self)
-            if unit is None or not computes_with_shards(unit, error):
+            # Not where they are full: then it is another unit's.
+            if unit is None or unit.record.full is Full.FULL or MIXED not in str(error):
                 raise
             name = method.__name__
             raise RuntimeError(

@@ -41,6 +41,10 @@ class Owner:
         """The parameter's, as the user's model spells it."""
 
     @abstractmethod
+    def around(self) -> str:
+        """The unit whose forward makes it full, and its class."""
+
+    @abstractmethod
     def before_messages(self, parameter: DTensor, axes: Sequence[int]) -> None:
         """DTensor is about to send for `parameter` over these axes of its mesh."""
 
@@ -216,12 +220,15 @@ def _sharded_in(values: Iterable[Any]) -> Iterator[ShardedParameter]:
 
 
 def _mixed(parameters: Iterable[Tensor], refusal: RuntimeError) -> RuntimeError:
+    parameters = tuple(parameters)
     names = ", ".join(dict.fromkeys(map(_name, parameters)))
+    owner = next((owner for owner in map(Owner.of, parameters) if owner is not None), None)
+    around = "its module" if owner is None else owner.around()
     return RuntimeError(
-        f"{names}: expected it to be used inside the forward of its module, which makes it full, found it beside a "
-        f"plain tensor where it is sharded ({refusal}); use it in a forward, or in a method that "
-        f"register_fsdp_forward_method is told of, or inside fullshard.full_params(model), or between unshard() and "
-        f"reshard() of its module; or make the other tensor a DTensor"
+        f"{names}: expected it to be used inside the forward of {around}, which makes it full, found it beside a plain "
+        f"tensor where it is sharded ({refusal}); apply fully_shard to its own module, before the one around that, so "
+        f"that a call gathers it; or use it in a method that register_fsdp_forward_method knows of, between unshard() "
+        f"and reshard() of {around}, or in fullshard.full_params(model); or make the other tensor a DTensor"
     )
 
 

@@ -58,6 +58,10 @@ class _Owned(Owner):
     def name(self) -> str:
         return self.dotted
 
+    def around(self) -> str:
+        unit = self._unit()
+        return "its module" if unit is None else f"{unit.record.name} ({type(unit.module).__name__})"
+
     def before_messages(self, parameter: DTensor, axes: Sequence[int]) -> None:
         scope = scope_of(self.ranks)
         if scope is not None and set(scope.ranks) <= _ranks_over(parameter, axes):
