@@ -3,12 +3,14 @@
     python -m tests.workers -m "not slow"       what `make test` runs; options go to every worker
 
     queue        tiers                                                     workers
-    threads      ranks that are threads                                    2
+    threads      ranks that are threads                                    1
     processes    the others, most of which start processes                 2
 
-A worker takes the next file that no other one of its queue has taken (tests/harness/queue.py). Tests of ranks wait
-most of the time, for each other and for time limits: two workers of a queue keep two cores busy where one does not. The
-first worker prints as it goes, the others when they are over. The exit status is the worst one.
+A worker takes the next file that no other one of its queue has taken (tests/harness/queue.py). Tests of processes wait
+much of their time, for each other and for time limits: two workers keep a core busy where one does not. A second one
+for threads left programs of many processes without a core: a `fullshard train` of nine seconds took more than a hundred
+(two cores, 2026-11-23). The first worker prints as it goes, the others when they are over. The exit status is the worst
+one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ QUEUES: dict[str, tuple[str, ...]] = {
     "threads": ("threads",),
     "processes": ("procs", "faults", "pure", "fake", "golden", "gpu"),
 }
-WORKERS_PER_QUEUE = 2
+WORKERS = {"threads": 1, "processes": 2}
 
 
 def commands(folder: Path, options: list[str]) -> dict[str, list[str]]:
@@ -36,7 +38,7 @@ def commands(folder: Path, options: list[str]) -> dict[str, list[str]]:
     found = {}
     for queue, tiers in QUEUES.items():
         (folder / queue).mkdir()
-        for number in range(1, WORKERS_PER_QUEUE + 1):
+        for number in range(1, WORKERS[queue] + 1):
             name = f"{queue}-{number}"
             # What failed last is remembered in a folder that two runs must not share.
             own = ["-p", "tests.harness.queue", f"--queue={folder / queue}", "-o", f"cache_dir=.pytest_cache/{name}"]

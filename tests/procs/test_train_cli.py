@@ -19,6 +19,10 @@ from fullshard.cli import main
 from fullshard.train.config_load import load_config
 from fullshard.train.data import read_corpus
 
+# Against a hang: on a machine with five times as many processes as cores a run takes a minute and more.
+BOUND = 240
+pytestmark = pytest.mark.hang_after(BOUND + 40)
+
 TINY = (
     "model.layers=2",
     "model.dim=32",
@@ -63,7 +67,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=100,
+        timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stderr
     return Finished(run_dir, ended.stdout, ended.stderr)
@@ -159,7 +163,7 @@ def test_under_torchrun_it_is_the_same_run(finished: Finished, tmp_path: Path) -
     arguments = command(
         run_dir, "--set", "training.steps=6", "--set", "metrics.plot=false", "--set", "training.threads=1"
     )
-    ended = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, env=environment(), timeout=100)
+    ended = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, env=environment(), timeout=BOUND)
     assert ended.returncode == 0, ended.stderr
     for theirs, ours in zip(metrics_of(run_dir), metrics_of(finished.run_dir), strict=True):
         assert theirs["loss"] == ours["loss"]

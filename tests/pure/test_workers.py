@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import QUEUES, ROOT, WORKERS_PER_QUEUE, commands, run
+from tests.workers import QUEUES, ROOT, WORKERS, commands, run
 
 
 def test_every_test_is_in_one_queue() -> None:
@@ -19,7 +19,7 @@ def test_every_test_is_in_one_queue() -> None:
 
 def test_options_reach_every_worker(tmp_path: Path) -> None:
     found = commands(tmp_path, ["-m", "not slow"])
-    assert len(found) == len(QUEUES) * WORKERS_PER_QUEUE
+    assert len(found) == sum(WORKERS.values()) and WORKERS.keys() == QUEUES.keys()
     for name, words in found.items():
         queue = name.partition("-")[0]
         assert words[:3] == [sys.executable, "-m", "pytest"] and "not slow" in words
