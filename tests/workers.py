@@ -8,8 +8,7 @@
 
 A worker takes the next file that no other one of its queue has taken (tests/harness/queue.py). Tests of processes wait
 much of their time, for each other and for time limits: two workers keep a core busy where one does not. A second one
-for threads left programs of many processes without a core: a `fullshard train` of nine seconds took more than a hundred
-(two cores, 2026-11-23). The first worker prints as it goes, the others when they are over. The exit status is the worst
+for threads leaves programs of many processes without a core, and their time limits pass. The first worker prints as it goes, the others when they are over. The exit status is the worst
 one.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import random
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.comm.message import MessageReduce
 from fullshard.layout import FACTS_NUMEL
 from fullshard.observe import expected
 from fullshard.observe.table import human
@@ -339,6 +341,55 @@ def _random_subsets(world: int, steps: int, accumulate: int) -> list[int]:
                 model(torch.ones(2, 48)).sum().backward()
             found.append(fullshard.report(model).message_nbytes)
     return found
+
+
+def test_buffers_outlive_a_window_of_micro_batches() -> None:
+    """Nothing is reduced in between, however long it is."""
+    with fake_world(4):
+        model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+        for module in (*model, model):
+            fully_shard(module)
+        found = []
+        for micro in range(30):
+            model.set_requires_gradient_sync(micro % 10 == 9)
+            model(torch.ones(2, 48)).sum().backward()
+            found.append(fullshard.report(model).message_nbytes)
+        assert found[9] > found[8] and set(found[9:]) == {found[9]}
+
+
+def test_buffers_of_what_is_frozen_are_freed() -> None:
+    """By steps that leave nothing to send at the end of their backward, as most do."""
+    with fake_world(4):
+        model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+        for module in (*model, model):
+            fully_shard(module)
+        found = []
+        for step in range(8):
+            if step == 5:
+                for layer in model:
+                    layer.weight.requires_grad_(False)
+            model(torch.ones(2, 48)).sum().backward()
+            found.append(fullshard.report(model).message_nbytes)
+        assert found[4] == found[1] and found[7] < found[4]
+
+
+def test_ways_of_gradients_that_no_step_takes_any_more_are_dropped() -> None:
+    """One for each set of trainable parameters; those of the last steps are kept."""
+
+    def channels() -> int:
+        gc.collect()
+        return sum(issubclass(type(found), MessageReduce) for found in gc.get_objects())
+
+    with fake_world(4):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        fully_shard(model)
+        counted = []
+        for number in range(1, 41):
+            for bit, param in enumerate(model.parameters()):
+                param.requires_grad_(bool(number >> bit & 1))
+            model(torch.ones(2, 8)).sum().backward()
+            counted.append(channels())
+        assert counted[-1] == counted[19] > counted[0]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

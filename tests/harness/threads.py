@@ -230,8 +230,8 @@ class _Run:
 
 
 class _Rank:
-    """A rank of one run, on a thread that ranks of earlier runs may have had: a process lives long, too, and what torch
-    finds out of DTensors once in each thread is a fifth of the time of these tests."""
+    """A rank of one run, on a thread that ranks of earlier runs may have had: a process lives long, too, and torch
+    keeps what it finds out of DTensors once for each thread."""
 
     def __init__(self, run: _Run, rank: int) -> None:
         self.run, self._rank, self.name = run, rank, f"rank {rank}"
@@ -269,8 +269,8 @@ class _Rank:
 
 
 class _Thread(threading.Thread):
-    """All of a process on one core: each operation of torch gives the interpreter lock away, and where another rank can
-    take it on another core, the two wake each other for half of the time."""
+    """All of a process on one core: each operation of torch gives the interpreter lock away, and where another rank
+    takes it on another core, the two spend their time on waking each other."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

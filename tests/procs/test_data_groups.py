@@ -102,7 +102,7 @@ def test_a_destroyed_process_group_leaves_no_connections() -> None:
     inside = pool(2).run(_trained)
     for _ in range(4):
         pool(2).run(_trained)
-    # Each time three groups of three threads were made. Of torch's own groups some may wait for a collection.
+    # Each time three groups of three threads were made. Some of torch's own groups may still wait for the collector.
     assert max(pool(2).run(_threads, group=False)) < min(inside) + 2 * 9
 
 

@@ -338,6 +338,7 @@ class Executor:
         for unit, position, param in touched:
             if param.commit(unit.groups[position].precision.reduce):
                 arrived.setdefault(unit, []).append((position, param))
+        reduced = list(self._touched)
         self._touched.clear()
         self._waiting.clear()
         self._waiting_nbytes = 0
@@ -350,6 +351,9 @@ class Executor:
             note_window(unit)
         self._closing.clear()
         self._carrying.clear()
+        # Micro-batches that keep their gradients are no step: what sends the last one's would be freed meanwhile.
+        if any(not unit.window_open and not unit.partial_open for unit in reduced):
+            self.shared.pool.end_of_backward(id(self))
         # Last: they are the user's and may read any gradient, and raise.
         with undo:
             for unit, params in arrived.items():

@@ -258,8 +258,6 @@ class Root:
             # For the rules the backward is over: nobody else will notice. Hooks of the user's run here, too.
             self.peers.publish(error, "the end of the backward")
             raise
-        if any(present):
-            self.shared.pool.end_of_backward(id(self))
 
     def _backward_failed(self, error: BaseException | None) -> None:
         """The running backward ended with `error`; None: it is not known yet, and this is called again."""
