@@ -8,8 +8,8 @@
 
 A worker takes the next file that no other one of its queue has taken (tests/harness/queue.py). Tests of processes wait
 much of their time, for each other and for time limits: two workers keep a core busy where one does not. A second one
-for threads leaves programs of many processes without a core, and their time limits pass. The first worker prints as it goes, the others when they are over. The exit status is the worst
-one.
+for threads leaves programs of many processes without a core, and their time limits pass. The first
+worker prints as it goes, the others when they are over. The exit status is the worst one.
 """
 
 from __future__ import annotations
