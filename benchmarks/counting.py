@@ -284,14 +284,14 @@ def nccl_plan(direct_nbytes: int) -> Iterator[None]:
     Parameters of at least `direct_nbytes` (in the compute dtype) travel by themselves, the others packed, and no
     buffers are kept between steps.
     """
-    from fullshard.runtime.shared import Shared
+    from fullshard.engine.executor import Shared
 
     with (
         mock.patch("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake", "gloo", "threaded"})),
         mock.patch("fullshard.layout.gather.JOINING_BACKENDS", frozenset({"fake"})),  # the others cannot
         mock.patch("fullshard.layout.gather.PAIRWISE_BACKENDS", frozenset()),
         mock.patch("fullshard.api.fully_shard.DIRECT_GATHER_NBYTES", direct_nbytes),
-        mock.patch("fullshard.runtime.root.Shared", lambda *, keep: Shared(keep=False)),
+        mock.patch("fullshard.engine.root.Shared", lambda *, keep: Shared(keep=False)),
     ):
         yield
 

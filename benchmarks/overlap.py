@@ -38,7 +38,7 @@ from benchmarks.common import (
     paired_ratio,
     print_json,
 )
-from fullshard.comm import pairs
+from fullshard.comm import data_group
 from fullshard.comm.group import ShardGroup
 
 WARMUP_ROUNDS = 3  # the order of execution is recorded in the first, and followed from the second on
@@ -60,7 +60,7 @@ class Clock:
         kinds = {"gather_into": "gather", "exchange": "reduce", "reduce_scatter": "reduce", "exchange_each": "reduce"}
         for method, kind in kinds.items():
             setattr(ShardGroup, method, self._timed(getattr(ShardGroup, method), kind))
-        pairs.gather_each = self._timed(pairs.gather_each, "gather")
+        data_group.gather_each = self._timed(data_group.gather_each, "gather")
 
     def _timed(self, send: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:

@@ -1,6 +1,6 @@
 """`python -m fullshard` is the command `fullshard`."""
 
-from fullshard.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.counting import nccl_plan
-from fullshard import _torch_compat, fully_shard
+from fullshard import _torch, fully_shard
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
 
@@ -107,7 +107,7 @@ def test_exchanges_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> Non
     """Where the backend can: all of them as a few works on one line, each within a quarter of the elements. A call that
     fails leaves nothing open."""
     launched: list[int] = []
-    original = _torch_compat.launch_together
+    original = _torch.launch_together
 
     def noting(group: Any, device: torch.device, call: Any, messages: Any) -> Any:
         launched.append(len(messages))

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
+from fullshard.engine import unit_of
 from fullshard.layout import FACTS_NUMEL
-from fullshard.runtime import unit_of
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.parity import environment

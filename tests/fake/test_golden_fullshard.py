@@ -17,8 +17,8 @@ from collections import Counter
 import pytest
 
 from fullshard import fully_shard
+from fullshard.engine import unit_of
 from fullshard.observe import record
-from fullshard.runtime import unit_of
 from tests.golden.parse import commands_of
 from tests.golden.scenarios import RESHARD, SCENARIOS, world_of
 from tests.golden.test_traces import CASES, read

@@ -12,9 +12,9 @@ from torch import nn
 
 from benchmarks.counting import MemoryCounter, nccl_plan
 from fullshard import MixedPrecisionPolicy, fully_shard, report
+from fullshard.engine import unit_of
 from fullshard.layout import total
-from fullshard.lifecycle import Command
-from fullshard.runtime import unit_of
+from fullshard.schedule import Command
 from tests.harness.fake import fake_world
 from tests.harness.parity import environment
 

@@ -22,8 +22,8 @@ from fullshard import (
     inspect_units,
 )
 from fullshard.comm import ShardGroup
+from fullshard.engine import unit_of
 from fullshard.observe import record
-from fullshard.runtime import unit_of
 from tests.harness import experts
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world

@@ -17,19 +17,10 @@ from torch.distributed.tensor import Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
 from fullshard.comm import Hop
-from fullshard.layout import (
-    Pack,
-    ShardLayout,
-    UnitMemory,
-    align_numel,
-    direct_indices,
-    narrow_pack,
-    plan_gather,
-    total,
-)
+from fullshard.engine import Unit, unit_of
+from fullshard.layout import Pack, ShardLayout, UnitMemory, align_numel, direct_indices, narrow_pack, plan_gather, total
 from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, narrowing_terms, shard_terms
-from fullshard.lifecycle import Command
-from fullshard.runtime import Unit, unit_of
+from fullshard.schedule import Command
 from tests.harness.fake import fake_world
 from tests.harness.models import BY_NAME, Case
 from tests.harness.parity import environment

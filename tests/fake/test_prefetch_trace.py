@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
-from fullshard.lifecycle import Full
+from fullshard.engine import unit_of
 from fullshard.observe import Trace, record
-from fullshard.runtime import unit_of
+from fullshard.schedule import Full
 from tests.golden import models
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world

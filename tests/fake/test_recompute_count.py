@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.recompute import TRAINER, Kept, count
-from fullshard.runtime import unit_of
+from fullshard.engine import unit_of
 from fullshard.train.config_load import load_config
 from fullshard.train.sample import llama_shape
 from fullshard.train.shard import sharded_model

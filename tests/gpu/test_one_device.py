@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard.runtime import unit_of
+from fullshard.engine import unit_of
 from tests.harness.implementations import each_case
 from tests.harness.models import Case, adamw, assert_same_training, collect, train_reference
 

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from fullshard.comm import HostLink
+from fullshard.engine import unit_of
 from fullshard.policy import Offload
-from fullshard.runtime import unit_of
 
 
 @pytest.fixture

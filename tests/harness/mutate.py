@@ -2,7 +2,7 @@
 
     python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
     python -m tests.harness.mutate R9 next_in_backward     those of some rules
-    python -m tests.harness.mutate --in comm/ runtime/order.py     those in files below src/fullshard that begin so
+    python -m tests.harness.mutate --in comm/ engine/order.py     those in files below src/fullshard that begin so
     python -m tests.harness.mutate --list            what there is (the tables: mutations.txt, mutations_guards.txt)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
     python -m tests.harness.mutate --write FILE.md   and a document of what came of it; FILE.json keeps that, so that a
@@ -72,7 +72,7 @@ PRELOADED = (
 class Mutation(NamedTuple):
     """A mistake in one file. `old` has to occur in it exactly once."""
 
-    # The [Rn] of lifecycle/rules.py, or the name of a function where the rule has no number.
+    # The [Rn] of schedule/rules.py, or the name of a function where the rule has no number.
     rule: str
     # Below src/fullshard.
     file: str

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.comm.hierarchical import HierarchicalReduce
-from fullshard.runtime import unit_of
+from fullshard.engine import unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.models import BY_NAME, Trained, adamw, assert_same_training, collect, train_reference
 from tests.harness.parity import assert_same_bits, environment

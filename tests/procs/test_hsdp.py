@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard.comm import Hop
-from fullshard.runtime import unit_of
+from fullshard.engine import unit_of
 from tests.harness.models import BY_NAME, Trained, adamw, assert_same_training, collect, train_reference
 from tests.harness.parity import assert_same_bits
 from tests.harness.pool import pool

@@ -1,4 +1,4 @@
-"""Messages from rank to rank (comm/pairs.py), which carry large parameters and gradients on gloo: bitwise what the
+"""Messages from rank to rank (comm/data_group.py), which carry large parameters and gradients on gloo: bitwise what the
 collectives carry, whatever the shapes, and for every parameter there is when the sizes from which they pay are nothing.
 """
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.comm import pairs
+from fullshard.comm import data_group
+from fullshard.comm import group as group_module
 from tests.harness.forked import run_forks
 from tests.harness.models import CASES, Case, Trained, adamw, collect
 from tests.harness.parity import assert_same_bits
@@ -53,16 +54,16 @@ def sizes(nbytes: int) -> Iterator[None]:
 
 def train(case: Case, rank: int, nbytes: int, options: dict[str, Any]) -> tuple[Trained, int, int]:
     """What training makes, and how many parameters and gradients were sent from rank to rank."""
-    sent = {pairs.PARAMETERS_TAG: 0, pairs.GRADIENTS_TAG: 0}
+    sent = {data_group.PARAMETERS_TAG: 0, data_group.GRADIENTS_TAG: 0}
 
     def counted(group: Any, arriving: Any, leaving: Any, tag: int) -> Any:
         sent[tag] += max((len(tensors) for tensors in leaving.values()), default=0)
         return exchange_each(group, arriving, leaving, tag)
 
-    exchange_each = pairs.exchange_each
+    exchange_each = data_group.exchange_each
     with (
         sizes(nbytes),
-        mock.patch.object(pairs, "exchange_each", counted),
+        mock.patch.object(group_module, "exchange_each", counted),
     ):
         model = case.shard(case.build(), fullshard.fully_shard, **options)
         optimizer = adamw(model.parameters())
@@ -72,7 +73,7 @@ def train(case: Case, rank: int, nbytes: int, options: dict[str, Any]) -> tuple[
                 case.loss(model, case.batch(2 * step + part, rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return collect(model, optimizer), sent[pairs.PARAMETERS_TAG], sent[pairs.GRADIENTS_TAG]
+        return collect(model, optimizer), sent[data_group.PARAMETERS_TAG], sent[data_group.GRADIENTS_TAG]
 
 
 def both_ways(rank: int, cases: list[Case], options: dict[str, Any], axes: tuple[int, ...]) -> None:
@@ -146,9 +147,9 @@ def test_a_users_messages_are_not_mistaken_for_ours() -> None:
 def _large(rank: int) -> None:
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 40), nn.Linear(40, 512))
     fullshard.fully_shard(model)
-    with mock.patch.object(pairs, "exchange_each", wraps=pairs.exchange_each) as exchange:
+    with mock.patch.object(group_module, "exchange_each", wraps=data_group.exchange_each) as exchange:
         F.mse_loss(model(torch.ones(2, 512)), torch.zeros(2, 512)).backward()
-    [call] = [call for call in exchange.call_args_list if call.args[3] == pairs.GRADIENTS_TAG]
+    [call] = [call for call in exchange.call_args_list if call.args[3] == data_group.GRADIENTS_TAG]
     [leaving] = call.args[2].values()
     # The large weight's half by itself; everything else, and presence, behind each other.
     assert leaving[0].numel() == 512 * 512 // 2 and len(leaving) == 2

@@ -15,47 +15,39 @@ SOURCES = src.package_sources()
 
 # Which rooms a room may import. "" is the public surface: `from fullshard import ...`. A room that is not here fails
 # the test.
-LOWER = frozenset({"layout", "lifecycle", "policy", "guard", "comm", "param", "_torch_compat"})
+LOWER = frozenset({"layout", "schedule", "policy", "guard", "comm", "param", "_torch"})
 ROOMS: dict[str, frozenset[str]] = {
     "_version": frozenset(),
-    "_torch_compat": frozenset(),
+    "_torch": frozenset(),
     "layout": frozenset(),
-    "lifecycle": frozenset({"layout"}),
-    "policy": frozenset({"layout", "_torch_compat"}),
+    "schedule": frozenset({"layout"}),
+    "policy": frozenset({"layout", "_torch"}),
     # Knows neither units nor checkpoints: what ranks agree on comes as names and texts.
-    "guard": frozenset({"_torch_compat"}),
-    "comm": frozenset({"layout", "policy", "guard", "_torch_compat"}),
-    "param": frozenset({"layout", "policy", "_torch_compat"}),
-    "runtime": LOWER,
-    "compose": LOWER | {"runtime"},
-    "api": LOWER | {"runtime", "compose"},
-    "checkpoint": frozenset({"layout", "guard", "comm", "_torch_compat", "_version", ""}),
-    "planner": frozenset({"layout", "lifecycle", "policy"}),
-    "observe": LOWER | {"runtime", "planner", ""},
-    "micro": LOWER | {"runtime", "api", "observe"},
-    "migrate": frozenset({""}),
+    "guard": frozenset({"_torch"}),
+    "comm": frozenset({"layout", "policy", "guard", "_torch"}),
+    "param": frozenset({"layout", "policy", "_torch"}),
+    "engine": LOWER,
+    "api": LOWER | {"engine"},
+    "checkpoint": frozenset({"layout", "guard", "comm", "_torch", "_version", ""}),
+    "observe": LOWER | {"engine", ""},
+    "extras": LOWER | {"engine", "api", "observe"},
     "train": frozenset({"", "checkpoint"}),
-    "__init__": frozenset({"_version", "api", "policy", "micro", "observe", "checkpoint"}),
+    "__init__": frozenset({"_version", "api", "policy", "extras", "observe", "checkpoint"}),
     "cli": frozenset({"", "checkpoint", "train"}),
     "__main__": frozenset({"cli"}),
 }
-# Decided without torch, so that they run anywhere and in microseconds. Modules that do not exist yet are pure once
-# they do.
-PURE = ("fullshard.layout", "fullshard.lifecycle", "fullshard.planner") + tuple(
+# Decided without torch, so that they run anywhere and in microseconds.
+PURE = ("fullshard.layout", "fullshard.schedule") + tuple(
     f"fullshard.checkpoint.{name}"
     for name in "checksums directory errors files keep manifest merge plan safetensors values".split()
 )
-PURE += tuple(
-    f"fullshard.guard.{name}" for name in "diagnosis errors facts fault order process settings store structure".split()
-)
-# The one file of the planner that may look at a real model.
-IMPURE_FILES = frozenset({"planner/facts.py"})
+PURE += tuple(f"fullshard.guard.{name}" for name in "diagnosis errors facts order process store structure".split())
 
 MAX_LINES = 600
 # Files over the limit, each with the reason that a reader is asked to accept.
 LONG_FILES: dict[str, str] = {}
 
-# Private names of others that a file outside of _torch_compat uses, each with its reason.
+# Private names of others that a file outside of _torch uses, each with its reason.
 PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
     ("guard/process.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",
@@ -83,11 +75,7 @@ def test_pure_rooms_import_without_torch(module: str) -> None:
     room = src.SRC.joinpath(*module.split("."))
     names = [module]
     if room.is_dir():
-        files = [
-            path
-            for path in sorted(room.rglob("*.py"))
-            if path.relative_to(src.SRC / "fullshard").as_posix() not in IMPURE_FILES
-        ]
+        files = sorted(room.rglob("*.py"))
         names = [".".join(path.relative_to(src.SRC).with_suffix("").parts).removesuffix(".__init__") for path in files]
     code = f"""
 import importlib, sys, types
@@ -106,7 +94,7 @@ assert not heavy, f"{module} imports {{heavy}}"
 def test_pure_rooms_name_no_torch() -> None:
     """Also inside functions, which an import of the module does not reach."""
     prefixes = tuple(f"{module}." for module in PURE)
-    pure = [s for s in SOURCES if f"{s.module}.".startswith(prefixes) and s.name not in IMPURE_FILES]
+    pure = [s for s in SOURCES if f"{s.module}.".startswith(prefixes)]
     assert pure
     _no_findings([finding for source in pure for finding in src.torch_imports(source)])
 
@@ -121,14 +109,14 @@ def test_collectives_only_in_comm() -> None:
     _no_findings([finding for source in others for finding in src.collective_uses(source, own)])
 
 
-def test_hooks_are_registered_only_in_the_runtime() -> None:
-    others = [source for source in SOURCES if source.room != "runtime"]
+def test_hooks_are_registered_only_in_the_engine() -> None:
+    others = [source for source in SOURCES if source.room != "engine"]
     _no_findings([finding for source in others for finding in src.hook_registrations(source)])
 
 
 def test_private_torch_names_only_in_the_compatibility_file() -> None:
     own = src.own_private_names(SOURCES)
-    others = [source for source in SOURCES if source.room != "_torch_compat"]
+    others = [source for source in SOURCES if source.room != "_torch"]
     findings = [finding for source in others for finding in src.private_torch_uses(source, own)]
     excused = {f: key for f in findings for key in PRIVATE_ALLOWED if f.startswith(key[0]) and f"{key[1]}," in f}
     _no_findings([finding for finding in findings if finding not in excused])
@@ -137,7 +125,7 @@ def test_private_torch_names_only_in_the_compatibility_file() -> None:
 
 
 def test_torch_s_own_fsdp_is_named_only_in_the_compatibility_file() -> None:
-    others = [source for source in SOURCES if source.room != "_torch_compat"]
+    others = [source for source in SOURCES if source.room != "_torch"]
     _no_findings([finding for source in others for finding in src.torch_fsdp_imports(source)])
 
 
@@ -162,18 +150,18 @@ BREAKS: list[tuple[str, Callable[[Source], list[str]], str]] = [
     ("layout/a.py", src.torch_imports, "import torch.distributed as dist"),
     ("layout/a.py", lambda s: src.layering_violations(s, ROOMS), "from ..comm import gather"),
     ("layout/a.py", lambda s: src.layering_violations(s, ROOMS), "from .. import comm"),
-    ("comm/a.py", lambda s: src.layering_violations(s, ROOMS), "import fullshard.runtime.executor"),
+    ("comm/a.py", lambda s: src.layering_violations(s, ROOMS), "import fullshard.engine.executor"),
     ("comm/__init__.py", lambda s: src.layering_violations(s, ROOMS), "from ..param.group import ParamGroup"),
-    ("runtime/a.py", lambda s: src.layering_violations(s, ROOMS), "from fullshard import fully_shard"),
-    ("train/a.py", lambda s: src.layering_violations(s, ROOMS), "from fullshard.runtime import root"),
+    ("engine/a.py", lambda s: src.layering_violations(s, ROOMS), "from fullshard import fully_shard"),
+    ("train/a.py", lambda s: src.layering_violations(s, ROOMS), "from fullshard.engine import root"),
     ("newroom/a.py", lambda s: src.layering_violations(s, ROOMS), "pass"),
-    ("runtime/a.py", src.collective_uses, "import torch.distributed as d\nd.all_reduce(x)"),
-    ("runtime/a.py", src.collective_uses, "import torch\nf = torch.distributed.reduce_scatter_tensor"),
-    ("runtime/a.py", src.collective_uses, "from torch.distributed import broadcast as b"),
-    ("runtime/a.py", src.collective_uses, "import torch.distributed._functional_collectives as funcol"),
-    ("runtime/a.py", src.collective_uses, "import torch\ntorch.ops._c10d_functional.all_reduce(x)"),
-    ("runtime/a.py", src.collective_uses, "mesh.get_group()._allgather_base(out, piece)"),
-    ("runtime/a.py", src.collective_uses, "group.alltoall_base(a, b, [], [])"),
+    ("engine/a.py", src.collective_uses, "import torch.distributed as d\nd.all_reduce(x)"),
+    ("engine/a.py", src.collective_uses, "import torch\nf = torch.distributed.reduce_scatter_tensor"),
+    ("engine/a.py", src.collective_uses, "from torch.distributed import broadcast as b"),
+    ("engine/a.py", src.collective_uses, "import torch.distributed._functional_collectives as funcol"),
+    ("engine/a.py", src.collective_uses, "import torch\ntorch.ops._c10d_functional.all_reduce(x)"),
+    ("engine/a.py", src.collective_uses, "mesh.get_group()._allgather_base(out, piece)"),
+    ("engine/a.py", src.collective_uses, "group.alltoall_base(a, b, [], [])"),
     ("train/a.py", src.hook_registrations, "model.register_forward_hook(f)"),
     ("param/a.py", src.hook_registrations, "p.register_post_accumulate_grad_hook(f)"),
     (
@@ -203,7 +191,7 @@ def test_a_broken_rule_is_found(name: str, finder: Callable[[Source], list[str]]
 
 ALLOWED: list[tuple[str, Callable[[Source], list[str]], str]] = [
     (
-        "lifecycle/a.py",
+        "schedule/a.py",
         lambda s: src.layering_violations(s, ROOMS),
         "from ..layout import shard\nfrom .events import Event",
     ),
@@ -212,8 +200,8 @@ ALLOWED: list[tuple[str, Callable[[Source], list[str]], str]] = [
         lambda s: src.layering_violations(s, ROOMS),
         "from fullshard import fully_shard\nimport fullshard.train.loop",
     ),
-    ("runtime/a.py", src.collective_uses, "import torch\nx.gather(0, i)\ntorch.gather(x, 0, i)\nself.comm.reduce(x)"),
-    ("runtime/a.py", lambda s: src.collective_uses(s, frozenset({"reduce_scatter"})), "self.comm.reduce_scatter(x)"),
+    ("engine/a.py", src.collective_uses, "import torch\nx.gather(0, i)\ntorch.gather(x, 0, i)\nself.comm.reduce(x)"),
+    ("engine/a.py", lambda s: src.collective_uses(s, frozenset({"reduce_scatter"})), "self.comm.reduce_scatter(x)"),
     ("train/a.py", src.hook_registrations, "def register_reader(name): ..."),
     (
         "api/a.py",

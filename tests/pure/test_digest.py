@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fullshard.param import can_digest, digest
-from fullshard.param.digest import _ROW
+from fullshard.param.initial import _ROW
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32,

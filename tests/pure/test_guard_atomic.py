@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated_ranks import Simulation, Store
+from fullshard.engine.peers import Peers
 from fullshard.guard import PeerFailed, RanksDisagree, Wait, Watch
-from fullshard.runtime.peers import Peers
 
 ROOM = os.path.dirname(inspect.getfile(Watch)) + os.sep
 STEPS = 3

@@ -19,8 +19,8 @@ from fullshard.layout import (
     shard_terms,
     total,
 )
+from fullshard.layout.flat import align_up
 from fullshard.layout.memory import buffer_terms, sending_terms
-from fullshard.layout.pack import align_up
 
 
 def unit(

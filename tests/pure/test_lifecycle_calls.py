@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.lifecycle import Full, Phase
+from fullshard.schedule import Full, Phase
 from tests.pure.test_lifecycle_rules import before_backward, say, says
 from tests.pure.test_lifecycle_worlds import Report, World, evaluation, setting
 

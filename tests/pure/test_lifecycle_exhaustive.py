@@ -21,7 +21,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fullshard.lifecycle import Full
+from fullshard.schedule import Full
 from tests.pure.test_lifecycle_worlds import (
     PLAIN,
     Program,

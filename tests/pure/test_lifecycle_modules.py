@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.lifecycle import Phase
+from fullshard.schedule import Phase
 from tests.pure.test_lifecycle_rules import before_backward, say, says
 from tests.pure.test_lifecycle_worlds import World, setting, step
 

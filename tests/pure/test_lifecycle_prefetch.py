@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.lifecycle import Full
+from fullshard.schedule import Full
 from tests.pure.test_lifecycle_rules import before_backward, say, says
 from tests.pure.test_lifecycle_worlds import (
     Program,

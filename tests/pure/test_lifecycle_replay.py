@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fullshard.lifecycle import Command, RunRecord, UnitRecord, rules
+from fullshard.schedule import Command, RunRecord, UnitRecord, rules
 from tests.golden.parse import Event, by_event
 from tests.golden.scenarios import RESHARD
 from tests.golden.test_traces import CASES, read
@@ -38,7 +38,7 @@ LISTS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
 EMPTY = {"bare_root": "root"}
 FROZEN = {"frozen_unit": "layers.1"}
 # Neither the inputs of the root nor those of layers.0 need a gradient. What is left for the end of the backward goes in
-# the order of the units in torch, the root first; ours keeps the order in which it would have gone (sending.py).
+# the order of the units in torch, the root first; ours keeps the order in which it would have gone (order.py).
 LATER = "inputs_need_no_grad"
 # Backwards in the order of their forwards.
 FIFO = {"two_forwards_two_backwards", "interleaved_micro_batches"}

@@ -1,10 +1,10 @@
-"""One small test, or a few, for each rule [Rn] of lifecycle/rules.py, in the order of a step. No torch."""
+"""One small test, or a few, for each rule [Rn] of schedule/rules.py, in the order of a step. No torch."""
 
 from __future__ import annotations
 
 import pytest
 
-from fullshard.lifecycle import Full, Phase
+from fullshard.schedule import Full, Phase
 from tests.pure.test_lifecycle_worlds import Report, Trait, World, evaluation, forward, model, setting, step
 
 

@@ -12,9 +12,9 @@ from itertools import product
 
 import pytest
 
-from fullshard.lifecycle import NOWHERE, RunRecord, UnitRecord
-from fullshard.lifecycle import Use as RecordedUse
-from fullshard.lifecycle.sending import UNKNOWN, begin_use, end_sending, end_use, settle, visit
+from fullshard.schedule import NOWHERE, RunRecord, UnitRecord
+from fullshard.schedule import Use as RecordedUse
+from fullshard.schedule.order import UNKNOWN, begin_use, end_sending, end_use, settle, visit
 from tests.pure.test_lifecycle_exhaustive import NAMES, NESTED, ORDERS
 from tests.pure.test_lifecycle_worlds import (
     Program,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.lifecycle import (
+from fullshard.schedule import (
     COMMANDS,
     EVENTS,
     FLAGS,
@@ -22,8 +22,8 @@ from fullshard.lifecycle import (
     events,
     parse_command,
     parse_event,
+    record,
     rules,
-    state,
 )
 
 # ---- text ---------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_the_vocabulary_is_the_documented_one() -> None:
 
 # ---- legal transitions ----------------------------------------------------------------------------------------
 
-# Commands that bring a unit from "sharded" to a state.
+# Commands that bring a unit from "sharded" to a record.
 REACH: dict[Full, list[str]] = {
     Full.SHARDED: [],
     Full.PENDING: ["gather"],
@@ -108,9 +108,9 @@ MOVES = ("gather", "wait", "free", "drop", "shelve", "expose", "narrow", "widen"
 
 
 def documented() -> dict[tuple[Full, str], Full]:
-    """(from, command) -> to, out of the table in the docstring of state.py."""
-    assert state.__doc__ is not None
-    rows = re.findall(r"^    ([A-Z]+) +([A-Z]+) +(\w+)", state.__doc__, re.MULTILINE)
+    """(from, command) -> to, out of the table in the docstring of record.py."""
+    assert record.__doc__ is not None
+    rows = re.findall(r"^    ([A-Z]+) +([A-Z]+) +(\w+)", record.__doc__, re.MULTILINE)
     return {(Full[before], command): Full[after] for before, after, command in rows}
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from fullshard.lifecycle import Command, CommandChecker, Full, LifecycleError, Phase, RunRecord, UnitRecord, rules
-from fullshard.lifecycle import Use as RecordedUse
+from fullshard.schedule import Command, CommandChecker, Full, LifecycleError, Phase, RunRecord, UnitRecord, rules
+from fullshard.schedule import Use as RecordedUse
 
 # Commands of ours that torch does not have: kept memory is put aside, gradients are kept, a step ends.
 OURS_ALONE = ("shelve", "expose", "hold", "finish", "discard")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.micro.sizes import Sizes
+from fullshard.extras.micro_batches import Sizes
 
 
 def _windows(sizes: Sizes, samples: list[int], limits: list[int]) -> list[list[int]]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
-from fullshard.runtime import executor
+from fullshard.engine import executor
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (

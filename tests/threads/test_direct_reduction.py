@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.counting import nccl_plan
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm.direct import DirectReduce
-from fullshard.runtime import unit_of
+from fullshard.engine import unit_of
 from tests.harness import tolerance
 from tests.harness.parity import assert_same_bits, environment, train_alone, train_beside_oracle
 from tests.harness.random_models import EXPLORING, BlockSpec, LeafSpec, ModelSpec, examples, model_specs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard._torch_compat import Recorded, active_collectives, issued_by_group, known_groups
+from fullshard._torch import Recorded, active_collectives, issued_by_group, known_groups
 
 
 def test_what_torch_records(tmp_path: Any) -> None:
@@ -41,5 +41,5 @@ def test_a_group_that_does_not_count_proves_nothing(monkeypatch: Any) -> None:
         def _get_backend(self, device: torch.device) -> Any:
             raise RuntimeError("no backend for the host")
 
-    monkeypatch.setattr("fullshard._torch_compat.groups.known_groups", lambda: {"0": Uncounted()})
+    monkeypatch.setattr("fullshard._torch.groups.known_groups", lambda: {"0": Uncounted()})
     assert issued_by_group() == {}

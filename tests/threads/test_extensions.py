@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 
 import fullshard
-from fullshard.runtime import unit_of
+from fullshard.engine import unit_of
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from benchmarks.counting import nccl_plan
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm.hierarchical import HierarchicalReduce
-from fullshard.runtime import unit_of
+from fullshard.engine import unit_of
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.parity import assert_same_bits, environment, train_alone, train_beside_oracle

@@ -62,7 +62,7 @@ def test_an_alarm_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
         if run.rank == 0:
             warnings.warn("looks odd", stacklevel=1)
-            logging.getLogger("fullshard.runtime").warning("looks strange")
+            logging.getLogger("fullshard.engine").warning("looks strange")
         WINDOWS["early exit"](run)
 
     assert legal.alarms_of(SMALL) == []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.micro.memory import is_out_of_memory
+from fullshard.extras.micro_batches import is_out_of_memory
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.threads import run_ranks

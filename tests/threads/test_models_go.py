@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fullshard
+from fullshard.engine.root import module_units
 from fullshard.param import ShardedParam
-from fullshard.runtime.forming import module_units
 from tests.harness.behaviours import behaviour
 from tests.harness.errors import RanksFailed
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import block_of
+from fullshard.engine import unit_of
 from fullshard.observe import record
-from fullshard.runtime import unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation, run
 from tests.harness.models import assert_same_training, collect, seeded

@@ -17,8 +17,8 @@ import fullshard
 from fullshard.comm import HostLink
 from fullshard.comm.group import message_device
 from fullshard.comm.offload import land
-from fullshard.runtime import unit_of
-from fullshard.runtime.forming import refuse_off_host
+from fullshard.engine import unit_of
+from fullshard.engine.root import refuse_off_host
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
 from tests.harness.models import BY_NAME, assert_same_training, collect, seeded

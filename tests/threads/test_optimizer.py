@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard.api.optimizer import ELEMENTWISE
+from fullshard.engine import state_dict
 from fullshard.param import ShardedParameter
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
@@ -342,17 +343,16 @@ def test_a_parameter_from_before_that_another_model_trains_is_left_alone() -> No
 
 
 def test_nothing_is_remembered_of_parameters_that_nobody_holds() -> None:
-    from fullshard.runtime import replaced
 
     def job(rank: int) -> None:
-        known = set(replaced._replaced)
+        known = set(state_dict._replaced)
         model = _model()
         ours = {id(p) for p in model.parameters()}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _shard(model)
-        assert ours - known <= set(replaced._replaced)
+        assert ours - known <= set(state_dict._replaced)
         del optimizer
-        assert not ours & set(replaced._replaced)
+        assert not ours & set(state_dict._replaced)
 
     run_ranks(1, job)
 

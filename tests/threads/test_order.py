@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import full_params, fully_shard
+from fullshard.engine import order, unit_of
 from fullshard.guard import Order, RanksDisagree, Scope, scope_of
-from fullshard.runtime import order, unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks

@@ -15,10 +15,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard, inspect_units
-from fullshard._torch_compat import allocate_for
+from fullshard._torch import allocate_for
 from fullshard.comm import ShardGroup
+from fullshard.engine import unit_of
 from fullshard.policy import resolve_scale
-from fullshard.runtime import unit_of
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, probes, sharded
@@ -358,7 +358,7 @@ def test_messages_in_memory_of_the_process_group(shape: tuple[int, ...], monkeyp
         counting[dist.get_rank()].note(self.process_group, out, pieces)
         return reduce_scatter(self, out, pieces, *op)
 
-    monkeypatch.setattr("fullshard.comm.group_memory.allocate_for", allocate)
+    monkeypatch.setattr("fullshard.comm.gather.allocate_for", allocate)
     monkeypatch.setattr(ShardGroup, "gather_into", gathered)
     monkeypatch.setattr(ShardGroup, "reduce_scatter", scattered)
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import PeerFailed, fully_shard
+from fullshard.engine import unit_of
 from fullshard.guard import Fault, scope_of
-from fullshard.lifecycle import Command
-from fullshard.runtime import unit_of
+from fullshard.schedule import Command
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks
 

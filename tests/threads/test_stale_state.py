@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fullshard
+from fullshard.engine import misuse
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation
@@ -160,20 +161,18 @@ def test_full_parameters_that_somebody_trains_on_purpose_are_left_alone() -> Non
 def test_nothing_is_remembered_of_models_that_are_gone_and_windows_that_are_closed() -> None:
     import gc
 
-    from fullshard.runtime import full_in_optimizers, open_windows
-
     gc.collect()  # what other tests left
-    known = set(full_in_optimizers._full)
+    known = set(misuse._full)
 
     def job(rank: int) -> None:
         model = shard(_base())
         with fullshard.full_params(model):
             pass
-        assert len(full_in_optimizers._full) > len(known)
+        assert len(misuse._full) > len(known)
 
     run_ranks(WORLD, job)
     gc.collect()
-    assert set(full_in_optimizers._full) <= known
+    assert set(misuse._full) <= known
 
     def windows(rank: int) -> None:
         model = shard(_base())
@@ -181,7 +180,7 @@ def test_nothing_is_remembered_of_models_that_are_gone_and_windows_that_are_clos
         for sync in (False, True):
             model.set_requires_gradient_sync(sync)
             _train_once(model, rank)
-            assert ours & set(open_windows._open) == (set() if sync else ours)
+            assert ours & set(misuse._open) == (set() if sync else ours)
 
     run_ranks(WORLD, windows)
 

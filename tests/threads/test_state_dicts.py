@@ -250,7 +250,7 @@ def test_a_parameter_that_cannot_be_kept_is_named(impl: Implementation, monkeypa
     # Not `pytest.warns`: what it changes belongs to the process, and ranks are threads or processes.
     said: list[str] = []
     warnings = SimpleNamespace(warn=lambda text, kind, stacklevel: said.append(f"{kind.__name__}: {text}"))
-    monkeypatch.setattr("fullshard.runtime.state_dict.warnings", warnings)
+    monkeypatch.setattr("fullshard.engine.state_dict.warnings", warnings)
 
     def rank_main(rank: int, impl: Implementation) -> None:
         model = sharded(impl, nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5)))

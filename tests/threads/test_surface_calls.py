@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from fullshard.engine import unit_of
 from fullshard.observe import record
-from fullshard.runtime import unit_of
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import (

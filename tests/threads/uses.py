@@ -524,7 +524,8 @@ def _train(rank: int, use: Use, base: nn.Module, impl: Implementation, world: in
             optimizer.zero_grad()
     tolerance.assert_parameters_close(model, reference, optimizers[1])
     if impl is FULLSHARD:
-        # After several backwards that recorded graphs the root's memory may stay until its shards changed (pins.py).
+        # After several backwards that recorded graphs the root's memory may stay until its shards changed
+        # (schedule/record.py).
         model.reshard()
         live = {unit.name: unit.full_nbytes_live for unit in fullshard.inspect_units(model) if unit.full_nbytes_live}
         assert not live, f"full parameters left in memory: {live}"

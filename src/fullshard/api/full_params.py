@@ -13,10 +13,10 @@ from functools import partial
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..runtime import Unit, unit_of
-from ..runtime.by_hand import before_opening
-from ..runtime.forming import module_units
-from ..runtime.opened import NoSteps, Opening, OpenUnit, refuse_in_step
+from ..engine import Unit, unit_of
+from ..engine.explicit_gathers import before_opening
+from ..engine.full_params import NoSteps, Opening, OpenUnit, refuse_in_step
+from ..engine.root import module_units
 
 
 @contextmanager

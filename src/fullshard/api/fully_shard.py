@@ -2,29 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._torch_compat import published_state
+from .._torch import TorchFSDPModule, concatenated_mesh, flattened_axes, published_state
 from ..comm import attend, block_of, mesh_links
+from ..engine import Part, Unit, unit_of
+from ..engine.explicit_gathers import own_parameters
+from ..engine.hooks import UnitHooks
+from ..engine.state_dict import hook_state_dict, note_replaced
+from ..engine.step_facts import ignored_names
 from ..guard import watch
-from ..param import Placing, managed_modules, managed_parameters, move_unsharded
+from ..param import FullMesh, Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
-from ..runtime import Part, Unit, unit_of
-from ..runtime.by_hand import own_parameters
-from ..runtime.hooks import UnitHooks
-from ..runtime.replaced import note_replaced
-from ..runtime.state_dict import hook_state_dict
-from ..runtime.step_facts import ignored_names
 from . import validate
-from .mesh_dims import Whole, data_parallel_axes
-from .module import sharded_class
-from .placement import Share, place
-from .torch_state import publish
+from .module import publish, sharded_class
+from .validate import Share, place
+
+# ---- mesh dims -------------------------------------------------------------------------------------------------------
+# `dp_mesh_dims`: which axes of a full mesh are those of data parallelism.
+
+
+class Whole(NamedTuple):
+    """A mesh of one axis over which nothing is cut: how `replicate` says so to `fully_shard`."""
+
+    mesh: DeviceMesh
+
+
+def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, FullMesh]:
+    """The data-parallel mesh within `mesh`, and how it lies there: 1-D (shard, or replicate when nothing shards) or 2-D
+    (replicate, shard).
+
+    Without an axis that shards: 1-D (replicate), and `FullMesh.shard_axis` is None.
+
+    dims: a `DataParallelMeshDims`, ours or torch's: `shard` and `replicate` are a name, several names or None. Several
+    names become one axis, in the order of the mesh. Raises torch's types: `ValueError` (no names, an unknown name),
+    `KeyError` (names in another order than in the mesh), `RuntimeError` (an axis twice, or axes to shard over that are
+    not neighbours).
+    """
+    names = None if mesh is None else mesh.mesh_dim_names
+    if mesh is None or names is None:
+        raise ValueError(
+            f"mesh: expected the full mesh of the parameters with named axes, because dp_mesh_dims is given, found "
+            f"{mesh}; use init_device_mesh(..., mesh_dim_names=(...))"
+        )
+    shard = _axes(dims.shard, "shard", names)
+    replicate = _axes(dims.replicate, "replicate", names)
+    if not shard and not replicate:
+        raise ValueError("dp_mesh_dims: expected at least one of shard and replicate, found neither; name the axes")
+    both = sorted(names[axis] for axis in set(shard) & set(replicate))
+    if both:
+        raise RuntimeError(f"dp_mesh_dims: expected each axis once, found {both} in shard and replicate; name it once")
+    if shard and shard != tuple(range(shard[0], shard[0] + len(shard))):
+        raise RuntimeError(
+            f"dp_mesh_dims: expected axes to shard over that are neighbours, found {dims.shard!r} of {names}; order "
+            f"the axes of the mesh so that they are"
+        )
+    # Made by slicing the mesh by names, so that every part knows its root.
+    parts = [flattened_axes(mesh[tuple(names[axis] for axis in axes)]) for axes in (replicate, shard) if axes]
+    data_parallel = concatenated_mesh(parts)
+    others = [axis for axis in range(mesh.ndim) if axis not in shard[1:]]
+    whole = mesh
+    if len(shard) > 1:
+        whole = concatenated_mesh([parts[-1] if axis == shard[0] else mesh[names[axis]] for axis in others])
+    shard_axis = others.index(shard[0]) if shard else None
+    return data_parallel, FullMesh(mesh, whole, tuple(others), shard_axis, (*shard, *replicate))
+
+
+def _axes(given: str | Iterable[str] | None, field: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    wanted = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    for name in wanted:
+        if name not in names:
+            raise ValueError(
+                f"dp_mesh_dims.{field}: expected names of axes of the mesh, {names}, found {name!r}; check its spelling"
+            )
+    axes = tuple(names.index(name) for name in wanted)
+    if list(axes) != sorted(set(axes)):
+        raise KeyError(
+            f"dp_mesh_dims.{field}: expected each name once and in the order of {names}, found {wanted}; "
+            f"name them in that order"
+        )
+    return axes
+
+
+# ---- fully shard -----------------------------------------------------------------------------------------------------
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
@@ -182,3 +250,117 @@ def _managed(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 # Where callers of torch's function look for the state of a module.
 fully_shard.state = published_state  # type: ignore[attr-defined]
+
+
+# ---- replicate -------------------------------------------------------------------------------------------------------
+# `replicate`: data parallelism without sharding, by the same engine.
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def replicate(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen, and torch's default)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> M:
+    """Keep the parameters of `module` whole on every rank of `mesh`, and average their gradients: what DDP does.
+
+    `fully_shard` with nothing cut: units, hooks, precision, accumulation and setters are the same, and the module
+    becomes an `FSDPModule`. Parameters are DTensors with placements `(Replicate(),)`. Nothing is gathered; each unit
+    sends one flat bucket of gradients when they are ready. `fully_shard` on a mesh (N, 1) is the same, with placements
+    `(Replicate(), Shard(0))`.
+
+    mesh: a 1-D `DeviceMesh`; None: all ranks of the default process group. The other arguments are those of
+    `fully_shard`; of `dp_mesh_dims` only `replicate`.
+    Returns `module` itself. Raises `ValueError` (a mesh of several axes, axes to shard over), `RuntimeError` (a module
+    that `fully_shard` cut) and what `fully_shard` raises. Source: torch 2.13
+    `torch.distributed._composable.replicate_with_fsdp.replicate` for names and types.
+    """
+    unit = unit_of(module) if isinstance(module, nn.Module) else None
+    if unit is not None and any(group.placing.shards for group in unit.groups):
+        raise RuntimeError(
+            f"module: expected one that fully_shard was not applied to, found {type(module).__name__}, which is "
+            f"sharded; apply one of the two to it"
+        )
+    if dp_mesh_dims is not None:
+        if dp_mesh_dims.shard is not None:
+            raise ValueError(
+                f"dp_mesh_dims: expected only axes that replicate, found shard={dp_mesh_dims.shard!r}; "
+                f"use fully_shard, which shards over them"
+            )
+        whole: Any = mesh
+    else:
+        whole = Whole(_one_axis(mesh))
+    return fully_shard(
+        module,
+        mesh=whole,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
+
+
+def _one_axis(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        device_type = validate.resolve_mesh(None).device_type
+        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one axis, over which to replicate, found {mesh}; slice it by its name")
+    return validate.resolve_mesh(mesh)
+
+
+# ---- forward method --------------------------------------------------------------------------------------------------
+# `register_fsdp_forward_method`: a method that gathers and frees parameters as forward does.
+
+_MARK = "_fullshard_forward_of"
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.method_name(...)` gather and free parameters as `module(...)` does (`generate`, `encode`, ...).
+
+    From now on a call is a use of the module: inputs and outputs are cast by its `mp_policy`, its parameters are full
+    while the method runs, also where it calls `forward` or other registered methods in between, and backward finds
+    them. Register it on the module whose parameters the method uses. Does nothing for a module that is not sharded, or
+    the second time.
+
+    Raises `ValueError` when there is no such method, or when torch sharded the module, and `NotImplementedError` for
+    generators and coroutines, whose body runs after the call has returned. Source: torch 2.13.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        if isinstance(module, TorchFSDPModule):
+            raise ValueError(
+                f"module: expected one that fullshard.fully_shard was applied to, found {type(module).__name__}, "
+                f"sharded by torch; use torch.distributed.fsdp.register_fsdp_forward_method for it"
+            )
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(
+            f"method_name: expected a method of {type(module).__name__}, found {method_name!r}; check its spelling"
+        )
+    if any(test(method) for test in _RUN_LATER):
+        raise NotImplementedError(
+            f"method_name: expected a method that is over when it returns, found {method_name!r}, a generator or "
+            f"coroutine; call unshard() before it and reshard() after it, or register what it calls"
+        )
+    if getattr(method, _MARK, None) is module:
+        return
+    hooks = unit.hooks
+    assert hooks is not None
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hooks.call(module, method, args, kwargs)
+
+    setattr(call, _MARK, module)
+    # On the object: other objects of the class may not be sharded.
+    setattr(module, method_name, call)
+
+
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..runtime.forming import module_units
-from ..runtime.guarded_steps import GuardedSteps
-from ..runtime.peers import peers_below
-from ..runtime.steps_taken import tensors_restored, units_restored
+from ..engine.guarded_steps import GuardedSteps
+from ..engine.optimizer_facts import tensors_restored, units_restored
+from ..engine.peers import peers_below
+from ..engine.root import module_units
 
 
 @contextmanager

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
-from .._torch_compat import swappable
-from .forward_method import register_fsdp_forward_method
-from .fully_shard import fully_shard
+from .._torch import swappable
+from .fully_shard import fully_shard, register_fsdp_forward_method
 from .module import share_comm_ctx
 
 _OURS: dict[str, Callable[..., Any]] = {

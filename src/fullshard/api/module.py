@@ -2,26 +2,210 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from .._torch_compat import TorchFSDPModule, TorchUnshardHandle
-from ..runtime import Unit, unit_of
-from ..runtime.forming import early_root_of, module_units
-from ..runtime.opened import refuse_opened
-from ..runtime.replaced import noting_emptied
-from ..runtime.shared import Shared
-from ..runtime.uninitialized import Conversion, note_uninitialized
-from ..runtime.unit import WATCHED_FORWARDS
-from . import memory, reductions, validate
-from .methods import named_methods
-from .save_pretrained import checked_save
-from .torch_state import StateView, torch_state_of
+from .._torch import MIXED, TorchFSDPModule, TorchUnshardHandle, mark_managed, publish_state
+from ..engine import Unit, unit_of
+from ..engine.executor import Shared
+from ..engine.full_params import refuse_opened
+from ..engine.root import early_root_of, module_units
+from ..engine.state_dict import noting_emptied
+from ..engine.uninitialized import Conversion, note_uninitialized
+from ..engine.unit import WATCHED_FORWARDS
+from ..schedule import Full
+from . import settings, validate
+
+# ---- torch state -----------------------------------------------------------------------------------------------------
+# The state of a sharded module in the shape in which torch's own code reads it.
+#
+#     who                     reads
+#     pipelining.stage        fully_shard.state(m)._state_ctx.all_states[*]._fsdp_param_groups[*].post_backward(), then
+#                             ._root_post_backward_final_callback(), after micro-batches without synchronisation
+#     dynamo, transformers    m._is_fsdp_managed_module, m._fsdp_use_orig_params of every module of a unit
+#     replicate, DDP          the registry of composable APIs
+#
+# Nothing of ours reads these objects: they are views of a `Unit` and hold nothing.
+
+_OF_UNIT = "_fullshard_torch_state"
+
+
+class GroupView:
+    """One of torch's parameter groups; ours have no post-backward of their own."""
+
+    def post_backward(self, *_: object) -> None:
+        """Nothing: what is held is sent, for all units in the order of the rules, by the callback that follows."""
+
+
+class StateView:
+    """One of torch's module states: that of `unit`, shared by its modules."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._fsdp_param_groups = [GroupView() for _ in unit.groups]
+        self._modules = unit.modules
+
+    @property
+    def _fsdp_param_group(self) -> GroupView | None:
+        return self._fsdp_param_groups[0] if self._fsdp_param_groups else None
+
+    @property
+    def _is_root(self) -> bool | None:
+        root = self._unit.root
+        return None if root is None or root.provisional else root.units[0] is self._unit
+
+    @property
+    def _state_ctx(self) -> ContextView:
+        return ContextView(self._unit)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what backwards without synchronisation left, as far as synchronisation is on again."""
+        if self._unit.root is not None:
+            self._unit.root.reduce_held()
+
+
+class ContextView:
+    """What torch's states below one root share."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    @property
+    def all_states(self) -> list[StateView]:
+        root = self._unit.root
+        units = [self._unit] if root is None else root.units
+        return [state for unit in units if (state := torch_state_of(unit.module)) is not None]
+
+    @property
+    def is_last_backward(self) -> bool:
+        root = self._unit.root
+        return self._unit.is_last_backward if root is None else root.run.is_last_backward
+
+
+def torch_state_of(module: nn.Module) -> StateView | None:
+    """The state of `module`, or None when it is not sharded."""
+    state = module.__dict__.get(_OF_UNIT)
+    assert state is None or isinstance(state, StateView)
+    return state
+
+
+def publish(unit: Unit, managed: Iterable[nn.Module]) -> None:
+    """Put the state of `unit` where torch's code looks; `managed`: every module whose parameters may be in it."""
+    state = StateView(unit)
+    for module in unit.modules:
+        module.__dict__[_OF_UNIT] = state
+        publish_state(module, state)
+    for module in managed:
+        mark_managed(module)
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+# Methods of a sharded module other than `forward`: their operators' complaint about sharded parameters gets a name.
+#
+# Only `forward`, and what `register_fsdp_forward_method` was told of, gathers. Gathering for every method would be
+# wrong: a gather is a call of all ranks, and a method may be meant for one of them. Nothing is added to a method but
+# what happens when it fails.
+
+
+def named_methods(original: type[nn.Module], taken: type) -> dict[str, Callable[..., Any]]:
+    """The public methods that `original` adds to those of `nn.Module` and of `taken`, for its sharded class."""
+    found: dict[str, Callable[..., Any]] = {}
+    for cls in original.__mro__:
+        if cls.__module__.split(".")[0] in ("torch", "builtins"):
+            continue
+        for name, attribute in vars(cls).items():
+            public = not name.startswith("_") and name not in found
+            if public and inspect.isfunction(attribute) and not hasattr(nn.Module, name) and not hasattr(taken, name):
+                if name != "forward" and not inspect.isgeneratorfunction(attribute):
+                    found[name] = _named(attribute)
+    return found
+
+
+def _named(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            unit = unit_of(self)
+            # Not where they are full: then it is another unit's.
+            if unit is None or unit.record.full is Full.FULL or MIXED not in str(error):
+                raise
+            name = method.__name__
+            raise RuntimeError(
+                f"{type(self).__name__}.{name}: expected to compute with full parameters, found those of "
+                f"{unit.record.name} sharded, because a method other than forward gathers nothing; after fully_shard, "
+                f"call register_fsdp_forward_method(module, {name!r}) on the sharded modules whose methods compute, or "
+                f"module.unshard() before and module.reshard() after, or use fullshard.full_params(model)"
+            ) from error
+
+    return call
+
+
+# ---- save pretrained -------------------------------------------------------------------------------------------------
+# `save_pretrained` of transformers and PEFT, of a sharded module: what would try to write shards is refused.
+#
+# They hand `state_dict()` to safetensors, which needs plain tensors and finds DTensors: torch's FSDP2 ends in
+# "Attempted to access the data pointer on an invalid python storage" when the folder and its config.json are written
+# already. To gather here instead would hang programs that save on one rank alone, as many do.
+
+_NAME = "save_pretrained"
+
+
+def checked_save(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The methods that the sharded class of `original` gets: `save_pretrained`, if it has one.
+
+    It is the module's own wherever what it saves is plain: with a full `state_dict`, and inside `full_params`. There,
+    on a rank that keeps sharded parameters and says `is_main_process=False`, it does nothing. With a
+    `config.distributed_config` transformers gathers by itself. Otherwise it raises `RuntimeError`, on each rank that
+    calls it and before anything is written.
+    """
+    save = getattr(original, _NAME, None)
+    if not callable(save):
+        return {}
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        state = kwargs.get("state_dict", bound.get("state_dict"))
+        if state is not None:
+            sharded = _sharded(state.items())
+        elif getattr(getattr(self, "config", None), "distributed_config", None) is not None:
+            sharded = None
+        else:
+            sharded = _sharded(self.named_parameters())
+            unit = unit_of(self)
+            if sharded and unit is not None and unit.opened is not None and bound.get("is_main_process") is False:
+                return None
+        if sharded is not None:
+            raise RuntimeError(
+                f"{_NAME}: expected plain full tensors, found {sharded} sharded; on every rank enter `with "
+                f"fullshard.full_params(model, rank0_only=True, offload_to_cpu=True):` and save in it on the first "
+                f"rank, or pass state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+                f"cpu_offload=True)) of torch.distributed.checkpoint.state_dict, taken on every rank"
+            )
+        return save(self, *args, **kwargs)
+
+    return {_NAME: save_pretrained}
+
+
+def _sharded(tensors: Iterable[tuple[str, Any]]) -> str | None:
+    """The name of the first that is sharded."""
+    return next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
+
+
+# ---- module ----------------------------------------------------------------------------------------------------------
 
 # The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
 # As long as a module of it exists: classes are defined in functions, too.
@@ -89,23 +273,23 @@ class FSDPModule(TorchFSDPModule):
             unit.record.sync = requires_gradient_sync
 
     # How many bytes something may take.
-    set_prefetch_bytes = memory.set_prefetch_bytes
-    set_gradient_bytes = memory.set_gradient_bytes
-    set_resident_bytes = memory.set_resident_bytes
+    set_prefetch_bytes = settings.set_prefetch_bytes
+    set_gradient_bytes = settings.set_gradient_bytes
+    set_resident_bytes = settings.set_resident_bytes
 
     # How gradients are reduced.
-    set_requires_all_reduce = reductions.set_requires_all_reduce
-    set_gradient_divide_factor = reductions.set_gradient_divide_factor
-    set_reduce_scatter_divide_factor = reductions.set_reduce_scatter_divide_factor
-    set_force_sum_reduction_for_comms = reductions.set_force_sum_reduction_for_comms
-    set_all_reduce_hook = reductions.set_all_reduce_hook
-    set_custom_all_gather = reductions.set_custom_all_gather
-    set_custom_reduce_scatter = reductions.set_custom_reduce_scatter
-    set_allocate_memory_from_process_group_for_comm = reductions.set_allocate_memory_from_process_group_for_comm
-    set_communication = reductions.set_communication
-    set_reduce_scatter_unused_params = reductions.set_reduce_scatter_unused_params
-    set_reduce_scatter_max_input_buffers = reductions.set_reduce_scatter_max_input_buffers
-    set_separate_reduce_scatter_group = reductions.set_separate_reduce_scatter_group
+    set_requires_all_reduce = settings.set_requires_all_reduce
+    set_gradient_divide_factor = settings.set_gradient_divide_factor
+    set_reduce_scatter_divide_factor = settings.set_reduce_scatter_divide_factor
+    set_force_sum_reduction_for_comms = settings.set_force_sum_reduction_for_comms
+    set_all_reduce_hook = settings.set_all_reduce_hook
+    set_custom_all_gather = settings.set_custom_all_gather
+    set_custom_reduce_scatter = settings.set_custom_reduce_scatter
+    set_allocate_memory_from_process_group_for_comm = settings.set_allocate_memory_from_process_group_for_comm
+    set_communication = settings.set_communication
+    set_reduce_scatter_unused_params = settings.set_reduce_scatter_unused_params
+    set_reduce_scatter_max_input_buffers = settings.set_reduce_scatter_max_input_buffers
+    set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards through the forwards already run will follow; keep what they need of the order."""

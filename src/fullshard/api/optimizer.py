@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch_compat import dtensor_like, local_of, same_spec
+from .._torch import dtensor_like, local_of, same_spec
+from .._torch.modules import outside_graphs
 from ..param import PendingGrad, SteppedGrad
-from ..runtime.outside import outside_graphs
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensor_like, local_of
+from .._torch import dtensor_like, local_of
 from ..comm import Messenger
 from .directory import Pointer, open_folder, proven, read_current
 from .errors import CheckpointMismatch

@@ -18,18 +18,7 @@ from . import checksums
 from .directory import Saving
 from .errors import CheckpointMismatch
 from .files import Folder, WriteFile, doing
-from .manifest import (
-    BLOCK_NBYTES,
-    Chunk,
-    FileEntry,
-    Manifest,
-    Path,
-    TensorEntry,
-    ValueEntry,
-    key_of,
-    parse,
-    to_bytes,
-)
+from .manifest import BLOCK_NBYTES, Chunk, FileEntry, Manifest, Path, TensorEntry, ValueEntry, key_of, parse, to_bytes
 from .plan import Box, whole
 from .reader import Reader
 from .safetensors import Stored, header

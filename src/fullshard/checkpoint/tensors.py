@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import cut_dim, local_of, settled
+from .._torch import cut_dim, local_of, settled
 from ..layout import itemsize, known_dtypes
 from .plan import Box, Cut, local_box, whole
 

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fullshard import __version__
-from fullshard.cli import checkpoint
-from fullshard.train import cli as train
+from .. import __version__
+from ..train import cli as train
+from . import checkpoint
 
 _EPILOG = """\
 `fullshard COMMAND --help` tells more, with examples.

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from fullshard.checkpoint.foreign import (
+from ..checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from ..checkpoint.foreign import (
     REFUSALS,
     STYLES,
     UNWRAPPED,
@@ -32,8 +32,8 @@ from fullshard.checkpoint.foreign import (
     open_found,
     read_config,
 )
-from fullshard.cli.progress import progress_for
-from fullshard.train.facts import in_units
+from ..train.facts import in_units
+from .progress import progress_for
 
 EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3
 

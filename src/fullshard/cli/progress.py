@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from fullshard.train import optional
+from ..train import optional
 
 
 @contextlib.contextmanager

@@ -7,22 +7,15 @@ messages by which ranks come to one answer), `broadcast` (tensors of one rank to
 their own), `data_group` (process groups that can be cut when a peer failed).
 """
 
-from .agree import agreed as agreed
-from .agree import alike as alike
-from .agree import joining_groups as joining_groups
-from .agree import least_over as least_over
-from .agree import sum_over as sum_over
-from .agree import together_over as together_over
-from .agree import told_by_one as told_by_one
-from .blocks import block_of as block_of
-from .broadcast import broadcast_over as broadcast_over
 from .comparison import Comparison as Comparison
 from .comparison import Digits as Digits
-from .custom import CustomBuffers as CustomBuffers
-from .custom import CustomGroup as CustomGroup
-from .extension import ExtensionGather as ExtensionGather
 from .gather import CastGather as CastGather
+from .gather import CustomBuffers as CustomBuffers
+from .gather import CustomGroup as CustomGroup
+from .gather import ExtensionGather as ExtensionGather
 from .gather import GatherChannel as GatherChannel
+from .gather import GroupMemoryGather as GroupMemoryGather
+from .gather import GroupMemoryScatter as GroupMemoryScatter
 from .gather import PlannedGather as PlannedGather
 from .gather import SharedGather as SharedGather
 from .group import Alone as Alone
@@ -32,14 +25,22 @@ from .group import NodeLinks as NodeLinks
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over
 from .group import attend as attend
+from .group import block_of as block_of
 from .group import mesh_links as mesh_links
-from .group_memory import GroupMemoryGather as GroupMemoryGather
-from .group_memory import GroupMemoryScatter as GroupMemoryScatter
+from .hierarchical import OnNodes as OnNodes
 from .hierarchical import partial_dtype as partial_dtype
 from .messages import Messenger as Messenger
+from .messages import agreed as agreed
+from .messages import alike as alike
 from .messages import alone as alone
+from .messages import broadcast_over as broadcast_over
+from .messages import joining_groups as joining_groups
+from .messages import least_over as least_over
 from .messages import messenger as messenger
-from .nodes import OnNodes as OnNodes
+from .messages import sum_over as sum_over
+from .messages import together_over as together_over
+from .messages import told_by_one as told_by_one
+from .messages import whole_of as whole_of
 from .offload import HostLink as HostLink
 from .offload import OffloadedGather as OffloadedGather
 from .offload import OffloadedReduce as OffloadedReduce
@@ -49,4 +50,3 @@ from .reduction import Dtypes as Dtypes
 from .reduction import Hop as Hop
 from .reduction import ReduceChannel as ReduceChannel
 from .reduction import Reduction as Reduction
-from .whole import whole_of as whole_of

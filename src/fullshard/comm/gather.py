@@ -14,19 +14,26 @@ A channel knows buffers, never parameters or phases. `issue`, then `complete` or
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import allocate_for
 from ..layout import GatherPlan, Pack
-from .data_group import drain
-from .group import ShardGroup, Work
+from ..policy import CustomComm
+from .data_group import DataGroup, drain
+from .group import SUM, ShardGroup, Work
 from .pool import BufferPool, Slot
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
 
 
 class FullMemory(Protocol):
-    """The memory of all full parameters of a group (param/memory.py)."""
+    """The memory of all full parameters of a group (param/swap.py)."""
 
     @property
     def flat(self) -> Tensor: ...
@@ -234,3 +241,174 @@ class PlannedGather:
 def _place(gathered: Tensor, rank: int, numel: int) -> Tensor:
     """Where the `numel` elements of `rank` are in what is gathered."""
     return gathered[rank * numel : (rank + 1) * numel]
+
+
+# ---- extension -------------------------------------------------------------------------------------------------------
+# The gather of a parameter that says itself what is sent and what becomes of it (`param.extension`).
+
+
+class Extension(Protocol):
+    """The parameter, as its channel sees it."""
+
+    def messages(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Ask the parameter what to send, and allocate where it arrives: (out, piece), `piece` (n,) of every rank into
+        `out` (world * n,). As bytes (uint8), because a backend need not know the dtype. The same sizes on every rank.
+        """
+        ...
+
+    def assemble(self) -> None:
+        """Everything arrived: make, or fill, the full parameter."""
+        ...
+
+    def release(self) -> None:
+        """Give back the memory of the full parameter."""
+        ...
+
+
+class ExtensionGather:
+    """One message for each tensor that the parameter sends; one rank copies."""
+
+    def __init__(self, group: ShardGroup, extension: Extension) -> None:
+        self._group = group
+        self._extension = extension
+        self._works: list[Work] = []
+        # What is sent has to live until it was.
+        self._messages: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def issue(self) -> None:
+        self._messages = self._extension.messages()
+        for out, piece in self._messages:
+            if self._group.world == 1:
+                out.copy_(piece)
+            else:
+                self._works.append(self._group.gather_into(out, piece))
+
+    def complete(self) -> None:
+        self._wait()
+        self._extension.assemble()
+
+    def cancel(self) -> None:
+        for work in self._works:
+            drain(work)
+        self._works.clear()
+        self._messages = ()
+        self._extension.release()
+
+    def _wait(self) -> None:
+        # Given up also where one of them raises: they are of no use to whoever tries again.
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        self._messages = ()
+
+
+# ---- group memory ----------------------------------------------------------------------------------------------------
+# Messages in memory that the process group allocates: NCCL registers it, and moves it without copies of its own.
+#
+# The two objects have the shape of a caller's own all-gather and reduce-scatter.
+
+
+class _GroupMemory:
+    def __init__(self, group: ShardGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return allocate_for(self.group.process_group, math.prod(size), dtype, device).view(*size)
+
+
+class GroupMemoryGather(_GroupMemory):
+    """One all-gather."""
+
+    def __call__(
+        self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> Work:
+        return ShardGroup(group, output_tensor.device).gather_into(output_tensor, input_tensor)
+
+
+class GroupMemoryScatter(_GroupMemory):
+    """One reduce-scatter."""
+
+    def __call__(
+        self,
+        *,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+        op: dist.ReduceOp.RedOpType = SUM,
+    ) -> Work:
+        return ShardGroup(group, output_tensor.device).reduce_scatter(output_tensor, input_tensor, op)
+
+
+# ---- custom ----------------------------------------------------------------------------------------------------------
+# Messages and their buffers by a caller's own all-gather or reduce-scatter object.
+
+
+class CustomGroup(ShardGroup):
+    """The ranks of `group`, whose gathers and reduce-scatters are `comm`'s."""
+
+    def __init__(self, group: ShardGroup, comm: CustomComm) -> None:
+        self.origin, self._inner = group.origin, group
+        self.device = group.device
+        self.world, self.rank, self.backend = group.world, group.rank, group.backend
+        self.one_launch = self.sends_in_pairs = False
+        self._comm = comm
+
+    @property
+    def data_group(self) -> DataGroup | None:  # type: ignore[override]
+        """That of the same ranks."""
+        return self._inner.data_group
+
+    def gather_into(self, out: Tensor, piece: Tensor) -> Work:
+        # From this rank's place in the output: both ends of the message are memory that `comm` allocated.
+        own = out.narrow(0, self.rank * piece.numel(), piece.numel())
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece)
+        return self._send(self._under_way, out, own, {})
+
+    def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
+        return self._send(self._under_way, out, pieces, {"op": op})
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._comm.allocate((numel,), dtype=dtype, device=self.device)
+
+    def _under_way(self, out: Tensor, piece: Tensor, more: dict[str, Any]) -> Work:
+        group = self.process_group
+        work = self._comm(output_tensor=out, input_tensor=piece, group=group, **more, async_op=True)
+        return _FINISHED if work is None else work
+
+
+class _Finished:
+    """The work of a call that had already finished when it returned."""
+
+    def wait(self) -> None:
+        pass
+
+
+_FINISHED = _Finished()
+
+
+class CustomBuffers(BufferPool):
+    """Buffers from `comm.allocate`: who allocates also decides what is reused, so none is kept here."""
+
+    def __init__(self, comm: CustomComm) -> None:
+        super().__init__(keep=False)
+        self._comm = comm
+
+    def take(
+        self,
+        key: int,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_views: Callable[[Tensor], list[Tensor]] | None = None,
+        *,
+        zeroed: bool = False,
+    ) -> Slot:
+        with torch.inference_mode(False):
+            slot = Slot(key, self._comm.allocate((numel,), dtype=dtype, device=device))
+            if zeroed:
+                slot.tensor.zero_()
+            if make_views is not None:
+                slot.views = make_views(slot.tensor)
+        return slot

@@ -15,6 +15,7 @@ is issued before the compute that is to hide it (ADR 0003).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,12 +31,13 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from .._torch_compat import launch_together
+from .._torch import launch_together
 from ..guard import Scope, ask, scope_of
 from ..layout import NodeGrid, groups_messages, joins_exchanges, sends_in_pairs
-from . import pairs
-from .data_group import DataGroup, can_cut, data_group, open_data_group
-from .pairs import Work as Work
+from .data_group import DataGroup, can_cut, data_group, exchange_each, gather_each, open_data_group
+from .data_group import Work as Work
+
+# ---- group -----------------------------------------------------------------------------------------------------------
 
 # Dtypes that every backend has collectives for; others (float8 and int16 weights, complex numbers on NCCL) travel as
 # bytes.
@@ -88,7 +90,7 @@ class ShardGroup:
         self.rank = process_group.rank()
         self.backend = _backend_name(process_group, device)
         # Whether several gathers are one launch; and whether ranks may send to each other without a collective
-        # (comm/pairs.py).
+        # (comm/data_group.py).
         self.one_launch = groups_messages(self.backend)
         self.sends_in_pairs = sends_in_pairs(self.backend) and device.type == "cpu"
 
@@ -125,7 +127,7 @@ class ShardGroup:
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages where the backend can."""
         if self.sends_in_pairs:
-            return self._send_each(pairs.gather_each, outs, pieces)
+            return self._send_each(gather_each, outs, pieces)
         if len(outs) > 1 and self.one_launch:
             known = list(outs), list(pieces)
             if outs[0].dtype not in _CARRIED:
@@ -136,8 +138,8 @@ class ShardGroup:
     def exchange_each(
         self, arriving: Mapping[int, Sequence[Tensor]], leaving: Mapping[int, Sequence[Tensor]], tag: int
     ) -> list[Work]:
-        """From rank to rank, where `sends_in_pairs`: see `pairs.exchange_each`."""
-        return self._send_each(pairs.exchange_each, arriving, leaving, tag)
+        """From rank to rank, where `sends_in_pairs`: see `data_group.exchange_each`."""
+        return self._send_each(exchange_each, arriving, leaving, tag)
 
     def _send_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
         if self.data_group is None:
@@ -223,7 +225,7 @@ class Alone(ShardGroup):
 
 
 class Block(NamedTuple):
-    """Neighbours among the ranks that share parameters (comm/blocks.py)."""
+    """Neighbours among the ranks that share parameters (comm/group.py)."""
 
     # (number of blocks, ranks of a block): every rank of the group, or of the replicated groups, once.
     mesh: DeviceMesh
@@ -232,7 +234,7 @@ class Block(NamedTuple):
 
 
 class NodeLinks(NamedTuple):
-    """The ranks of a group as nodes, for reductions in two hops (comm/nodes.py)."""
+    """The ranks of a group as nodes, for reductions in two hops (comm/hierarchical.py)."""
 
     grid: NodeGrid
     # In the order of their places: those of this rank's node.
@@ -397,3 +399,45 @@ def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str
     config = str(dist.get_backend_config(process_group))
     names = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     return names.get(device.type, config).replace(":", "_")
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+# Blocks of k neighbours among the ranks that share parameters: for an integer `reshard_after_forward`.
+#
+# Eight ranks in blocks of two are the mesh ((0, 1), (2, 3), (4, 5), (6, 7)). The process groups of a mesh and degree
+# are made once and serve every unit: FSDP2 makes them again for each module, and a group costs memory on the device.
+
+# By the process group of the axis that shards, with which they go; then by ranks and degree.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def block_of(mesh: DeviceMesh, degree: int, device: torch.device) -> Block:
+    """This rank's block of `degree` consecutive ranks along the last axis of `mesh`, a divisor of its size.
+
+    A collective call at the first time: every rank of `mesh` makes two groups (its block, and the ranks of equal
+    position in the other blocks).
+    """
+    shard = mesh.get_group(mesh.ndim - 1)
+    ranks = mesh.mesh.reshape(-1, degree)
+    key = (mesh.device_type, degree, tuple(ranks.flatten().tolist()))
+    known = _made.setdefault(shard, {})
+    blocks = known.get(key)
+    if blocks is None:
+        blocks = known[key] = _make(mesh.device_type, ranks, shard)
+    return Block(blocks, ShardGroup(blocks.get_group(1), device))
+
+
+def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> DeviceMesh:
+    # Ranks that made no groups would be waited for.
+    scope = scope_of(tuple(sorted(ranks.flatten().tolist())))
+    degree = ranks.size(1)
+    if scope is not None:
+        scope.resume()
+        ask(scope, f"fully_shard(..., reshard_after_forward={degree})", "")
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    # Only the members take part, so a mesh over some ranks (a pipeline stage) needs nothing of the others.
+    groups = [
+        dist.new_group(members.tolist(), backend=other_backend(like), use_local_synchronization=True)
+        for members in (ranks[:, column], ranks[row])
+    ]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("block", "rank_in_block"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import FACTS_NUMEL, ReduceLayout, contiguous_stride
-from ..layout.chunks import SendRegion
+from ..layout.flat import SendRegion
 from ..policy import Scale
 from .comparison import CARRIERS, Comparison
 from .data_group import drain

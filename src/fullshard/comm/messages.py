@@ -9,18 +9,24 @@ has to do with, nor the other way round.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
+from torch.distributed.tensor import DTensor, Shard
 
-from ..guard import scope_of
+from .._torch import backend_of, local_of
+from ..guard import Scope, scope_of
 from .data_group import DataGroup, open_data_group
-from .group import message_device
+from .group import all_reduce_over, broadcast_from, gather_over, message_device, small_group
+
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 class Messenger(NamedTuple):
@@ -168,3 +174,189 @@ def _bytes(tensor: Tensor) -> bytes:
 def _unpadded(arrived: Tensor) -> bytes:
     data = _bytes(arrived)
     return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+# ---- agree -----------------------------------------------------------------------------------------------------------
+# Small messages over all axes of a mesh, by which ranks come to one answer. Finished on return.
+
+_TEXT_NBYTES = 1000
+# What is waited for, where nobody says more.
+_SUM = "a sum between steps"
+
+
+@contextmanager
+def together_over(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
+    """Inside all ranks of `meshes` do `what`, outside of a step: `Scope.together`, for those and for their axes."""
+    scopes: dict[Scope, None] = {}
+    for mesh in dict.fromkeys(meshes):
+        axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        for ranks in (mesh.mesh.flatten().tolist(), *axes):
+            scope = scope_of(ranks)
+            if scope is not None:
+                scopes[scope] = None
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope.together(what))
+        yield
+
+
+def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:
+    """The sum of `counts` (any shape, integers) over all ranks of `mesh`, on the device of the mesh. No message over an
+    axis of one rank."""
+    return _reduce_over(mesh, counts, dist.ReduceOp.SUM, what)
+
+
+def agreed(value: int, mesh: DeviceMesh, what: str = _SUM) -> bool:
+    """Whether `value` (below 2**63) is the same on all ranks of `mesh`."""
+    # The least value, and minus the greatest.
+    low, high = _reduce_over(mesh, torch.tensor([value, -value]), dist.ReduceOp.MIN, what).tolist()
+    return bool(low == -high)
+
+
+def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+    values = values.to(mesh.device_type)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            all_reduce_over(values, mesh.get_group(axis), op, what)
+    return values
+
+
+def alike(scope: Scope, said: str) -> bool | None:
+    """Whether `said` is the same on all ranks of `scope`, all of which make this call: by 16 bytes over each axis of
+    its mesh. None where there are no connections for that: on a device whose group has no backend for the host
+    ("nccl" alone; "cpu:gloo,cuda:nccl" is what torch makes of none), and before a root formed.
+    """
+    groups = [group for group in scope.groups.values() if isinstance(group, DataGroup) and group.purpose == "check"]
+    if not groups:
+        return None
+    value = int.from_bytes(hashlib.blake2s(said.encode(), digest_size=8).digest(), "big") >> 2
+    extremes = torch.tensor([value, -value])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    # Along one axis after the other; data groups were opened in the order of the mesh's axes.
+    for group in groups:
+        # The backend's own: who counts messages, or traces them, counts those of the model.
+        group.issue(backend_of(group.group, extremes.device).allreduce, [extremes], options).wait()
+    most, least = extremes.tolist()
+    return bool(most == -least)
+
+
+def least_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:
+    """The least `value` (any shape) of all ranks of `groups`, one group after the other, in place."""
+    for group in groups:
+        all_reduce_over(value, group, dist.ReduceOp.MIN)
+    return value
+
+
+def told_by_one(groups: Sequence[dist.ProcessGroup], text: str | None, device: torch.device) -> str:
+    """The `text` of the one rank of `groups` that has one, on all of them; cut at a thousand bytes."""
+    message = torch.zeros(_TEXT_NBYTES, dtype=torch.int32)
+    if text is not None:
+        encoded = text.encode()[:_TEXT_NBYTES]
+        message[: len(encoded)] = -torch.tensor(list(encoded), dtype=torch.int32)
+    message = least_over(groups, message.to(device))
+    return bytes((-message).tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def joining_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
+    """Process groups over which an extremum is taken, one after the other, so that all ranks of `meshes` have it.
+
+    The axes of one mesh where that has the ranks of all others: a message for each axis of several ranks. Otherwise all
+    of them twice: what a rank learns on the last mesh has to reach those it meets on the first one. Every rank gets
+    its own groups, in the same order.
+    """
+    ranks = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)}
+    # Of those that are a part of another one nothing is needed; of equal ones the first is.
+    wide = [
+        mesh
+        for i, (mesh, own) in enumerate(ranks.items())
+        if not any(own < other or (own == other and j < i) for j, other in enumerate(ranks.values()))
+    ]
+    groups = [mesh.get_group(axis) for mesh in wide for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    return groups if len(wide) < 2 else [*groups, *groups]
+
+
+# ---- broadcast -------------------------------------------------------------------------------------------------------
+# Tensors of one rank to all others, through one buffer of bounded size.
+
+BUFFER_NBYTES = 16 << 20
+
+
+def broadcast_over(
+    mesh: DeviceMesh, tensors: Sequence[Tensor], source: int, what: str = "a broadcast", *, nbytes: int = BUFFER_NBYTES
+) -> None:
+    """Write `tensors` of one rank of `mesh` into those of all others: plain, with data, alike in number and sizes.
+
+    source: its position in `mesh`, in row-major order. The buffer, of at most `nbytes` bytes, is on the device of the
+    mesh. `what`: for an error. Finished on return; collective.
+    """
+    (coordinate,) = (torch.arange(mesh.size()).view(mesh.mesh.shape) == source).nonzero().tolist()
+    # Along one axis after the other: behind the last one, every rank has what the source had.
+    axes = [(mesh.get_group(axis), at) for axis, at in enumerate(coordinate) if mesh.size(axis) > 1]
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    buffer = torch.empty(min(nbytes, total), dtype=torch.uint8, device=mesh.device_type)
+    filled: list[tuple[Tensor, Tensor]] = []
+    used = 0
+
+    def flush() -> None:
+        nonlocal used
+        for place, piece in filled:
+            place.copy_(piece)
+        for group, at in axes:
+            broadcast_from(buffer[:used], group, at, what)
+        for place, piece in filled:
+            piece.copy_(place)
+        filled.clear()
+        used = 0
+
+    with torch.no_grad():
+        for tensor in tensors:
+            written = tensor.detach()
+            bytes_of = written.contiguous().as_strided((written.numel(),), (1,)).view(torch.uint8)
+            left = bytes_of
+            while left.numel():
+                taken = min(left.numel(), buffer.numel() - used)
+                filled.append((buffer[used : used + taken], left[:taken]))
+                used, left = used + taken, left[taken:]
+                if used == buffer.numel():
+                    flush()
+            if not written.is_contiguous():
+                if filled:
+                    flush()
+                written.copy_(bytes_of.view(written.dtype).view(written.shape))
+        if filled:
+            flush()
+
+
+# ---- whole -----------------------------------------------------------------------------------------------------------
+# The whole tensor of one that is sharded, on all ranks, over a data group: a peer that fails is named.
+
+
+def whole_of(tensor: DTensor, what: str) -> Tensor:
+    """What `tensor.full_tensor()` returns, without its graph: every rank of its mesh makes this call. Finished on
+    return. `what`: what the text of an error says that it is for.
+
+    Of what one axis of the mesh cuts, as parameters of `fully_shard` are; torch gathers the rest (tensor parallelism).
+    """
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not axes:
+        return local_of(tensor)
+    (axis, *more), mesh = axes, tensor.device_mesh
+    placement = tensor.placements[axis]
+    if more or type(placement) is not Shard or mesh.size(axis) == 1:
+        return tensor.full_tensor()
+    group = small_group(mesh.get_group(axis), local_of(tensor).device, what)
+    if group is None:
+        return tensor.full_tensor()
+    world, dim = mesh.size(axis), placement.dim
+    # As torch cuts: equal parts, of which the last ones may be smaller or empty.
+    rows = -(-tensor.shape[dim] // world)
+    part = local_of(tensor).movedim(dim, 0)
+    padded = part.contiguous()
+    if len(part) < rows:
+        padded = part.new_zeros((rows, *part.shape[1:]))
+        padded[: len(part)] = part
+    gathered = padded.new_empty((world * rows, *part.shape[1:]))
+    if gathered.numel():
+        gather_over(gathered, padded, group, what)
+    return gathered[: tensor.shape[dim]].movedim(0, dim)

@@ -17,7 +17,7 @@ from .comparison import Comparison
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of one reduction (see policy/precision.py)."""
+    """The dtypes of one reduction (see policy/policies.py)."""
 
     wire: torch.dtype
     reduce: torch.dtype

@@ -13,9 +13,9 @@ from .current import is_current as is_current
 from .current import mode as mode
 from .current import scope_of as scope_of
 from .current import watch as watch
+from .errors import Fault as Fault
 from .errors import PeerFailed as PeerFailed
 from .errors import RanksDisagree as RanksDisagree
-from .fault import Fault as Fault
 from .order import Action as Action
 from .order import Order as Order
 from .order import Question as Question
@@ -23,10 +23,9 @@ from .order import deviation as deviation
 from .order import disagreement as disagreement
 from .order import parse_action as parse_action
 from .order import parse_question as parse_question
-from .question import ask as ask
-from .question import tell as tell
 from .scope import Scope as Scope
-from .settings import Settings as Settings
+from .scope import ask as ask
+from .scope import tell as tell
 from .structure import Difference as Difference
 from .structure import Item as Item
 from .structure import first_difference as first_difference
@@ -34,4 +33,5 @@ from .structure import shown_ranks as shown_ranks
 from .structure import variants as variants
 from .wait import Wait as Wait
 from .wait import wait_until as wait_until
+from .watch import Settings as Settings
 from .watch import Watch as Watch

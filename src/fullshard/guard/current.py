@@ -12,10 +12,9 @@ from functools import partial
 
 import torch.distributed as dist
 
-from .._torch_compat import default_store, timeout_of
+from .._torch import default_store, timeout_of
 from .scope import Scope
-from .settings import Settings
-from .watch import Watch
+from .watch import Settings, Watch
 
 # How long the process that serves the store waits at its end for others to read why.
 _LAST_SECONDS = 6.0
@@ -60,7 +59,7 @@ def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
 
 
 def mode() -> str:
-    """What ranks compare (settings.py), also where there is nobody to compare with."""
+    """What ranks compare (`Settings`), also where there is nobody to compare with."""
     here = watch()
     return here.settings.mode if here is not None else Settings.read(0.0).mode
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fault import Fault
+from .errors import Fault
 from .process import Host
 from .store import ranks_of
 from .structure import shown_ranks

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import diagnosis
 from .diagnosis import Reader, Record
-from .fault import Fault
+from .errors import Fault
 from .scope import Scope
 from .store import ranks_of
 from .wait import PATIENCE_SECONDS, Wait, pace

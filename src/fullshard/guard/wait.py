@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .fault import Fault
+from .errors import Fault
 from .process import Event
 from .store import runs
 

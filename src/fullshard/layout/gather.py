@@ -15,19 +15,54 @@ staged there.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .pack import Pack
+from .flat import Pack
 from .shard import ShardLayout, require_int
+
+# ---- narrow ----------------------------------------------------------------------------------------------------------
+# What a rank keeps of full parameters between forward and backward, for an integer `reshard_after_forward`.
+#
+# Rows of dim 0 as `torch.chunk` cuts them over the k ranks of a block. Shape (5, 3) on 4 ranks in blocks of 2: shards
+# have 2, 2, 1, 0 rows; ranks 0 and 2 keep rows 0 to 2, ranks 1 and 3 keep rows 3 and 4.
+#
+# A gather over the block fills the memory that a gather over all ranks fills, so full parameters stay where they are. k
+# padded parts are never more than the padded shards of all ranks when both are cut along the same dim; so a parameter
+# that is sharded along another dim is kept along that one where the padded rows of dim 0 do not fit.
+
+
+def narrow_pack(pack: Pack, plan: GatherPlan, world: int) -> Pack:
+    """The pack of the kept parts over `world` ranks of a block; its full offsets are those of `pack`.
+
+    >>> pack = Pack.build([ShardLayout((5, 3), world=4)], align_numel=4)
+    >>> plan = GatherPlan(direct=(0,), packed=())
+    >>> narrow = narrow_pack(pack, plan, 2)
+    >>> narrow.segments[0].layout.local_shape(0), narrow.padded_local_numel, narrow.full_offsets == pack.full_offsets
+    ((3, 3), 12, True)
+    """
+    layouts = [_kept(segment.layout, world) for segment in pack.segments]
+    kept = Pack.build(layouts, pack.align_numel, first=plan.direct, names=[segment.name for segment in pack.segments])
+    return dataclasses.replace(
+        kept, full_offsets=pack.full_offsets, full_align_numel=pack.full_align_numel, full_numel=pack.full_numel
+    )
+
+
+def _kept(shards: ShardLayout, world: int) -> ShardLayout:
+    rows = ShardLayout(shards.shape, 0, world)
+    return rows if rows.full_memory_numel <= shards.full_memory_numel else ShardLayout(shards.shape, shards.dim, world)
+
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
 
 # Backends that can launch many gathers as one grouped operation.
 GROUPING_BACKENDS = frozenset({"nccl"})
 # Backends that make one launch of whatever exchanges are issued together.
 JOINING_BACKENDS = frozenset({"nccl"})
-# Backends whose ranks send to each other at the price of a system call (comm/pairs.py), and from which size on, of what
-# one rank sends to another, it pays for a parameter and for a gradient: benchmarks/pairs.py.
+# Backends whose ranks send to each other at the price of a system call (comm/data_group.py), and from which size on, of
+# what one rank sends to another, it pays for a parameter and for a gradient: benchmarks/pairs.py.
 PAIRWISE_BACKENDS = frozenset({"gloo"})
 PAIRWISE_PARAMETER_NBYTES = 128 << 10
 PAIRWISE_GRADIENT_NBYTES = 256 << 10

@@ -10,12 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch_compat import local_of
+from .._torch import local_of
 from ..comm import partial_dtype
+from ..engine import Unit
 from ..layout import Pack, Term, UnitMemory, direct_gradients, narrow_pack, peak, sends_directly
 from ..param import ShardedParam
 from ..policy import Options
-from ..runtime import Unit
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,194 @@ import json
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch_compat import local_of
+from .._torch import local_of
+from ..engine import Unit, unit_of
+from ..engine.misuse import clean_name, parameter_names
 from ..layout import Term
 from ..param import PendingGrad, ShardedParam
 from ..policy import Options
-from ..runtime import Unit, unit_of
-from ..runtime.names import clean_name
 from .expected import Bytes, Held, expected_of, expected_peak, kept_nbytes, standing
-from .table import human, render
+
+if TYPE_CHECKING:
+    from .expected import Bytes
+
+
+# ---- info ------------------------------------------------------------------------------------------------------------
+# What the units of a model are and hold: for reports, tests and the user's own loop.
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """One unit as it is now. Counts are elements; `_itemsize` and `_nbytes` are bytes."""
+
+    # Dotted name of the unit's module, with "+" between those of several; "" is the root of the model that was asked
+    # about.
+    name: str
+    # Class of the module before it was sharded.
+    module_class: str
+    # Dotted names of its parameters.
+    param_names: tuple[str, ...]
+    num_params: int
+    # Elements of the unsharded parameters.
+    numel: int
+    # Elements this rank owns, without padding.
+    local_numel: int
+    # Elements of this rank's flat buffers, padding included.
+    padded_local_numel: int
+    # Bytes per element of the widest dtype among the unit's parameters, stored, computed with and reduced in.
+    storage_itemsize: int
+    compute_itemsize: int
+    reduce_itemsize: int
+    # Ranks that share the parameters: the most of any group.
+    world: int
+    # Bytes of full parameters that are allocated right now.
+    full_nbytes_live: int
+    # Bytes of the parts that an integer `reshard_after_forward` keeps between forward and backward, right now.
+    kept_nbytes_live: int = 0
+
+
+def inspect_units(model: nn.Module) -> tuple[UnitInfo, ...]:
+    """The units of `model`, its own first, in definition order. No communication; empty when nothing is sharded."""
+    names: dict[Unit, str] = {}
+    for name, module in model.named_modules():
+        unit = unit_of(module)
+        if unit is not None:
+            name = clean_name(name)
+            names[unit] = f"{names[unit]}+{name}" if unit in names else name
+    dotted = parameter_names(model, list(names))
+    infos = []
+    for unit, name in names.items():
+        precisions = [group.precision for group in unit.groups]
+        infos.append(
+            UnitInfo(
+                name=name,
+                module_class="+".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules),
+                param_names=tuple(dotted[param] for param in unit.params),
+                num_params=len(unit.params),
+                numel=sum(group.pack.numel for group in unit.groups),
+                local_numel=sum(group.pack.local_numel(group.placing.rank) for group in unit.groups),
+                padded_local_numel=sum(group.pack.padded_local_numel for group in unit.groups),
+                storage_itemsize=max((p.storage.itemsize for p in precisions), default=0),
+                compute_itemsize=max((p.compute.itemsize for p in precisions), default=0),
+                reduce_itemsize=max((p.reduce.itemsize for p in precisions), default=0),
+                world=max((group.placing.world for group in unit.groups), default=1),
+                full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
+                kept_nbytes_live=unit.narrowing.live_nbytes,
+            )
+        )
+    return tuple(infos)
+
+
+# ---- table -----------------------------------------------------------------------------------------------------------
+# A `Report` as text: a line for each unit, equal neighbours together; what is not sharded; what looks wrong.
+
+_HEADER = ("unit", "class", "params", "elements", "this rank", "dtypes", "parameters", "gradients", "optimizer", "full")
+_LEFT = {0, 1, 5}
+_SHOWN = 12
+
+
+def render(report: Report) -> str:
+    """The table. Byte columns: measured / expected."""
+    rows: list[Sequence[str]] = [_HEADER]
+    for _, same in groupby(report.units, key=_figures):
+        group = list(same)
+        name = _name(group[0]) if len(group) == 1 else f"{_name(group[0])} .. {_name(group[-1])}"
+        rows.append((name, group[0].module_class + (f" x{len(group)}" if len(group) > 1 else ""), *_cells(group)))
+    rows.append(("sum", "", *_cells(report.units)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+    lines = ["  ".join(_aligned(row[i], widths[i], i) for i in range(len(_HEADER))).rstrip() for row in rows]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *_below(report)])
+
+
+def _below(report: Report) -> list[str]:
+    placements = dict.fromkeys(placement for unit in report.units for placement in unit.placements)
+    lines = [
+        f"rank {report.rank}; bytes: measured now / expected between backward and zero_grad; dtypes: storage, compute, "
+        f"reduce",
+        *(f"sharded as {placement}" for placement in placements),
+        f"expected peak: {human(report.peak_nbytes)} in {report.peak_moment}, without activations and optimizer; "
+        f"kept for messages: {human(report.message_nbytes)}",
+    ]
+    kept = sum(unit.kept_nbytes for unit in report.units)
+    if kept:
+        live = sum(unit.kept_nbytes_live for unit in report.units)
+        lines.append(
+            f"kept between forward and backward, of an integer reshard_after_forward: {human(kept)}; now {human(live)}"
+        )
+    resident = [_name(unit) for unit in report.units if unit.resident]
+    if resident:
+        lines.append(f"kept full within set_resident_bytes: {', '.join(resident)}")
+    for unit in report.units:
+        lines += [f"tied: {' = '.join(names)}" for names in unit.tied]
+    for item in report.unsharded[:_SHOWN]:
+        trainable = ", trainable" if item.requires_grad else ""
+        lines.append(f"not sharded: {item.kind} {item.name} {item.shape} {item.dtype}, {human(item.nbytes)}{trainable}")
+    more = report.unsharded[_SHOWN:]
+    if more:
+        lines.append(f"not sharded: {len(more)} more, {human(sum(item.nbytes for item in more))}")
+    return lines + [f"note: {note}" for note in report.notes]
+
+
+def _figures(unit: UnitReport) -> tuple[object, ...]:
+    """What units on one line have in common."""
+    return (unit.module_class, *_cells([unit]), unit.placements)
+
+
+def _cells(units: Sequence[UnitReport]) -> tuple[str, ...]:
+    trainable, params = sum(u.num_trainable for u in units), sum(u.num_params for u in units)
+    dtypes = [f"{'/'.join(u.storage_dtypes)} {'/'.join(u.compute_dtypes)} {'/'.join(u.reduce_dtypes)}" for u in units]
+    return (
+        str(params) if trainable == params else f"{params} ({trainable} trainable)",
+        f"{sum(u.numel for u in units):,}",
+        f"{sum(u.local_numel for u in units):,}",
+        dtypes[0] if len(set(dtypes)) == 1 else "",
+        *_bytes([u.measured for u in units], [u.expected for u in units]),
+        human(sum(u.full_nbytes_live for u in units)),
+    )
+
+
+def _bytes(measured: Sequence[Bytes], expected: Sequence[Bytes]) -> list[str]:
+    cells = []
+    for kind in ("parameters", "gradients", "optimizer"):
+        sides = []
+        for parts in (measured, expected):
+            values = [getattr(part, kind) for part in parts]
+            sides.append("?" if None in values else human(sum(values)))
+        cells.append("-" if sides == ["?", "?"] else " / ".join(sides))
+    return cells
+
+
+def _name(unit: UnitReport) -> str:
+    return unit.name or "root"
+
+
+def _aligned(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column in _LEFT else cell.rjust(width)
+
+
+def human(nbytes: float) -> str:
+    """Bytes in powers of 1024.
+
+    >>> human(812), human(1536)
+    ('812 B', '1.5 KiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -281,7 +455,7 @@ def _notes(
 
 
 def _waits(unit: Unit) -> bool:
-    """Whether its memory is kept for a backward that may never come (lifecycle/pins.py)."""
+    """Whether its memory is kept for a backward that may never come (schedule/rules.py)."""
     return unit.record.pins > 0 and unit.releases
 
 

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..lifecycle import Command, Event
-from ..runtime import Root, root_of
-from ..runtime.forming import module_units
+from ..engine import Root, root_of
+from ..engine.root import module_units
+from ..schedule import Command, Event
 
 
 class Trace:

@@ -25,15 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import keeping_versions, local_of, settled
+from .._torch import keeping_versions, local_of, settled
 from ..layout import contiguous_stride
 from ..policy import Precision
 from .group import DtypeChanged, ParamGroup
-from .memory import OwnedMemory, TrackedMemory
 from .parameter import claim
 from .placement import Placing
 from .sharded import ShardedParam
-from .swap import Found
+from .swap import Found, OwnedMemory, TrackedMemory
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 

@@ -2,18 +2,107 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import local_of, version_of
-from .digest import can_digest, digest
+from .._torch import local_of, version_of
 from .sharded import ShardedParam
 from .swap import Found
+
+# ---- digest ----------------------------------------------------------------------------------------------------------
+# 64 bits of a tensor's bits: equal for equal values, different for others, permuted ones too.
+#
+#     element i, 64 bits of memory     x[i] * w[i], its upper half folded into its lower one
+#     row of 32768 of them             their sum
+#     tensor                           the sums are digested in the same way, until one is left
+#
+# `w` are odd numbers, the same everywhere. All arithmetic is modulo 2**64, so a CPU and a GPU find the same. Two
+# different tensors have the same digest with probability 2**-64; where a pair of signs is exchanged and nothing else,
+# 2**-32. It is no protection against somebody who looks for such tensors. `benchmarks/digest.py` measures its speed; it
+# takes 512 KiB.
+
+_ROW = 1 << 15
+# On an accelerator so many rows at a time: a launch costs more than a row.
+_ROWS_ON_DEVICE = 512
+
+
+def can_digest(tensor: Tensor) -> bool:
+    """Whether `tensor` is plain memory with data: no subclass, not on the meta device, not sparse, not quantised."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and not tensor.is_quantized
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Of `tensor`, any shape and dtype for which `can_digest`: int64, no dims, on its device.
+
+    Shape and dtype are not in it. Reads it once; what is not contiguous is copied first.
+    """
+    with torch.no_grad():
+        flat = tensor.detach()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat.resolve_conj())
+        # Not reshape: one element may have any stride and be contiguous.
+        flat = flat.resolve_neg().contiguous().as_strided((flat.numel(),), (1,)).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        whole = flat.numel() // 8 * 8
+        words = flat[:whole].view(torch.int64)
+        if whole < flat.numel():
+            tail = flat.new_zeros(8)
+            tail[: flat.numel() - whole] = flat[whole:]
+            sums = torch.cat([_sums(words), tail.view(torch.int64)])
+        else:
+            sums = _sums(words)
+        while sums.numel() > 1:
+            sums = _sums(sums)
+        return sums.reshape(())
+
+
+def _sums(words: Tensor) -> Tensor:
+    """One sum for each row of `words` (n,), the last of which may be shorter: (n / 32768, rounded up; at least 1)."""
+    weights = _weights(words.device)
+    count, left = divmod(words.numel(), _ROW)
+    step = 1 if words.device.type == "cpu" else _ROWS_ON_DEVICE
+    rows = words[: count * _ROW].view(count, _ROW)
+    sums = torch.zeros(count + (left > 0 or count == 0), dtype=torch.int64, device=words.device)
+    if count:
+        product = torch.empty(min(step, count), _ROW, dtype=torch.int64, device=words.device)
+        folded = torch.empty_like(product)
+        for start in range(0, count, step):
+            some = min(step, count - start)
+            torch.mul(rows[start : start + some], weights, out=product[:some])
+            torch.bitwise_right_shift(product[:some], 32, out=folded[:some])
+            product[:some].bitwise_xor_(folded[:some])
+            torch.sum(product[:some], 1, out=sums[start : start + some])
+    if left:
+        product = words[count * _ROW :] * weights[:left]
+        sums[count] = product.bitwise_xor_(product >> 32).sum()
+    return sums
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """(32768,) odd numbers, from a formula: the random generators of the process are the user's."""
+    # The finaliser of MurmurHash3 on 1, 2, 3, ...; shifts of Python's integers are those of unsigned numbers.
+    mask = (1 << 64) - 1
+    values = []
+    for i in range(1, _ROW + 1):
+        x = (i * 0x9E37_79B9_7F4A_7C15) & mask
+        x = ((x ^ (x >> 33)) * 0xFF51_AFD7_ED55_8CCD) & mask
+        x = ((x ^ (x >> 33)) * 0xC4CE_B9FE_1A85_EC53) & mask
+        x = (x ^ (x >> 33)) | 1
+        values.append(x - (1 << 64) if x >> 63 else x)
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int64).to(device)
+
+
+# ---- initial ---------------------------------------------------------------------------------------------------------
 
 
 class Initial(NamedTuple):
@@ -65,3 +154,117 @@ def full_digests(params: Sequence[ShardedParam]) -> list[int | None]:
         for i, value in zip(places, stacked.tolist(), strict=True):
             values[i] = value
     return values
+
+
+# ---- uninitialized ---------------------------------------------------------------------------------------------------
+# Memory that nobody has written yet, made recognisable.
+#
+# A tensor that `to_empty` made holds whatever was in memory. Nothing tells later whether it was initialised: much code
+# initialises through `.data`, which no version counter sees. So such memory is filled with a pattern that no program
+# writes, and a tensor that still is that pattern from end to end was not written.
+#
+#     floating point   a quiet NaN with a payload of our own. Quiet, because hardware changes signalling ones in copies.
+#                      A computation with it is NaN, so what slips through is loud.
+#     bool             a byte that is neither true nor false
+#     integers         bytes 0xA5. Those of fewer than four bytes in all could be a value that somebody wrote: they are
+#                      zeroed and not judged.
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Quiet NaNs: exponent all ones, the highest bit of the fraction, and a payload. That of torch's own NaN is 0.
+_NAN = {
+    torch.float64: 0x7FFD_5A3C_96E1_0F5A,
+    torch.float32: 0x7FED_5A3C,
+    torch.float16: 0x7F5A,
+    torch.bfloat16: 0x7FED,
+}
+# float8 formats without a sign of zero have one NaN, in the place of -0; in the others it is all ones.
+_NAN_8 = {False: 0xFF, True: 0x80}
+_BYTES = {1: 0xA5, 2: -0x5A5B, 4: -0x5A5A_5A5B, 8: -0x5A5A_5A5A_5A5A_5A5B}
+_LEAST_INTEGER_NBYTES = 4
+
+
+def local_data(tensor: Tensor) -> Tensor:
+    """The tensor itself, or of a DTensor what this rank has of it."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def poison(tensor: Tensor) -> bool:
+    """Fill `tensor` with the pattern; whether that could be done. What has no plain memory of its own (meta, sparse,
+    subclasses) is left alone."""
+    local = local_data(tensor)
+    if not _is_plain(local):
+        return False
+    with torch.no_grad():
+        bits = _bits(local)
+        bits.fill_(_pattern(local.dtype, bits.dtype) if _is_judged(local) else 0)
+    return True
+
+
+def are_poisoned(tensors: Iterable[Tensor]) -> list[bool]:
+    """Whether each tensor still is the pattern as a whole. False of those without elements and those never judged.
+
+    Reads every tensor once, without a temporary of its size; on an accelerator one synchronisation for all.
+    """
+    flags: list[bool] = []
+    judged: list[tuple[int, Tensor]] = []
+    with torch.no_grad():
+        for tensor in tensors:
+            local = local_data(tensor)
+            flags.append(False)
+            if _is_plain(local) and local.numel() and _is_judged(local):
+                bits = _bits(local)
+                low, high = torch.aminmax(bits)
+                pattern = _pattern(local.dtype, bits.dtype)
+                judged.append((len(flags) - 1, (low == pattern) & (high == pattern)))
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for index, flag in judged:
+            by_device.setdefault(flag.device, []).append((index, flag))
+        for found in by_device.values():
+            values = torch.stack([flag for _, flag in found]).tolist()
+            for (index, _), value in zip(found, values, strict=True):
+                flags[index] = value
+    return flags
+
+
+def is_poisoned(tensor: Tensor) -> bool:
+    """`are_poisoned` of one."""
+    return are_poisoned([tensor])[0]
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """A number for each tensor that changes when it is written: the sum of its bits, read as integers."""
+    with torch.no_grad():
+        return [int(_bits(t).sum(dtype=torch.int64)) if _is_plain(t) else 0 for t in map(local_data, tensors)]
+
+
+def _is_plain(local: Tensor) -> bool:
+    return (
+        type(local) in (Tensor, nn.Parameter)
+        and not (local.is_meta or local.is_quantized)
+        and local.layout is torch.strided
+    )
+
+
+def _is_judged(local: Tensor) -> bool:
+    dtype = local.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return True
+    return local.numel() * local.element_size() >= _LEAST_INTEGER_NBYTES
+
+
+def _bits(local: Tensor) -> Tensor:
+    """The same memory as integers of the same width."""
+    local = local.detach()
+    if local.dtype.is_complex:
+        local = torch.view_as_real(local)
+    return local.view(_BITS[local.element_size()])
+
+
+def _pattern(dtype: torch.dtype, bits: torch.dtype) -> int:
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    if dtype in _NAN:
+        return _NAN[dtype]
+    if str(dtype).startswith("torch.float8"):
+        return _NAN_8["fnuz" in str(dtype)]
+    return _BYTES[bits.itemsize]

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import MIXED, dtensor_like, is_view_of_its_input, local_of, no_torch_function, set_local, take_spec
+from .._torch import MIXED, dtensor_like, is_view_of_its_input, local_of, no_torch_function, set_local, take_spec
 
 
 class Owner:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import concatenated_mesh, cut_dim, local_of, root_mesh, strided_shard
+from .._torch import concatenated_mesh, cut_dim, local_of, root_mesh, strided_shard
 from ..layout import contiguous_stride
 from ..policy import Offload
 from .swap import Found

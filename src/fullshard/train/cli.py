@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.train.config import AUTO, Config, ConfigError
-from fullshard.train.config_load import load_config, to_toml
+from .config import AUTO, Config, ConfigError
+from .config_load import load_config, to_toml
 
 _NEWEST = object()
 
@@ -105,7 +105,7 @@ def _at_least_0(text: str) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from fullshard.train import launch
+    from . import launch
 
     config = _config(arguments)
     inside = launch.joined_from_outside()
@@ -123,8 +123,8 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     if inside:
         return _be_one_of(config)
-    from fullshard.train.data import check_data
-    from fullshard.train.folder import make_run_dir
+    from .data import check_data
+    from .folder import make_run_dir
 
     check_data(config.data)
     run_dir = make_run_dir(config)
@@ -134,7 +134,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> Config:
     if arguments.resume is None:
         return load_config(arguments.config, arguments.set)
-    from fullshard.train.folder import is_run, newest_unfinished
+    from .folder import is_run, newest_unfinished
 
     if arguments.config is not None:
         raise ConfigError("--resume takes the configuration of the run: leave config.toml away, change keys with --set")
@@ -147,7 +147,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 def _automatic(config: Config, world: int) -> dict[str, str]:
     """What the automatic values mean on this machine."""
-    from fullshard.train import launch
+    from . import launch
 
     notes = {
         "parallelism.data_parallel_shard_degree": config.parallelism.degrees(world)[1]
@@ -172,14 +172,14 @@ def _be_one_of(config: Config) -> int:
     """The life of one process of a run."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from fullshard.train import launch
-    from fullshard.train.process import Interrupted, Stopped, joined_world, leave, stop_on_signals
+    from . import launch
+    from .process import Interrupted, Stopped, joined_world, leave, stop_on_signals
 
     run_dir: Path | None = None
     stop_on_signals()
     try:
-        from fullshard.train.folder import sole_user
-        from fullshard.train.run import agreed_run_dir, train
+        from .folder import sole_user
+        from .run import agreed_run_dir, train
 
         with joined_world(config) as world:
             run_dir = agreed_run_dir(config, world)
@@ -211,7 +211,7 @@ def _be_one_of(config: Config) -> int:
 
 def _speaks_for_the_run() -> bool:
     """Our launcher tells how its run ended; rank 0 does so where there is none, or none any more."""
-    from fullshard.train import launch
+    from . import launch
 
     alone = os.environ.get(launch.LAUNCHER_PID) != str(os.getppid())
     return alone and os.environ["RANK"] == "0"
@@ -220,7 +220,7 @@ def _speaks_for_the_run() -> bool:
 def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from fullshard.train.sample import generate, load_run
+    from .sample import generate, load_run
 
     try:
         model, tokenizer, config = load_run(arguments.run)

@@ -13,7 +13,7 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.train.config import Config, ConfigError, invalid, show
+from .config import Config, ConfigError, invalid, show
 
 _TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string"}
 

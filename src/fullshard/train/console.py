@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any, Protocol
 
-from fullshard.train import optional
-from fullshard.train.facts import in_units
-from fullshard.train.metrics import StepRecord
+from . import optional
+from .facts import in_units
+from .metrics import StepRecord
 
 
 class Console(Protocol):

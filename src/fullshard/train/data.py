@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.train import optional
-from fullshard.train.config import ConfigError, DataKeys, invalid
-from fullshard.train.tokenizer import BPE_HINT, Tokenizer
+from . import optional
+from .config import ConfigError, DataKeys, invalid
+from .tokenizer import BPE_HINT, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.train.model import LlamaShape
+from .model import LlamaShape
 
 # Dense peak rates in TFLOP/s from the vendors' data sheets: (part of the device's name, bfloat16, float32 without
 # TF32). The first match counts, so longer names come first.

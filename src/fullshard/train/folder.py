@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
-from fullshard import __version__
-from fullshard.train.config import Config, ConfigError, invalid, show
-from fullshard.train.config_load import load_config, to_toml
-from fullshard.train.metrics import StepRecord, read_metrics
+from .. import __version__
+from .config import Config, ConfigError, invalid, show
+from .config_load import load_config, to_toml
+from .metrics import StepRecord, read_metrics
 
 # What decides which numbers a run computes. Everything else may differ when it goes on.
 _FIXED_SECTIONS = ("model", "data", "precision", "optimizer")

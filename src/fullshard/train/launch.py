@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.train.config import Config, ConfigError, invalid
-from fullshard.train.folder import close_manifest, discard_run_dir, remove_parts
-from fullshard.train.metrics import read_metrics
-from fullshard.train.wake import waking_stopped
+from .config import Config, ConfigError, invalid
+from .folder import close_manifest, discard_run_dir, remove_parts
+from .metrics import read_metrics
+from .wake import waking_stopped
 
 STORE_PATH = "FULLSHARD_STORE_PATH"  # set by the launcher: the file through which its processes meet
 LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"

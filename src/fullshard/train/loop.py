@@ -22,18 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard import MicroBatches, ReplayError, check_gradients, checkpoint, clip_grad_norm_, find_drift, replay
-from fullshard.train.config import AUTO, Config
-from fullshard.train.console import Console
-from fullshard.train.data import SampleOrder, TokenSplit, validation_windows, windows
-from fullshard.train.facts import flop_per_token, memory_nbytes, peak_flop_per_second
-from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, bits_per_byte
-from fullshard.train.model import Llama
-from fullshard.train.process import Stopped, World, stop_requested
-from fullshard.train.resume import Checkpoints
-from fullshard.train.shard import as_fsdp, compute_dtype
-from fullshard.train.table import StateBytes, measured_local
-from fullshard.train.tokenizer import Tokenizer
+from .. import MicroBatches, ReplayError, check_gradients, checkpoint, clip_grad_norm_, find_drift, replay
+from .config import AUTO, Config
+from .console import Console
+from .data import SampleOrder, TokenSplit, validation_windows, windows
+from .facts import flop_per_token, memory_nbytes, peak_flop_per_second
+from .metrics import MetricsFile, StepRecord, TensorBoard, bits_per_byte
+from .model import Llama
+from .process import Stopped, World, stop_requested
+from .resume import Checkpoints
+from .shard import as_fsdp, compute_dtype
+from .table import StateBytes, measured_local
+from .tokenizer import Tokenizer
 
 
 class Loss(NamedTuple):

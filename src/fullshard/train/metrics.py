@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.train import optional
+from . import optional
 
 
 @dataclass(frozen=True, slots=True)

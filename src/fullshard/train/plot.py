@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fullshard.train import optional
+from . import optional
 
 
 def installed() -> bool:

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Partial
 
-from fullshard.train.config import Config
-from fullshard.train.launch import LAUNCHER_PID, STORE_PATH, device_kind, threads_per_process
+from .config import Config
+from .launch import LAUNCHER_PID, STORE_PATH, device_kind, threads_per_process
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 4.0

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import MicroBatches, checkpoint
-from fullshard.train.config import CheckpointKeys
-from fullshard.train.process import World
+from .. import MicroBatches, checkpoint
+from .config import CheckpointKeys
+from .process import World
 
 FOLDER = "checkpoints"
 

@@ -10,31 +10,24 @@ from typing import Any
 
 from torch import nn
 
-from fullshard import inspect_units
-from fullshard.train import optional, plot
-from fullshard.train.artifacts import save_model
-from fullshard.train.config import Config, ConfigError
-from fullshard.train.console import Console, clock, console_for
-from fullshard.train.data import Corpus, TokenSplit, read_corpus, tokenize
-from fullshard.train.facts import in_units, peak_memory_nbytes
-from fullshard.train.folder import (
-    close_manifest,
-    forget_steps_after,
-    last_record,
-    make_run_dir,
-    open_manifest,
-    write_text,
-)
-from fullshard.train.launch import RUN_DIR, STOPPED
-from fullshard.train.loop import Outcome, Outputs, Trainer
-from fullshard.train.metrics import MetricsFile, TensorBoard, read_metrics, without_nan
-from fullshard.train.model import Llama
-from fullshard.train.process import Stopped, World, noting_stops
-from fullshard.train.resume import FOLDER, Checkpoints
-from fullshard.train.sample import generate
-from fullshard.train.shard import adamw, as_fsdp, sharded_model
-from fullshard.train.table import add, expected_local, expected_unsharded, memory_lines, unit_table
-from fullshard.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
+from .. import inspect_units
+from . import optional, plot
+from .artifacts import save_model
+from .config import Config, ConfigError
+from .console import Console, clock, console_for
+from .data import Corpus, TokenSplit, read_corpus, tokenize
+from .facts import in_units, peak_memory_nbytes
+from .folder import close_manifest, forget_steps_after, last_record, make_run_dir, open_manifest, write_text
+from .launch import RUN_DIR, STOPPED
+from .loop import Outcome, Outputs, Trainer
+from .metrics import MetricsFile, TensorBoard, read_metrics, without_nan
+from .model import Llama
+from .process import Stopped, World, noting_stops
+from .resume import FOLDER, Checkpoints
+from .sample import generate
+from .shard import adamw, as_fsdp, sharded_model
+from .table import add, expected_local, expected_unsharded, memory_lines, unit_table
+from .tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
 
 _NO_DIR = "-"  # not "": who gets an empty value from a TCPStore waits for ever
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
-from fullshard.train.config import Config
-from fullshard.train.config_load import load_config
-from fullshard.train.model import Llama, LlamaShape
-from fullshard.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from ..checkpoint.foreign.safetensors_file import read_safetensors
+from .config import Config
+from .config_load import load_config
+from .model import Llama, LlamaShape
+from .tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 
 
 @torch.no_grad()

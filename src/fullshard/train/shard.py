@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fullshard.train.config import Config, OptimizerKeys, PrecisionKeys
-from fullshard.train.model import Llama
-from fullshard.train.recompute import recompute_blocks
-from fullshard.train.sample import llama_shape
+from .. import FSDPModule, MixedPrecisionPolicy, fully_shard
+from .config import Config, OptimizerKeys, PrecisionKeys
+from .model import Llama
+from .recompute import recompute_blocks
+from .sample import llama_shape
 
 _RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": False}
 

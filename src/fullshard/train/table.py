@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import UnitInfo
-from fullshard.train.facts import in_units
+from .. import UnitInfo
+from .facts import in_units
 
 _ADAMW_STATES = 2
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from fullshard.train import optional
+from . import optional
 
 BPE_HINT = 'data.tokenizer = "bpe" needs the package tokenizers: pip install "fullshard[bpe]"'
 

@@ -1,0 +1,356 @@
+"""The settings of a unit that are methods of `FSDPModule`: how gradients are reduced, and how many bytes something may
+take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ..comm import GroupMemoryGather, GroupMemoryScatter, ShardGroup
+from ..engine import Unit, unit_of
+from ..engine.misuse import clean_name
+from ..engine.root import module_units
+from ..layout import Candidate, choose_resident
+from ..policy import CustomComm
+from ..policy.options import COMMUNICATION
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+# The methods of `FSDPModule` that say how gradients are reduced. Each is a method of the class (`module.py`).
+#
+# They hold from the next backward on; call them between steps. Those without `recurse` act on this module alone, as
+# torch's do.
+
+
+def set_requires_all_reduce(self: object, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    """False: the following backwards sum gradients over the ranks that share parameters, not over those that replicate.
+
+    On a mesh that replicates (HSDP). Each rank keeps the partial sum of its shards, in the reduce dtype: the bytes of
+    its shards in that dtype. The first backward with True adds what it brought, and sums over the replicas once. While
+    partial sums are kept, `.grad` is a marker that `zero_grad()` clears and everything else refuses. Without an axis
+    that replicates it changes nothing.
+    """
+    for unit in _units(self, recurse):
+        unit.all_reduces = bool(requires_all_reduce)
+
+
+def set_gradient_divide_factor(self: object, factor: float) -> None:
+    """Divide sums of gradients by `factor` in the place of the number of ranks. On any backend.
+
+    Raises `ValueError` for zero and what is not a finite number; None takes it back.
+    """
+    if factor is not None and (isinstance(factor, bool) or not math.isfinite(float(factor)) or factor == 0):
+        raise ValueError(f"factor: expected a finite number other than 0, found {factor!r}; 1.0 leaves the sum")
+    _set(self, divide_factor=factor)
+
+
+def set_reduce_scatter_divide_factor(self: object, factor: float) -> None:
+    """The former name of `set_gradient_divide_factor`."""
+    warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
+    set_gradient_divide_factor(self, factor)
+
+
+def set_force_sum_reduction_for_comms(self: object, enable: bool) -> None:
+    """True: ask backends for sums alone, and divide after the last one and after the hook.
+
+    With `communication="auto"` backends are never asked for anything else; then it moves the division behind the hook.
+    """
+    _set(self, sum_only=bool(enable))
+
+
+def set_all_reduce_hook(self: object, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+    """Call `hook(gradients)` with this rank's reduced gradients, which it may change in place, in every backward.
+
+    gradients: all shards of the unit's trainable parameters in one flat tensor, each padded to the same number of rows
+    on every rank and aligned to 16 bytes; reduce dtype. They are summed over all ranks of the mesh, replicas too, and
+    divided but for what `float16` and `set_force_sum_reduction_for_comms` divide at the end. It is a view that is the
+    caller's during the call. Not called for partial sums (`set_requires_all_reduce`). None takes it back.
+
+    stream: on a device with streams, where to run the hook; only without an axis that replicates.
+    Raises `ValueError` for a unit of several groups, and for a stream with an axis that replicates or on a CPU.
+    """
+    unit = _one_group(self, "set_all_reduce_hook")
+    if stream is not None and unit.is_replicated:
+        raise ValueError(
+            "stream: expected None on a mesh that replicates, found a stream; the hook runs behind the all-reduce"
+        )
+    if stream is not None and unit.device.type == "cpu":
+        raise ValueError("stream: expected None on a CPU, which has no streams, found a stream; leave it out")
+    _set(self, hook=hook, hook_stream=stream)
+
+
+def set_custom_all_gather(self: object, comm: CustomComm) -> None:
+    """Gather this module's parameters by `comm`, in one message: `comm(output_tensor, input_tensor, group, async_op)`.
+
+    Both tensors are of one buffer, which `comm.allocate` makes for each gather. None takes it back.
+    Raises `ValueError` for a unit of several groups, `TypeError` for an object without `allocate` or that is no
+    callable.
+    """
+    _one_group(self, "set_custom_all_gather")
+    _set(self, gather=_checked(comm))
+
+
+def set_custom_reduce_scatter(self: object, comm: CustomComm) -> None:
+    """Reduce this module's gradients by `comm`, in one message, in the reduce dtype.
+
+    `comm(output_tensor, input_tensor, group, op, async_op)`; `comm.allocate` makes both tensors for each reduction. The
+    output becomes the gradients where the reduce dtype is that of the parameters. None takes it back.
+    Raises as `set_custom_all_gather`.
+    """
+    _one_group(self, "set_custom_reduce_scatter")
+    _set(self, reduce_scatter=_checked(comm))
+
+
+def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) -> None:
+    """True: what this module's messages leave from and arrive in is allocated by the backend of its process group.
+
+    NCCL registers that memory and saves copies of its own (SHARP, user buffers); a backend that does not allocate, such
+    as gloo, gets torch's memory, as in torch. To be in such memory parameters are gathered in one message and copied
+    out, and gradients reduced by one reduce-scatter, as `set_communication("torch")` has it. False takes it back.
+    Raises `AssertionError` (torch's type) beside a custom all-gather or reduce-scatter, whose memory is their own.
+    """
+    unit = _unit(self)
+    kinds = (GroupMemoryGather, GroupMemoryScatter)
+    custom = [c for c in (unit.controls.gather, unit.controls.reduce_scatter) if c is not None]
+    others = [type(comm).__name__ for comm in custom if not isinstance(comm, kinds)]
+    if others:
+        raise AssertionError(
+            f"set_allocate_memory_from_process_group_for_comm: expected no custom messages, found {others[0]}, which "
+            f"allocates its own; take it back with None first"
+        )
+    if not enable:
+        _set(self, gather=None, reduce_scatter=None)
+        return
+    groups = [group for links in unit.links for group in (links.shard, links.replicate) if group is not None]
+    group = next((group for group in groups if group.world > 1), None)
+    if group is not None:
+        _set(self, gather=GroupMemoryGather(group), reduce_scatter=GroupMemoryScatter(group))
+
+
+def set_communication(self: object, strategy: str, *, recurse: bool = True) -> None:
+    """How parameters and gradients travel; not in torch. `"auto"`: the fastest measured for the backend, and gradients
+    in two hops where ranks are on several nodes (`LOCAL_WORLD_SIZE`).
+
+    `"torch"`: one all-gather and one reduce-scatter for a unit (for each dtype of its parameters), and one all-reduce
+    on a mesh that replicates, in the reduce dtype: for programs that count collectives. `"all-to-all"`: `"auto"`, with
+    gradients in one hop. `"hierarchical"`: with gradients in two, within nodes and between them; collective: every rank
+    makes the same call, with equally many ranks of each node (`FULLSHARD_LOCAL_WORLD_SIZE`). The default is that of the
+    environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for `"hierarchical"` where
+    the nodes are not known or do not divide the ranks: here, or in the first forward where none has run.
+    """
+    if strategy not in COMMUNICATION:
+        raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}")
+    for unit in _units(self, recurse):
+        unit.control(dataclasses.replace(unit.controls, communication=strategy))
+
+
+def set_reduce_scatter_unused_params(self: object, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+    """True: parameters without a gradient on any rank get a zero one; and each backward reduces every unit.
+
+    Which parameters of a unit have gradients may differ from rank to rank in either case. Only with True may a rank
+    have none at all where others have some, and then the unit has to be the last of its backward.
+    """
+    for unit in _units(self, recurse):
+        unit.control(dataclasses.replace(unit.controls, zero_unused=bool(reduce_scatter_unused_params)))
+
+
+def set_reduce_scatter_max_input_buffers(self: object, max_input_buffers: int, *, recurse: bool = True) -> None:
+    """At most so many send buffers of reductions exist at once; the oldest is waited for before another is made.
+
+    Without it `FULLSHARD_REDUCTIONS` holds: so many in flight, and the one being made. Raises `TypeError` for what is
+    not an int and `ValueError` below 1.
+    """
+    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        raise TypeError(f"max_input_buffers: expected an int, found {max_input_buffers!r}; 1 keeps a single buffer")
+    if max_input_buffers < 1:
+        raise ValueError(f"max_input_buffers: expected at least 1, found {max_input_buffers}; 1 keeps a single buffer")
+    for unit in _units(self, recurse):
+        unit.control(dataclasses.replace(unit.controls, send_buffers=max_input_buffers))
+
+
+def set_separate_reduce_scatter_group(self: object, enable: bool = True, *, recurse: bool = True) -> None:
+    """True: reduce over a communicator of its own, so that gathers and reductions need not wait for each other.
+
+    Collective over the ranks that share parameters: all of them make the same call. One communicator for each set of
+    such ranks. False: over the one of the mesh again.
+    """
+    units = _units(self, recurse)
+    made: dict[tuple[int, ...], ShardGroup] = {}
+    for unit in units:
+        for links in unit.links:
+            if links.reduce is not None:
+                made.setdefault(links.shard.ranks, links.reduce)
+    for unit in units:
+        apart = []
+        for links in unit.links:
+            reduce = None
+            if enable and links.shard.world > 1:
+                ranks = links.shard.ranks
+                if ranks not in made:
+                    made[ranks] = links.shard.apart()
+                reduce = made[ranks]
+            apart.append(links._replace(reduce=reduce))
+        unit.link(apart)
+
+
+# ---- shared by the methods ------------------------------------------------------------------------------------
+
+
+def _units(module: object, recurse: bool) -> list[Unit]:
+    return module_units(cast(nn.Module, module)) if recurse else [_unit(module)]
+
+
+def _unit(module: object) -> Unit:
+    unit = unit_of(cast(nn.Module, module))
+    assert unit is not None  # the methods stand on sharded modules alone
+    return unit
+
+
+def _set(module: object, **settings: Any) -> None:
+    unit = _unit(module)
+    unit.control(dataclasses.replace(unit.controls, **settings))
+
+
+def _one_group(module: object, what: str) -> Unit:
+    unit = _unit(module)
+    if len(unit.groups) > 1:
+        raise ValueError(
+            f"{what}: expected parameters of one mesh and one dtype, found {len(unit.groups)} groups in "
+            f"{unit.record.name}, each with messages of its own; shard them in modules of their own"
+        )
+    return unit
+
+
+def _checked(comm: Any) -> CustomComm | None:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(
+            f"comm: expected a callable with a method allocate(size, dtype=, device=), found {type(comm).__name__}"
+        )
+    return cast("CustomComm | None", comm)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# The methods of `FSDPModule` that say how many bytes something may take. Each is a method of the class (`module.py`).
+#
+# None of them is in torch. They change when messages go and what stays in memory, never a result.
+
+
+def set_prefetch_bytes(self: object, nbytes: int | None) -> None:
+    """Gather ahead what fits into `nbytes`, in forward along the recorded order and in backward along its reverse.
+
+    nbytes: of the full parameters that arrive, in the compute dtype and padded, and of their messages, of all gathers
+        that are ahead of what computes. A unit that does not fit is gathered when it is needed, and nothing behind it
+        goes before. 0: nothing is ahead. None: what the environment says (`FULLSHARD_PREFETCH_BYTES`, and without it
+        `FULLSHARD_PREFETCH` units in forward and one in backward).
+
+    For the root, on which all units below depend; from the next forward or backward on. Lists of
+    `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` are obeyed as they are, whatever their
+    bytes. Call it alike on every rank. Raises `ValueError` for what is no number of bytes, `RuntimeError` below a root.
+    """
+    if nbytes is not None:
+        _check("nbytes", nbytes, "0 gathers each unit when it is needed, None is the default")
+    unit = _root_unit(self, "set_prefetch_bytes")
+    unit.prefetch_nbytes = nbytes
+    if unit.root is not None:
+        unit.root.limit_bytes()
+
+
+def set_gradient_bytes(self: object, nbytes: int | None) -> None:
+    """Let gradients that were not reduced yet, and their messages, take `nbytes` at most, as far as waiting can do it.
+
+    nbytes: of the full gradients that a backward brought, and of both ends of the messages that are under way. When a
+        gradient comes, and when messages are made, the oldest messages are waited for until there is room: one large
+        gradient after the other where these travel by themselves (NCCL), else one unit after the other. The gradients
+        of the unit that computes, and then their messages, are always there, so less than these take is not kept; 0
+        waits for every message at once. What `set_requires_gradient_sync(False)` holds is not part of it.
+        None: what the environment says (`FULLSHARD_GRADIENT_BYTES`); without it no limit where ranks send one message a
+        unit, and otherwise 3/4 of what the largest unit needs by itself. `FULLSHARD_REDUCTIONS` holds beside it.
+
+    For the root, on which all units below depend; from the next backward on. Less costs time: messages have fewer
+    kernels behind which they can hide. On a mesh that replicates, what goes on to the replicas is not hurried.
+    Raises `ValueError` for what is no number of bytes, `RuntimeError` below a root.
+    """
+    if nbytes is not None:
+        _check("nbytes", nbytes, "0 waits for every message at once, None is the default")
+    unit = _root_unit(self, "set_gradient_bytes")
+    unit.gradient_nbytes = nbytes
+    if unit.root is not None:
+        unit.root.limit_bytes()
+
+
+def set_resident_bytes(self: object, nbytes: int) -> tuple[str, ...]:
+    """Keep units of this module full, as many as fit into `nbytes`, in the place of gathering them again.
+
+    A unit that is kept stays full between its forward and its backward. One without trainable parameters stays also
+    behind the backward, and through evaluations: it is gathered again only when it was written. Between steps the
+    sharded parameters stand on the modules all the same.
+
+    nbytes: of full parameters, in the compute dtype and padded, beside those of units that are never freed after
+        forward (the root by default, `reshard_after_forward=False`). 0: none; what was kept is freed.
+    Returns the names of the units that are kept, relative to this module. Frozen ones are taken first, then the last
+    ones; `fullshard.report` shows them. It is decided now: call it again when other parameters are frozen. Call it
+    alike on every rank, between steps.
+
+    What counts as written: changes in place of a parameter or its local tensor, optimizer steps, loading. Not seen, as
+    by torch: writes through `.data`, and torch's list operations called on parameters; call `reshard()` behind these.
+    Units whose tensors define how they are gathered are never kept. Raises `ValueError` for what is no number of bytes.
+    """
+    _check("nbytes", nbytes, "0 keeps no unit")
+    module = cast(nn.Module, self)
+    outer = _sharded_unit(self)
+    names: dict[Unit, str] = {}
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is not None:
+            name = clean_name(name)
+            names[unit] = f"{names[unit]}+{name}" if unit in names else name
+    units = [unit for unit in names if _is_freed(unit, outer)]
+    candidates = [Candidate(names[unit], unit.full_nbytes or 0, _is_frozen(unit)) for unit in units]
+    chosen = set(choose_resident(candidates, nbytes))
+    for i, unit in enumerate(units):
+        was, unit.record.resident = unit.record.resident, i in chosen
+        if was and i not in chosen and unit.root is not None:
+            unit.root.reshard(unit)
+    return tuple(candidates[i].name for i in sorted(chosen))
+
+
+def _is_freed(unit: Unit, outer: Unit) -> bool:
+    """Whether the unit is freed after forward unless it is kept; of `outer` it may not be known yet."""
+    if unit is outer and unit.reshard_after_forward is None and (unit.root is None or unit.root.units[0] is unit):
+        return False
+    return unit.record.reshard_after_forward
+
+
+def _is_frozen(unit: Unit) -> bool:
+    return not any(param.sharded.requires_grad for param in unit.params)
+
+
+def _root_unit(module: object, method: str) -> Unit:
+    """The unit of `module`, of which it is not known that it is below a root."""
+    unit = _sharded_unit(module)
+    root = unit.root
+    if root is not None and not root.provisional and root.units[0] is not unit:
+        raise RuntimeError(
+            f"{method}: expected the root module, found {unit.record.name} below it; call it on the root"
+        )
+    return unit
+
+
+def _sharded_unit(module: object) -> Unit:
+    unit = unit_of(cast(nn.Module, module))
+    if unit is None:
+        raise RuntimeError(
+            f"expected a module that fully_shard was applied to, found an unsharded {type(module).__name__}; "
+            f"apply fully_shard to it"
+        )
+    return unit
+
+
+def _check(field: str, value: object, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{field}: expected a whole number of bytes >= 0, found {value!r}; {remedy}")

@@ -1,0 +1,522 @@
+"""Ranks agree at the beginning: what is about to be trained is the same on all of them, or an error says what is not.
+
+    structure    when a root forms, before connections are made; of a unit that `unshard` gathers earlier
+    values       in the first forward of the root: the digests of full parameters that `fully_shard` noted
+                 (param/initial.py), but for those whose shards were written since, on any rank
+    buffers      in the first forward, where other numbers are an error, and other integers (indices, masks, which ranks
+                 may have of their own) a warning; and in the 2nd, 16th, 128th, ... that trains, until a warning was
+                 given
+
+A question is one small message for each mesh (guard/scope.py: three requests to the store), the digest of everything;
+only where that differs do ranks tell more. All ranks of a mesh come to the same answer, so all of them raise or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..comm import sum_over
+from ..guard import Item, RanksDisagree, Scope, ask, first_difference, scope_of, shown_ranks, structure, tell, variants
+from ..guard.structure import PARAMETER, SETTINGS, UNIT
+from ..param import ExtensionGroup, ParamGroup, ShardedParam, can_digest, digest, full_digests, is_written, local_data
+from ..schedule import UnitRecord
+from .misuse import clean_name, parameter_names
+from .unit import Unit, unit_of
+
+if TYPE_CHECKING:
+    from .root import Root
+
+
+# ---- describe --------------------------------------------------------------------------------------------------------
+# A root as the list that its ranks compare before its first message (layout/structure.py), one for each mesh.
+#
+# What is on a mesh of its own (an expert) is compared among the ranks of that mesh alone: the others rightly have
+# something else there, under other names. Likewise stages of a pipeline, which have meshes and roots of their own.
+
+# By name, those of `Options` that decide which messages are sent, and in which order.
+_SETTINGS = {
+    "prefetch_depth": "FULLSHARD_PREFETCH",
+    "prefetch_nbytes": "FULLSHARD_PREFETCH_BYTES",
+    "gradient_nbytes": "FULLSHARD_GRADIENT_BYTES",
+    "reductions_in_flight": "FULLSHARD_REDUCTIONS",
+    "communication": "FULLSHARD_COMMUNICATION",
+    "partial_sums": "FULLSHARD_PARTIAL_SUMS",
+    "eval_root": "FULLSHARD_EVAL_ROOT",
+}
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of `mesh` in the default group, lowest first: the scope of what is on it."""
+    found: tuple[int, ...] | None = _ranks.get(mesh)
+    if found is None:
+        found = _ranks[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return found
+
+
+# torch computes the tensor of a mesh anew each time that it is asked for. By identity: equal parts of a mesh may be of
+# other ranks.
+_ranks: Any = WeakIdKeyDictionary()
+
+
+def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...], DeviceMesh]:
+    """The meshes, of `least` ranks or more, on which parameters of `units` are, by their ranks.
+
+    In one order on all ranks, so that nobody waits for somebody who waits elsewhere; small ones first, because ranks
+    that differ there may be a part of those who wait for them on a larger one.
+    """
+    found: dict[tuple[int, ...], DeviceMesh] = {}
+    for unit in units:
+        for group in unit.groups:
+            found.setdefault(ranks_of(group.placing.mesh), group.placing.mesh)
+    ordered = sorted(found, key=lambda ranks: (len(ranks), ranks))
+    return {ranks: found[ranks] for ranks in ordered if len(ranks) >= least}
+
+
+def mesh_of(unit: Unit) -> DeviceMesh | None:
+    """The mesh of the unit itself; of one whose parameters all have their own, that of the first; None without any."""
+    meshes = [group.placing.mesh for group in unit.groups if group.placing.unit_mesh is None]
+    meshes += [group.placing.mesh for group in unit.groups]
+    return meshes[0] if meshes else None
+
+
+def describe(root: Root, ranks: tuple[int, ...]) -> list[Item]:
+    """What of `root` is on the mesh of these ranks: settings, units, then parameters in the order of the model."""
+    units = root.units
+    own = [unit for unit in units if (mesh := mesh_of(unit)) is not None and ranks_of(mesh) == ranks]
+    names = parameter_names(units[0].module, units)
+    items = [Item(SETTINGS, "", _settings(root))]
+    if root.guard_mode == "off":
+        return items  # its own setting is all that is compared
+    items += [Item(UNIT, unit.record.name, _unit_facts(unit, own)) for unit in own]
+    for unit in units:
+        for group in unit.groups:
+            if ranks_of(group.placing.mesh) == ranks:
+                items += [
+                    Item(PARAMETER, names[param], _parameter_facts(unit, group, param, names)) for param in group.params
+                ]
+    return items
+
+
+def _settings(root: Root) -> dict[str, str]:
+    options = root.options
+    facts = {"FULLSHARD_GUARD": root.guard_mode}
+    facts |= {variable: str(getattr(options, field)) for field, variable in _SETTINGS.items()}
+    if root.guard_mode == "off":
+        return {"FULLSHARD_GUARD": "off"}
+    # Whether this rank will ask the others how they lie on nodes.
+    several = options.local_world is not None and options.local_world < dist.get_world_size()
+    return facts | {"answer to 'are there several nodes?' (LOCAL_WORLD_SIZE)": str(several)}
+
+
+def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
+    record, controls, policy = unit.record, unit.controls, unit.policy
+    block = next((links.block for links in unit.links if links.block is not None), None)
+    reshard = unit.reshard_after_forward if block is None else block.group.world
+    mesh = mesh_of(unit)
+    assert mesh is not None
+    facts = {
+        "mesh": mesh_text(mesh),
+        "reshard_after_forward": str(reshard),
+        "mp_policy": ", ".join(
+            f"{field}={_dtype_text(getattr(policy, field))}"
+            for field in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+        ),
+        "offload_policy": "CPUOffloadPolicy" if unit.host_link is not None else "none",
+        "prefetch_nbytes": str(unit.prefetch_nbytes),
+        "gradient_nbytes": str(unit.gradient_nbytes),
+        "resident": str(record.resident),
+        "reshard_after_backward": str(record.reshard_after_backward),
+        "unshard_in_backward": str(record.gathers_in_backward),
+        "communication": str(controls.communication),
+        "gradient divide factor": str(controls.divide_factor),
+        "sums without averages": str(controls.sum_only),
+        "reduction of unused parameters": str(controls.zero_unused),
+        "custom all-gather": _type_text(controls.gather),
+        "custom reduce-scatter": _type_text(controls.reduce_scatter),
+        "all-reduce": str(unit.all_reduces),
+    }
+    listed = {other.record for other in known}
+    facts["forward prefetch"] = _names_text(record.forward_prefetch, listed)
+    facts["backward prefetch"] = _names_text(record.backward_prefetch, listed)
+    return facts
+
+
+def _parameter_facts(
+    unit: Unit, group: ParamGroup, param: ShardedParam, names: dict[ShardedParam, str]
+) -> dict[str, str]:
+    spec, own = param.spec, param.own_spec
+    facts = {
+        "shape": str(tuple(spec.shape)),
+        "dtype": _dtype_text(group.precision.storage),
+        "requires_grad": str(param.sharded.requires_grad),
+        "unit": unit.record.name,
+        "placement": ", ".join(map(str, spec.placements)),
+        "mesh": mesh_text(group.placing.mesh),
+    }
+    if own is not None:
+        facts["placement before sharding"] = ", ".join(map(str, own.placements))
+    facts["number of modules that share it"] = str(len(param.slots))
+    if isinstance(group, ExtensionGroup):
+        facts["tensor class"] = type(param.local).__name__
+    return facts
+
+
+def signature(root: Root) -> tuple[str, str]:
+    """What `root` is whatever its meshes are, and its initial values: two digests, by which ranks know the same model
+    on another one. The second is "" where the values of some parameter are not known."""
+    first, params = root.units[0], [param for unit in root.units for param in unit.params]
+    names = parameter_names(first.module, root.units)
+    # A teacher that is only evaluated is not the student of the same class.
+    modes = f"provisional {root.provisional}, grad {torch.is_grad_enabled()}, training {first.module.training}"
+    lines = [type(first.module).__name__, modes]
+    for unit in root.units:
+        lines.append(unit.record.name)
+        for group in unit.groups:
+            storage = _dtype_text(group.precision.storage)
+            lines += [
+                f"{names[param]} {tuple(param.spec.shape)} {storage} {param.sharded.requires_grad}"
+                for param in group.params
+            ]
+    noted = full_digests(params)
+    return _digest("\n".join(lines)), "" if None in noted else _digest(repr(noted))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
+
+
+def mesh_text(mesh: DeviceMesh, *, names: bool = False) -> str:
+    """`mesh` as an error names it; with `names`, those of a single axis, too."""
+    sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
+    axes = f" {tuple(mesh.mesh_dim_names)}" if mesh.mesh_dim_names and (names or mesh.ndim > 1) else ""
+    return f"{mesh.device_type} {sizes}{axes} of ranks {mesh.mesh.flatten().tolist()}"
+
+
+def _dtype_text(value: object) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+
+
+def _type_text(value: object) -> str:
+    return "none" if value is None else type(value).__name__
+
+
+def _names_text(records: Sequence[UnitRecord], known: set[UnitRecord]) -> str:
+    return ", ".join(record.name for record in records if record in known) or "none"
+
+
+# ---- drift -----------------------------------------------------------------------------------------------------------
+# What several ranks have the same of, and have not any more: buffers, replicas of shards, unsharded parameters.
+#
+# Nothing brings them together: gradients are averaged, running statistics are not.
+
+_SHOWN = 8
+
+
+class Drift(NamedTuple):
+    """One tensor that differs: its dotted name, "buffer", "replica" or "unsharded parameter", and the ranks that agree
+    among each other, those of most ranks first."""
+
+    name: str
+    kind: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({' unlike '.join(shown_ranks(ranks) for ranks in self.ranks)})"
+
+
+def buffers_on(top: nn.Module, ranks: tuple[int, ...]) -> dict[str, Tensor]:
+    """The buffers below `top` whose module is in a unit (or below one) on the mesh of `ranks`, by dotted name."""
+    return {
+        name: buffer for name, module, on in _modules(top) if on == ranks for name, buffer in _buffers(name, module)
+    }
+
+
+def unsharded_on(top: nn.Module, ranks: tuple[int, ...]) -> dict[str, Tensor]:
+    """Likewise the parameters that no unit has (`ignored_params`)."""
+    found: dict[str, Tensor] = {}
+    for prefix, module, on in _modules(top):
+        if on == ranks:
+            for name, parameter in module.named_parameters(recurse=False):
+                if can_digest(parameter):
+                    found[f"{prefix}.{name}" if prefix else name] = parameter
+    return found
+
+
+def _modules(top: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
+    """Every module once, with its dotted name and the ranks of the nearest unit above it that has parameters."""
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module, mesh: DeviceMesh | None) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
+        seen.add(module)
+        unit = unit_of(module)
+        mesh = (mesh_of(unit) if unit is not None else None) or mesh
+        yield clean_name(name), module, () if mesh is None else ranks_of(mesh)
+        for child_name, child in module.named_children():
+            if child not in seen:
+                yield from walk(f"{name}.{child_name}" if name else child_name, child, mesh)
+
+    yield from walk("", top, None)
+
+
+def _buffers(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in module.named_buffers(recurse=False):
+        if can_digest(buffer):
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Drift]:
+    """Those of `tensors` that have other values, shapes or dtypes on some rank of `scope`, all of which call this.
+
+    Names that some ranks do not have are left out. One question where all are equal, two otherwise.
+    """
+    values = digests_of(tensors)
+    text = json.dumps(values, separators=(",", ":"))
+    what = f"{kind}s"
+    if ask(scope, what, text) is None:
+        return []
+    by_rank = {rank: json.loads(told) for rank, told in tell(scope, f"{what} in full", text).items()}
+    common = [name for name in values if all(name in known for known in by_rank.values())]
+    found = []
+    for name in sorted(common):
+        groups = variants({rank: known[name] for rank, known in by_rank.items()})
+        if len(groups) > 1:
+            found.append(Drift(name, kind, tuple(tuple(ranks) for ranks in groups.values())))
+    return found
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of each, a text of its values, shape and dtype. One synchronisation for each device."""
+    digests = [digest(tensor) for tensor in tensors.values()]
+    numbers = [0] * len(digests)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, one in enumerate(digests):
+        by_device.setdefault(one.device, []).append(i)
+    for places in by_device.values():
+        for i, number in zip(places, torch.stack([digests[i] for i in places]).tolist(), strict=True):
+            numbers[i] = number
+    return {
+        name: f"{number & (1 << 64) - 1:x} {tuple(tensor.shape)} {tensor.dtype}"
+        for number, (name, tensor) in zip(numbers, tensors.items(), strict=True)
+    }
+
+
+def shown(found: Sequence[Drift]) -> str:
+    """The first of many."""
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(map(str, found[:_SHOWN])) + more
+
+
+def find_drift(units: Sequence[Unit], top: nn.Module) -> list[Drift]:
+    """Everything that differs. Collective: every rank of every mesh of `units` calls it."""
+    meshes = meshes_of(units)
+    questions = [(ranks, "buffer", buffers_on(top, ranks)) for ranks in meshes]
+    questions += [(ranks, "unsharded parameter", unsharded_on(top, ranks)) for ranks in meshes]
+    questions += [(ranks, "replica", shards) for ranks, shards in sorted(replicas_of(units, top).items())]
+    found: list[Drift] = []
+    for ranks, kind, tensors in questions:
+        scope = scope_of(ranks)
+        if scope is not None:
+            scope.resume()
+            found += differing(scope, kind, tensors)
+    return found
+
+
+def replicas_of(units: Sequence[Unit], top: nn.Module) -> dict[tuple[int, ...], dict[str, Tensor]]:
+    """This rank's shards of which other ranks have copies, by those ranks."""
+    names = parameter_names(top, units)
+    found: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    for unit in units:
+        for group, links in zip(unit.groups, unit.links, strict=True):
+            if links.replicate is not None:
+                shards = found.setdefault(tuple(sorted(links.replicate.ranks)), {})
+                for param in group.params:
+                    local = local_data(param.sharded)
+                    if can_digest(local):
+                        shards[names[param]] = local
+    return found
+
+
+# ---- agreement -------------------------------------------------------------------------------------------------------
+
+# Later looks at the buffers: the 2nd forward that trains, and then each time after eight times as many.
+_FIRST_LOOK, _LOOKS = 2, 8
+
+
+class _OnMesh(NamedTuple):
+    """A mesh of the root, and its ranks as those who answer."""
+
+    mesh: DeviceMesh
+    ranks: tuple[int, ...]
+    scope: Scope
+
+
+class _Looks:
+    """When the buffers of a scope are looked at again, at the same forward on all of its ranks: after a failure these
+    may have begun other numbers of forwards, and therefore count from their last meeting on."""
+
+    def __init__(self, on: _OnMesh) -> None:
+        self.on = on
+        self._epoch = on.scope.epoch
+        self._trained, self._next = 0, _FIRST_LOOK
+
+    def is_due(self) -> bool:
+        """A forward that trains begins; whether it is one of those."""
+        if self._epoch != self.on.scope.epoch:
+            self._epoch = self.on.scope.epoch
+            self._trained, self._next = 0, _FIRST_LOOK
+        self._trained += 1
+        due = self._trained == self._next
+        if due:
+            self._next *= _LOOKS
+        return due
+
+
+class Agreement:
+    """What one root still has to compare with its peers."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        kind, meshes = root.guard_mode, meshes_of(root.units)
+        found = ((mesh, ranks, scope_of(ranks)) for ranks, mesh in meshes.items())
+        self._scopes = [_OnMesh(mesh, ranks, scope) for mesh, ranks, scope in found if scope is not None]
+        self._values = kind == "full" and bool(self._scopes)
+        # Of those whose buffers were equal so far.
+        self._looks = [_Looks(scope) for scope in self._scopes] if kind == "full" else []
+
+    def refuse_other_structure(self) -> None:
+        """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh."""
+        self._root.peers.meet()
+        self._for_each_scope(_refuse_other_structure)
+
+    def forward_begins(self, *, trains: bool) -> bool:
+        """A forward begins, and everything has a value; whether anything is left to be compared in later ones.
+
+        trains: it is one of the whole model, in training mode, with gradients. Raises `RanksDisagree`.
+        """
+        if self._values:
+            self._for_each_scope(_refuse_other_values)
+            self._for_each_scope(self._refuse_other_buffers)
+            self._values = False
+            for unit in self._root.units:
+                for param in unit.params:
+                    param.initial = None
+        for looks in list(self._looks) if trains else ():
+            if looks.is_due():
+                found = self._differing_buffers(looks.on)
+                self._warn_of(looks.on, found, "since the training began: nothing averages them")
+        return bool(self._looks)
+
+    def _for_each_scope(self, refuse: Callable[[Root, _OnMesh], None]) -> None:
+        for scope in self._scopes:
+            try:
+                refuse(self._root, scope)
+            except RanksDisagree as error:
+                self._root.peers.disagree_on(scope.scope, error)
+                scope.scope.has_raised = True
+                raise
+
+    def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
+        return differing(scope.scope, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
+
+    def _refuse_other_buffers(self, root: Root, scope: _OnMesh) -> None:
+        found = self._differing_buffers(scope)
+        buffers = buffers_on(root.units[0].module, scope.ranks)
+        refused = [one for one in found if buffers[one.name].is_floating_point() or buffers[one.name].is_complex()]
+        if refused:
+            raise RanksDisagree(
+                f"{shown(refused)}: expected the same values of a buffer on every rank, found others; call "
+                f"torch.manual_seed with the same number on all ranks before the model is built, or "
+                f"fullshard.sync_module_states(model, buffers_only=True) (FULLSHARD_GUARD=structure: do not compare "
+                f"values)",
+                what=f"{refused[0].name} initial values",
+            )
+        self._warn_of(scope, found, "from the beginning")
+
+    def _warn_of(self, scope: _OnMesh, found: Sequence[Drift], when: str) -> None:
+        if found:
+            self._looks = [looks for looks in self._looks if looks.on is not scope]
+            warnings.warn(
+                f"buffers differ between ranks {when}: {shown(found)}. If they should be equal: SyncBatchNorm in the "
+                f"place of BatchNorm, or fullshard.sync_module_states(model, buffers_only=True) before evaluation and "
+                f"before a checkpoint; fullshard.find_drift(model) looks again",
+                stacklevel=2,
+            )
+
+
+def _refuse_other_structure(root: Root, scope: _OnMesh) -> None:
+    text = structure.dumps(describe(root, scope.ranks))
+    digests = ask(scope.scope, "the units and parameters of the model", text)
+    if digests is None:
+        return
+    # One rank of each variant tells what it has.
+    tells = {ranks[0] for ranks in variants(digests).values()}
+    told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
+    items = {digests[rank]: structure.loads(told[rank]) for rank in tells}
+    difference = first_difference({rank: items[digest] for rank, digest in digests.items()})
+    assert difference is not None
+    raise RanksDisagree(
+        difference.text,
+        what=f"{difference.item.name} {difference.fact}".strip(),
+        by_rank={rank: value or "" for ranks, value in difference.values for rank in ranks},
+    )
+
+
+def _refuse_other_values(root: Root, scope: _OnMesh) -> None:
+    params = [
+        (param, group.placing.world)
+        for unit in root.units
+        for group in unit.groups
+        if ranks_of(group.placing.mesh) == scope.ranks
+        for param in group.params
+    ]
+    noted = full_digests([param for param, _ in params])
+    if ask(scope.scope, "the initial values of the model", repr(noted)) is None:
+        return
+    # Not those that some rank wrote since, or had no value of: one without rows of a parameter sees nothing of it.
+    mine = torch.tensor([is_written(param) for param, _ in params], dtype=torch.int32)
+    written = sum_over(scope.mesh, mine).tolist()
+    asked = [i for i, count in enumerate(written) if not count]
+    if any(written):
+        # Values were loaded. What one rank has alone may have been given the value that it had, which leaves no trace.
+        asked = [i for i in asked if not _is_one_rank_s(*params[i], len(scope.ranks))]
+    text = ",".join(_hexadecimal(noted[i]) for i in asked)
+    if ask(scope.scope, "initial values that nobody wrote since", text) is None:
+        return
+    told = {rank: values.split(",") for rank, values in tell(scope.scope, "initial values in full", text).items()}
+    columns = {i: {rank: values[place] for rank, values in told.items()} for place, i in enumerate(asked)}
+    differ = [i for i, values in columns.items() if len(set(values.values())) > 1]
+    name = parameter_names(root.units[0].module, root.units)[params[differ[0]][0]]
+    groups = list(variants(columns[differ[0]]).values())
+    found = "each rank's are others" if len(groups) == len(scope.ranks) > 2 else _unlike(groups)
+    raise RanksDisagree(
+        f"{name}: expected the same values on every rank when fully_shard cut it, found that {found} "
+        f"({len(differ)} of {len(params)} parameters differ): the model would be made of pieces of several; call "
+        f"torch.manual_seed with the same number on all ranks before the model is built (with materialize: before "
+        f"each init, which may not depend on the rank), or fullshard.sync_module_states(model) before fully_shard, or "
+        f"load a checkpoint before the first forward (FULLSHARD_GUARD=structure: do not compare values)",
+        what=f"{name} initial values",
+        by_rank=columns[differ[0]],
+    )
+
+
+def _unlike(groups: Sequence[Sequence[int]]) -> str:
+    return f"{shown_ranks(groups[0])} had others than " + ", and these than ".join(map(shown_ranks, groups[1:4]))
+
+
+def _is_one_rank_s(param: ShardedParam, world: int, ranks: int) -> bool:
+    """Whether one of the `ranks` of the mesh, `world` of which share it, has all rows of `param`."""
+    return world == ranks and sum(param.layout.rows(rank) > 0 for rank in range(world)) == 1
+
+
+def _hexadecimal(digest: int | None) -> str:
+    return "none" if digest is None else f"{digest & (1 << 64) - 1:016x}"

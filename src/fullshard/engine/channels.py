@@ -1,0 +1,158 @@
+"""Which channels carry a unit's parameter groups: decided here, from what the user set and where the shards live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import (
+    Block,
+    BufferPool,
+    CastGather,
+    CustomBuffers,
+    CustomGroup,
+    Dtypes,
+    ExtensionGather,
+    GatherChannel,
+    HostLink,
+    Links,
+    OffloadedGather,
+    OffloadedReduce,
+    PlannedGather,
+    ReduceChannel,
+    ShardGroup,
+    SharedGather,
+    reduce_channel,
+)
+from ..layout import GatherPlan, Pack, direct_gradients, sends_directly
+from ..param import ExtensionGroup, NarrowedGroup, OwnedMemory, ParamGroup
+from ..policy import Controls
+
+# ---- channels --------------------------------------------------------------------------------------------------------
+
+
+class Channels(NamedTuple):
+    """Makes channels whose buffers come from `pool`, for a unit that computes on `device`. `communication` is the
+    strategy's name; `host_link` is None unless the shards live on the host."""
+
+    pool: BufferPool
+    communication: str
+    controls: Controls
+    device: torch.device
+    host_link: HostLink | None
+
+    def gather(self, group: ParamGroup, links: Links) -> GatherChannel:
+        """From the shards of `group` to its full parameters."""
+        if isinstance(group, ExtensionGroup):
+            return ExtensionGather(links.shard, group)
+        if group.shares_memory:
+            return SharedGather()
+        if self.host_link is None:
+            return self._from(group.flat, group, group.pack, links.shard)
+        shard = OwnedMemory(group.flat.numel(), group.flat.dtype, self.device)
+        inner = self._from(shard.flat, group, group.pack, links.shard)
+        shard.release()
+        return OffloadedGather(inner, group.flat, shard, self.host_link)
+
+    def widen(self, group: ParamGroup, part: NarrowedGroup, block: Block) -> GatherChannel:
+        """From what the ranks of `block` keep of `group` to its full parameters."""
+        part.memory.allocate()
+        channel = self._from(part.memory.flat, group, part.pack, block.group)
+        part.memory.release()
+        return channel
+
+    def _from(self, flat: Tensor, group: ParamGroup, pack: Pack, shard: ShardGroup) -> PlannedGather | CastGather:
+        if shard.world == 1:
+            return CastGather(flat, group.memory)
+        plan, pool, custom = group.plan, self.pool, self.controls.gather
+        one_message = custom is not None or self.controls.strategy(self.communication) == "torch"
+        if custom is not None:
+            shard, pool = CustomGroup(shard, custom), CustomBuffers(custom)
+        if one_message and (custom is not None or len(plan.direct) + bool(plan.packed) > 1):
+            plan = GatherPlan(direct=(), packed=pack.order)
+        return PlannedGather(shard, pack, plan, flat, group.memory, pool)
+
+    def reduce(self, group: ParamGroup, links: Links) -> ReduceChannel:
+        """From gradients of the parameters of `group` that are trainable now to those of the shards."""
+        segments = [group.pack.segments[i] for i in group.trainable]
+        layouts, names = [s.layout for s in segments], [s.name for s in segments]
+        precision, backend = group.precision, links.reducing.backend
+        if sends_directly(backend):
+            # Those that are gathered straight into place leave straight from where their gradients are.
+            direct = tuple(place for place, i in enumerate(group.trainable) if i in group.plan.direct)
+        else:
+            direct = direct_gradients(layouts, precision.wire.itemsize, backend=backend)
+        pack = Pack.build(layouts, group.pack.align_numel, names=names, first=direct)
+        channel = reduce_channel(
+            links,
+            pack,
+            direct,
+            Dtypes(precision.wire, precision.reduce, precision.sum, precision.storage),
+            self.pool,
+            communication=self.communication,
+            controls=self.controls,
+        )
+        return channel if self.host_link is None else OffloadedReduce(channel, self.host_link)
+
+
+# ---- narrowing -------------------------------------------------------------------------------------------------------
+# What the groups of a unit keep between forward and backward, where `reshard_after_forward` is an integer.
+#
+# Groups without a block (all their ranks together are the k ranks) are freed in full, and gathered from all ranks.
+
+
+class Narrowing:
+    """`parts[i]` is what `groups[i]` keeps; `widens[i]` gathers it from that, or from all ranks where that is None."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup] = (),
+        links: Sequence[Links] = (),
+        gathers: Sequence[GatherChannel] = (),
+        channels: Channels | None = None,
+    ) -> None:
+        self._groups = groups
+        self.parts: list[NarrowedGroup | None] = []
+        self.widens: list[GatherChannel] = []
+        for group, link, gather in zip(groups, links, gathers, strict=True):
+            part = None
+            if link.block is not None:
+                assert channels is not None
+                part = NarrowedGroup(group, link.block.mesh)
+                gather = channels.widen(group, part, link.block)
+            self.parts.append(part)
+            self.widens.append(gather)
+        self._kept = [part for part in self.parts if part is not None]
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of the parts that are there now."""
+        return sum(part.memory.live_nbytes for part in self._kept)
+
+    def keep(self) -> None:
+        """Keep this rank's part of the full parameters, which are given back."""
+        for group, part in zip(self._groups, self.parts, strict=True):
+            if part is None:
+                group.show_shards()
+            else:
+                part.keep()
+                part.show()
+            group.memory.release()
+
+    def release(self) -> None:
+        """The parts were gathered, or are not needed."""
+        for part in self._kept:
+            part.release()
+
+    def show_shards(self) -> None:
+        """Put the sharded parameters back where kept parts stand."""
+        for part in self._kept:
+            part.show_shards()
+
+    def is_aliased(self) -> bool:
+        """As `ParamGroup.is_aliased` for all groups, while kept parts or shards stand on the modules."""
+        pairs = zip(self._groups, self.parts, strict=True)
+        return all(group.is_aliased() if part is None else part.is_aliased() for group, part in pairs)

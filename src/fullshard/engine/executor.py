@@ -1,0 +1,455 @@
+"""Commands to actions: one method per command, nothing decided. The only place where tensors and messages meet.
+
+After `run` returned, the commands given to it have been done on this rank: messages are issued in the order of the
+commands, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch.profiler import record_function
+
+from .._torch import profiling, with_tensor_hooks
+from ..comm import BufferPool, GatherChannel, Hop, Reduction
+from ..guard import Scope
+from ..param import ParamGroup, ShardedParam
+from ..schedule import Command, CommandChecker
+from .misuse import note_window
+from .order import MessageOrder
+from .step_facts import StepFacts
+from .stepping import Stepping
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+# ---- shared ----------------------------------------------------------------------------------------------------------
+# What roots may share: the buffers of messages, and the reductions that are in flight.
+#
+# Each root has its own unless `share_comm_ctx` joins them, as the chunks of a model in pipeline parallelism: then
+# stages with equal layouts use one another's buffers, and `FULLSHARD_REDUCTIONS` limits them together. (torch shares
+# streams; there are none of ours, because messages are issued in the order of the compute stream.)
+
+
+class InFlight(NamedTuple):
+    """One reduction under way, and the parameters whose gradients it brings."""
+
+    owner: Executor
+    unit: Unit
+    group: ParamGroup
+    trainable: tuple[int, ...]
+    reduction: Reduction
+
+
+class Shared:
+    """See the module. `keep`: as `BufferPool`."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.pool = BufferPool(keep=keep)
+        # Reductions under way, by the message that is (`Hop`): each in the order of their commands, which is that of
+        # their messages on every rank.
+        self.hops: dict[Hop, deque[InFlight]] = {hop: deque() for hop in Hop}
+
+    @property
+    def in_flight(self) -> deque[InFlight]:
+        """Those whose first message is under way."""
+        return self.hops[Hop.EXCHANGE]
+
+
+# ---- taken back ------------------------------------------------------------------------------------------------------
+# A hook of the user's raised when gradients had been handed over: what the backward brought is taken back.
+#
+# Post-accumulate hooks see `.grad` with what the backward brought, in all parameters. So they run behind everything,
+# when a window of accumulation has been added to. Where one raises, its caller tries the micro-batch again, or goes on
+# with the next step, and would have it twice. What earlier backwards left is therefore kept until the last hook
+# returned: a copy of the shards of `.grad`, where there are gradients to add to, and only in models with such hooks.
+# What a hook did itself (a step with its parameter) stays.
+
+
+class TakenBack:
+    """Made before gradients are handed over; as a context manager it surrounds the hooks."""
+
+    def __init__(self, units: Sequence[Unit], touched: Sequence[ShardedParam]) -> None:
+        hooked = any(param.has_hooks for param in touched)
+        self._bring_back = [param.standing() for param in touched] if hooked else []
+        self._windows = [(unit, unit.window_open, unit.partial_open) for unit in units] if hooked else []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            return
+        for bring_back in self._bring_back:
+            bring_back()
+        for unit, window_open, partial_open in self._windows:
+            unit.window_open, unit.partial_open = window_open, partial_open
+            note_window(unit)
+
+
+# ---- executor --------------------------------------------------------------------------------------------------------
+
+
+class Executor:
+    """Runs commands for the units of one root. `units[i]` is the unit of record index i."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        shared: Shared,
+        *,
+        reductions_in_flight: int,
+        check: bool,
+        order: MessageOrder | None = None,
+    ) -> None:
+        """`order`: asked before anything is sent; None: what this rank sends is trusted to be right."""
+        self.units = list(units)
+        self.shared = shared
+        self._limit = reductions_in_flight
+        # Bytes of gradients and messages that may exist; None: no limit but that. And of the gradients that the running
+        # backward brought and that were not sent, by unit.
+        self.gradient_nbytes: int | None = None
+        self._waiting: dict[Unit, int] = {}
+        self._waiting_nbytes = 0
+        # Units with gradients to commit when the backward ends, in the order of their commands.
+        self._touched: dict[Unit, None] = {}
+        # Units whose held gradients are under way: their accumulation window closes with this backward.
+        self._closing: dict[Unit, None] = {}
+        # Units whose partial sums are under way.
+        self._carrying: dict[Unit, None] = {}
+        self._checker = CommandChecker() if check else None
+        # Of all messages of these units; they are told what is being done, for when it fails.
+        self.scopes: list[Scope] = []
+        self._order = order
+        self.stepping = Stepping()
+        # What the others are told with the first reduction of a backward; set by the root.
+        self.facts: StepFacts
+        # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
+        self.may_stay_pending: Callable[[], bool] = lambda: False
+        self.listeners: list[Callable[[Command], None]] = []
+        self._actions: dict[str, Callable[[Unit], None]] = {
+            "gather": self._gather,
+            "wait": self._wait,
+            "free": self._free,
+            "drop": self._drop,
+            "shelve": self._shelve,
+            "expose": self._expose,
+            "narrow": self._narrow,
+            "widen": self._widen,
+            "reduce": self._reduce,
+            "hold": self._hold,
+            "finish": self._finish,
+            "discard": self._discard,
+        }
+
+    def run(self, commands: Sequence[Command]) -> None:
+        """Do the commands, in order. Each is a range in the trace of a profiler that runs."""
+        for position, command in enumerate(commands):
+            if self._checker is not None and not (command.kind == "finish" and self.may_stay_pending()):
+                self._checker.command(command.kind, command.unit.name)
+            for listener in self.listeners:
+                listener(command)
+            try:
+                for scope in self.scopes:
+                    scope.doing = command.told
+                    if scope.failure is not None:
+                        scope.refuse_failure()
+                if profiling():
+                    with record_function(f"fullshard::{command.kind} ({command.unit.name})"):
+                        self._actions[command.kind](self.units[command.unit.index])
+                else:
+                    self._actions[command.kind](self.units[command.unit.index])
+            except BaseException:
+                self._unwind(commands[position:])
+                raise
+        for scope in self.scopes:
+            scope.doing = ""
+
+    def _unwind(self, commands: Sequence[Command]) -> None:
+        """The first of `commands` failed; the rules have noted all of them as done, and so does who checks them.
+
+        A failed step is discarded by the next report, which goes by what was noted. So what is noted as given back is
+        given back, the first one too, which may have been refused because a peer failed; and of what is noted as
+        having arrived no message stays, which the next gather would wait for. The end of a backward has no other report
+        to wait for: for the rules that backward is over.
+        """
+        if self._checker is not None:
+            for command in commands[1:]:
+                self._checker.command(command.kind, command.unit.name)
+        for command in commands:
+            if command.kind in ("free", "drop", "shelve"):
+                self._actions[command.kind](self.units[command.unit.index])
+            elif command.kind == "wait":
+                self._drop(self.units[command.unit.index])
+        if commands[-1].kind == "finish":
+            self._discard(self.units[commands[-1].unit.index])
+
+    def hop_nbytes(self, hop: Hop) -> int:
+        """Bytes of messages that follow a first one and are under way: between nodes, or the ranks that replicate."""
+        return sum(flight.reduction.nbytes for flight in self.shared.hops[hop] if flight.owner is self)
+
+    def must_send(self, unit: Unit) -> bool:
+        """Whether this rank has to send for `unit` though the running backward brought nothing that is not sent.
+
+        Every rank answers alike: some rank may hold what earlier backwards left and no message of this one carries yet,
+        or the unit's gradients are never missing.
+        """
+        return (
+            (unit.window_open and unit not in self._closing)
+            or (unit.partial_open and unit.all_reduces and unit not in self._carrying)
+            or (unit.controls.zero_unused and unit.expected != 0 and unit not in self._touched)
+        )
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether reductions of these units are under way."""
+        return any(map(self._has_own, self.shared.hops.values()))
+
+    def _has_own(self, flights: Iterable[InFlight]) -> bool:
+        return any(flight.owner is self for flight in flights)
+
+    # ---- full parameters -----------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        unit.repair()
+        unit.note_versions()
+        if self._order is not None:
+            self._order.gather(unit)
+        self._issue(unit, unit.gathers)
+
+    def _widen(self, unit: Unit) -> None:
+        # Made of the shards of the last gather, so its versions stay noted. Should this backward fail, users are to
+        # find shards, as while any other gather is under way.
+        unit.narrowing.show_shards()
+        if self._order is not None:
+            self._order.widen(unit)
+        self._issue(unit, unit.narrowing.widens)
+
+    def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
+        unit.arriving = channels
+        for channel in channels:
+            channel.issue()
+
+    def _wait(self, unit: Unit) -> None:
+        self.stepping.refuse_weights(unit)
+        for channel in unit.arriving:
+            channel.complete()
+        unit.show_full()
+        unit.narrowing.release()
+
+    def _free(self, unit: Unit) -> None:
+        unit.show_shards()
+        for group in unit.groups:
+            group.memory.release()
+        unit.narrowing.release()
+
+    def _drop(self, unit: Unit) -> None:
+        for channel in unit.arriving:
+            channel.cancel()
+        if unit.arriving is unit.narrowing.widens:
+            unit.narrowing.release()
+
+    def _shelve(self, unit: Unit) -> None:
+        unit.show_shards()
+
+    def _expose(self, unit: Unit) -> None:
+        unit.show_full()
+
+    def _narrow(self, unit: Unit) -> None:
+        unit.narrowing.keep()
+
+    # ---- gradients -----------------------------------------------------------------------------------------
+
+    def _reduce(self, unit: Unit) -> None:
+        self.stepping.sends(unit)
+        self._touched[unit] = None
+        # Only the first message of a backward carries what earlier ones left. The window closes when it ends well.
+        accumulated = unit.window_open
+        with_held = accumulated and unit not in self._closing
+        if with_held:
+            self._closing[unit] = None
+        with_partials = unit.partial_open and unit not in self._carrying
+        if with_partials:
+            self._carrying[unit] = None
+        unit.arrived = 0
+        keep = not unit.all_reduces
+        if self._order is not None:
+            self._order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
+        if self.gradient_nbytes is not None:
+            # What arrives for it takes as much again.
+            self._shrink(self.gradient_nbytes - self._waiting.get(unit, 0))
+            self._waiting_nbytes -= self._waiting.pop(unit, 0)
+        limit = unit.controls.send_buffers
+        for position, group in enumerate(unit.groups):
+            if not group.trainable:
+                continue
+            if limit is not None:
+                self._make_room(limit)
+            dtype = group.precision.reduce
+            params = [group.params[i] for i in group.trainable]
+            gradients = [param.to_send(dtype, with_held=with_held) for param in params]
+            if unit.controls.zero_unused:
+                gradients = [p.zero() if g is None else g for p, g in zip(params, gradients, strict=True)]
+            channel = unit.reduce_channel(position)
+            reduction = channel.issue(
+                gradients,
+                accumulated=accumulated,
+                partials=[param.live_partial() for param in params] if with_partials else (),
+                keep=keep,
+                carried=self.facts.carry(unit, position, channel, keep=keep),
+            )
+            self._put(InFlight(self, unit, group, group.trainable, reduction))
+        if limit is None:
+            self._advance_beyond(self.shared.in_flight)
+        if self.gradient_nbytes is not None:
+            self._shrink(self.gradient_nbytes)
+
+    def _put(self, flight: InFlight) -> None:
+        """To those whose message it is that is under way."""
+        flights = self.shared.hops[flight.reduction.hop]
+        flights.append(flight)
+        if flights is not self.shared.in_flight:
+            self._advance_beyond(flights)
+
+    def _advance_beyond(self, flights: deque[InFlight]) -> None:
+        while len(flights) > self._limit:
+            self._advance_oldest(flights)
+
+    def gradient_came(self, unit: Unit, nbytes: int) -> None:
+        """The running backward brought so many bytes of gradients to `unit`; called where there is a limit."""
+        if self.gradient_nbytes is not None and unit.record.sync:
+            self._waiting[unit] = self._waiting.get(unit, 0) + nbytes
+            self._waiting_nbytes += nbytes
+            self.expect_gradient(unit)
+
+    def expect_gradient(self, unit: Unit) -> None:
+        """Another gradient of `unit` may come next: make room for the largest of those that are missing."""
+        if self.gradient_nbytes is not None and unit.record.sync and self.shared.in_flight:
+            self._shrink(self.gradient_nbytes - unit.largest_missing_nbytes())
+
+    def _shrink(self, nbytes: int) -> None:
+        """Wait for the oldest messages until gradients and messages take `nbytes`, or nothing is left to wait for."""
+        in_flight = self.shared.in_flight
+        excess = self._waiting_nbytes - nbytes
+        for flight in in_flight:
+            excess += flight.reduction.held_nbytes
+        if excess <= 0:
+            return
+        for flight in list(in_flight):
+            reduction = flight.reduction
+            held = reduction.held_nbytes
+            reduction.shrink(excess)
+            left = reduction.held_nbytes
+            excess -= held - left
+            if excess <= 0:
+                return
+            # A later message may not go before other ranks send theirs.
+            if flight is in_flight[0] and not reduction.has_next:
+                self._advance_oldest(in_flight)
+                excess -= left
+                if excess <= 0:
+                    return
+
+    def _make_room(self, send_buffers: int) -> None:
+        """Wait until one buffer less than `send_buffers` is in use."""
+        in_flight, replicating = self.shared.in_flight, self.shared.hops[Hop.REPLICAS]
+        while len(in_flight) >= send_buffers:
+            self._advance_oldest(in_flight)
+        while sum(f.reduction.keeps_send_buffer for f in replicating) + len(in_flight) >= send_buffers:
+            self._advance_oldest(replicating)
+
+    def _hold(self, unit: Unit) -> None:
+        self._touched[unit] = None
+        self._waiting_nbytes -= self._waiting.pop(unit, 0)
+        unit.arrived = 0
+
+    def _advance_oldest(self, flights: deque[InFlight]) -> None:
+        """Wait for the oldest message of `flights`; it is followed by the next one, or what it brings is collected."""
+        flight = flights.popleft()
+        if flight.reduction.has_next:
+            flight.reduction.advance()
+            self._put(flight)
+        else:
+            self._collect(flight)
+
+    def _collect(self, flight: InFlight) -> None:
+        for i, part in zip(flight.trainable, flight.reduction.collect(), strict=True):
+            if part is not None:
+                flight.group.params[i].receive(part, partial=flight.reduction.keeps)
+        flight.owner.stepping.collected(flight)
+
+    def _finish(self, root: Unit) -> None:
+        # What follows a message is behind it.
+        for flights in self.shared.hops.values():
+            while self._has_own(flights):
+                self._advance_oldest(flights)
+        for unit in self._touched:
+            if unit.host_link is not None:
+                unit.host_link.finish()
+        self.facts.compare()
+        touched = [
+            (unit, position, group.params[i])
+            for unit in self._touched
+            for position, group in enumerate(unit.groups)
+            for i in group.trainable
+        ]
+        # Before anything is handed over: one that raises leaves the step as if it had not been tried.
+        for i in with_tensor_hooks([param.sharded for _, _, param in touched]):
+            unit, position, param = touched[i]
+            if param.run_tensor_hooks():
+                self.facts.hooked(unit, position, param.name)
+        arrived: dict[Unit, list[tuple[int, ShardedParam]]] = {}
+        undo = TakenBack(self.units, [param for _, _, param in touched])
+        for unit, position, param in touched:
+            if param.commit(unit.groups[position].precision.reduce):
+                arrived.setdefault(unit, []).append((position, param))
+        reduced = list(self._touched)
+        self._touched.clear()
+        self._waiting.clear()
+        self._waiting_nbytes = 0
+        for unit in self.units:
+            unit.arrived = 0
+            sync = unit.record.sync
+            unit.window_open = not sync or (unit.window_open and unit not in self._closing)
+            kept = sync and not unit.all_reduces and unit.is_replicated
+            unit.partial_open = kept or (unit.partial_open and unit not in self._carrying)
+            note_window(unit)
+        self._closing.clear()
+        self._carrying.clear()
+        # Micro-batches that keep their gradients are no step: what sends the last one's would be freed meanwhile.
+        if any(not unit.window_open and not unit.partial_open for unit in reduced):
+            self.shared.pool.end_of_backward(id(self))
+        # Last: they are the user's and may read any gradient, and raise.
+        with undo:
+            for unit, params in arrived.items():
+                for position, param in params:
+                    if param.run_hooks():
+                        self.facts.hooked(unit, position, param.name)
+        self.stepping.finish({unit: [param for _, param in params] for unit, params in arrived.items()})
+
+    def _discard(self, root: Unit) -> None:
+        for flights in self.shared.hops.values():
+            for _ in range(len(flights)):
+                flight = flights.popleft()
+                if flight.owner is self:
+                    flight.reduction.abandon()
+                else:
+                    flights.append(flight)
+        self._touched.clear()
+        self._closing.clear()
+        self._carrying.clear()
+        self._waiting.clear()
+        self._waiting_nbytes = 0
+        self.stepping.discard()
+        self.facts.discard()
+        for unit in self.units:
+            unit.arrived = 0
+            for param in unit.params:
+                param.discard()

@@ -1,0 +1,215 @@
+"""A unit whose modules hold plain full parameters for a while, outside of any step (`full_params`).
+
+The lifecycle knows nothing of it: for the rules the unit stays sharded, and while it is open no event of it is
+reported. The full parameters are in the *storage* dtype (they are looked at, edited and saved, not computed with in
+lower precision), each with memory of its own; the engine's memory of full parameters is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._torch import current_backward, dtensor_like, local_of
+from ..comm import whole_of
+from ..param import ShardedParam, local_part
+from ..schedule import Phase
+from .misuse import note_lent
+from .root import module_units
+from .unit import Unit
+
+
+class Opening(NamedTuple):
+    """How parameters are opened."""
+
+    rank0_only: bool
+    offload_to_cpu: bool
+
+    def keeps(self, units: Iterable[Unit]) -> bool:
+        """Whether this rank gets full parameters: with `rank0_only`, if it is the first on each mesh of `units`."""
+        meshes = {param.spec.mesh for unit in units for param in unit.params}
+        return not self.rank0_only or not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+
+
+class OpenUnit:
+    """The full parameters of one unit, which stand on its modules until `close`. Making it gathers: every rank must."""
+
+    def __init__(self, unit: Unit, opening: Opening, *, keep: bool) -> None:
+        """keep: this rank gets full parameters."""
+        self.unit = unit
+        self.opening = opening
+        self._keep = keep
+        # By group, one per parameter; empty where this rank keeps none.
+        self._full: list[list[nn.Parameter]] = []
+        if unit.root is not None:
+            unit.root.reshard(unit)
+        unit.repair()
+        _refuse_meta(unit)
+        # Tensors that the user may edit and keep in training are none of inference mode's.
+        with torch.inference_mode(False), torch.no_grad():
+            for group in unit.groups:
+                gathered = [self._gather(param) for param in group.params]
+                self._full.append([parameter for parameter in gathered if parameter is not None])
+        if keep:
+            for group, parameters in zip(unit.groups, self._full, strict=True):
+                group.lend(parameters)
+        self._versions = self._shard_versions()
+        unit.opened = self
+
+    def _gather(self, param: ShardedParam) -> nn.Parameter | None:
+        shard = _dtensor(param)
+        # One parameter at a time: beside what is kept, never more than that is held on the device.
+        # Shards on the host (CPUOffloadPolicy) travel by way of the device.
+        local = local_of(shard)
+        full = whole_of(dtensor_like(shard, local.to(self.unit.device)), f"full_params of {self.unit.record.name}")
+        if not self._keep:
+            return None
+        full = full.cpu() if self.opening.offload_to_cpu else full
+        made = nn.Parameter(_own_memory(full, local), requires_grad=shard.requires_grad)
+        made.__dict__.update(shard.__dict__)
+        return made
+
+    def check_forward(self) -> None:
+        """Raise unless the unit's forward may run now: without gradients, as the plain model in the storage dtype."""
+        name = self.unit.record.name
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: expected no forward with gradients inside full_params, found one: these parameters belong to "
+                f"no training step; put it under torch.no_grad(), or leave the context first"
+            )
+        parallel = [param.name for param in self.unit.params if isinstance(param.full, DTensor)]
+        if parallel:
+            raise RuntimeError(
+                f"{name}: expected a forward with plain parameters, found {parallel[0]}, whose module computes with "
+                f"DTensors (tensor or expert parallelism): full parameters are of no use to it; leave full_params first"
+            )
+        if not self.opening.rank0_only:
+            return
+        together = self.unit.root.units if self.unit.root is not None else module_units(self.unit.module)
+        sharded = [other.record.name for other in together if other.opened is None]
+        if sharded or not self._keep:
+            raise RuntimeError(
+                f"{name}: expected a forward only where all parameters are full, found full_params(rank0_only=True) "
+                f"{f'without {sharded[0]}' if sharded else 'on another rank than the first'}; run it with "
+                f"rank0_only=False, or open the whole model and run it on the first rank alone"
+            )
+
+    def write_back(self) -> None:
+        """Copy this rank's rows of the full parameters into the shards. No communication."""
+        name = self.unit.record.name
+        if self._shard_versions() != self._versions:
+            raise RuntimeError(
+                f"{name}: expected sharded parameters that nobody writes inside full_params(writeback=True), found "
+                f"them changed: nothing was written back here; edit the full parameters, or leave the context first"
+            )
+        ours = [parameter for made in self._full for parameter in made]
+        # All are looked at before one is written.
+        standing = [_standing(param, full) for param, full in zip(self.unit.params, ours, strict=True)]
+        with torch.inference_mode(False), torch.no_grad():
+            for param, value in zip(self.unit.params, standing, strict=True):
+                param.local.copy_(local_part(value.detach(), _dtensor(param)))
+        self._versions = self._shard_versions()
+
+    def close(self, *, writeback: bool) -> None:
+        """Put the shards back on the modules, with what was written to the full parameters if `writeback`."""
+        try:
+            if writeback:
+                self.write_back()
+        finally:
+            self.unit.opened = None
+            for group in self.unit.groups:
+                if self._keep:
+                    group.take_back()
+            if self._keep:
+                # Of those that somebody still holds.
+                note_lent(self.unit, self.unit.params, [parameter for made in self._full for parameter in made])
+
+    def _shard_versions(self) -> list[tuple[int, ...]]:
+        return [group.versions() for group in self.unit.groups]
+
+
+def refuse_in_step(units: Iterable[Unit]) -> None:
+    """Raise `RuntimeError` inside a forward or backward."""
+    if current_backward() != -1:
+        raise RuntimeError(
+            "full_params: expected to be outside of a step, found a backward running; call it afterwards"
+        )
+    for unit in units:
+        for other in unit.root.units if unit.root is not None else (unit,):
+            if other.record.phase is Phase.FORWARD:
+                raise RuntimeError(
+                    f"full_params: expected to be outside of a step, found the forward of {other.record.name} running; "
+                    f"call it afterwards (model.unshard() gathers inside a step; after an interrupted one, "
+                    f"model.reset_iter_state() forgets it)"
+                )
+
+
+def refuse_opened(unit: Unit, what: str) -> None:
+    """Raise `RuntimeError` when `what` is called while `unit` is open."""
+    if unit.opened is not None:
+        raise RuntimeError(
+            f"{what}: expected sharded parameters on {unit.record.name}, found that full_params put full ones there; "
+            f"leave that context first"
+        )
+
+
+class NoSteps:
+    """While it is entered, optimizers may not step the shards of `units`: what is written back would undo the step."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._shards = {id(param.sharded) for unit in units for param in unit.params}
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._refuse)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
+        if any(id(parameter) in self._shards for group in optimizer.param_groups for parameter in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): expected no step of sharded parameters inside "
+                f"full_params(writeback=True), which would undo it at its end; step outside of the context"
+            )
+
+
+def _dtensor(param: ShardedParam) -> DTensor:
+    assert isinstance(param.sharded, DTensor)
+    return param.sharded
+
+
+def _standing(param: ShardedParam, ours: nn.Parameter) -> Tensor:
+    """The tensor to write back: ours, or the one that the user put in its place."""
+    others = {id(found): found for slot in param.slots if (found := slot.get()) is not ours}
+    found = next(iter(others.values()), ours)
+    if len(others) > 1 or found is None or isinstance(found, DTensor) or found.shape != param.sharded.shape:
+        shapes = [None if other is None else tuple(other.shape) for other in others.values()]
+        raise RuntimeError(
+            f"{param.name}: expected one plain parameter of shape {tuple(param.sharded.shape)} to write back, found "
+            f"{shapes or tuple(ours.shape)}; change values, not shapes, and keep tied parameters tied"
+        )
+    return found
+
+
+def _own_memory(full: Tensor, local: Tensor) -> Tensor:
+    """`full` with a storage that holds it alone: saving it takes its bytes, and writing it writes no shard."""
+    storage = full.untyped_storage()
+    alone = storage.nbytes() == full.numel() * full.element_size() and full.is_contiguous()
+    if alone and storage.data_ptr() != local.untyped_storage().data_ptr():
+        return full
+    return full.clone(memory_format=torch.contiguous_format)
+
+
+def _refuse_meta(unit: Unit) -> None:
+    on_meta = [param.name for param in unit.params if param.local.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"{unit.record.name}: expected parameters with data, found {', '.join(on_meta[:8])} on the meta device; "
+            f"call to_empty(device=...) and initialise or load them before full_params"
+        )

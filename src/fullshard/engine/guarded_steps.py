@@ -1,0 +1,133 @@
+"""The steps of optimizers inside of a guarded block: all ranks begin them together, and know where one was left.
+
+    before the first step of each optimizer   all ranks come together: who failed until there prevents it everywhere
+    a step that does not end                  may have written: told where ranks meet again (optimizer_facts.py)
+
+What can be seen of a step that raised: versions of parameters and of the optimizer's state. Where these say nothing
+(torch's list operations, `foreach` and `fused`, write DTensors without raising any), it counts as one that wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .._torch import local_of, version_of
+from .._torch.modules import outside_graphs
+from ..guard import PeerFailed
+from .optimizer_facts import steps_taken
+from .peers import Peers
+from .root import Root
+
+
+class _Begun(NamedTuple):
+    """A step that has begun. `versions`: of what it may write; None: they would say nothing."""
+
+    optimizer: Optimizer
+    versions: list[int] | None
+
+
+class GuardedSteps:
+    """Those of `optimizers`, in one block on all ranks of `peers`, which train `roots`. Use it in a `with` block."""
+
+    def __init__(self, peers: Peers, roots: Sequence[Root], optimizers: Sequence[Optimizer]) -> None:
+        self._peers, self._roots, self._optimizers = peers, roots, list(dict.fromkeys(optimizers))
+        # Before this block somebody failed.
+        self._after_a_failure = any(scope.must_meet for scope in peers.scopes)
+        self._handles: list[RemovableHandle] = []
+        # Those before whose first step all ranks came together; names of those that took one.
+        self._met: list[Optimizer] = []
+        self._taken: list[str] = []
+        self._begun: _Begun | None = None
+
+    def __enter__(self) -> None:
+        before, behind = outside_graphs(self._begins), outside_graphs(self._ends)
+        for optimizer in self._optimizers:
+            # After the hooks that are there: what one of them raises comes before anything is written.
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(behind))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def come_together(self, what: str) -> None:
+        """Wait for all ranks, which are in the same block."""
+        if self._after_a_failure and any(scope.must_meet for scope in self._peers.scopes):
+            # No forward came in between, which does this: of a closure it comes later.
+            renewed = self._peers.meet()
+            for root in self._roots:
+                root.met_by_hand(renewed=renewed)
+        self._peers.come_together(what)
+
+    def _begins(self, optimizer: Optimizer, *_: object) -> None:
+        if not any(optimizer is met for met in self._met):
+            self.come_together(f"the step of {_name(optimizer)}")
+            self._met.append(optimizer)
+        self._begun = _Begun(optimizer, _versions(optimizer))
+
+    def _ends(self, optimizer: Optimizer, *_: object) -> None:
+        self._begun = None
+        self._taken.append(_name(optimizer))
+
+    @property
+    def where(self) -> str:
+        """Where the block is."""
+        if self._begun is not None:
+            return f"the step of {_name(self._begun.optimizer)}"
+        return f"a guarded block, after the step of {self._taken[-1]}" if self._taken else "a guarded block"
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The block ended with `error`; what to raise."""
+        if not self._met:
+            return error
+        wrote = self._begun is not None and self._begun.versions != _versions(self._begun.optimizer)
+        if self._begun is not None and (wrote or self._begun.versions is None):
+            wrote = True
+            for scope in self._peers.scopes:
+                steps_taken(scope).half = _name(self._begun.optimizer)
+        here = "has taken it" if self._taken else "has written nothing"
+        if wrote:
+            here = "was left in the middle of it"
+        told = (
+            f"ranks had begun the step of {_name(self._met[-1])}, and this one {here}: where they are not all alike, "
+            f"nobody can put that back, and every forward raises; then load a checkpoint"
+        )
+        if type(error) is PeerFailed:
+            made = PeerFailed(f"{error}; {told}", rank=error.rank, step=error.step, unit=error.unit, text=error.text)
+            made.__cause__ = error
+            return made
+        error.add_note(told)
+        return error
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _versions(optimizer: Optimizer) -> list[int] | None:
+    found: list[int] = []
+    for group in optimizer.param_groups:
+        if group.get("foreach") or group.get("fused"):
+            return None
+        for parameter in group["params"]:
+            # None says that torch may choose list operations, as it does on a device.
+            if parameter.device.type != "cpu" and group.get("foreach", False) is None:
+                return None
+            state = optimizer.state.get(parameter, {})
+            found.append(len(state))
+            for tensor in (parameter, *state.values()):
+                if isinstance(tensor, Tensor):
+                    found += _of(tensor)
+                elif isinstance(tensor, int | float):
+                    found.append(hash(tensor))
+    return found
+
+
+def _of(tensor: Any) -> tuple[int, ...]:
+    return (version_of(tensor), version_of(local_of(tensor))) if isinstance(tensor, DTensor) else (version_of(tensor),)

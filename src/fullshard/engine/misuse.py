@@ -1,0 +1,215 @@
+"""Misuse that only an optimizer's step, or an operation on a parameter, can show: each is an error with names.
+
+full parameters    an optimizer holds those that stand on modules for a while, and would step on them
+open windows       a step would leave out what an accumulation window holds
+named refusals     DTensor's complaint about an operation gets the parameter's name
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .._torch.modules import outside_graphs
+from ..param import ShardedParam, name_mixed
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+# Dotted names of modules and parameters, as the user's own code spells them.
+
+_SHOWN = 4
+# Names that wrappers insert into dotted names.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """`name` without what recomputation and compile wrappers insert into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
+    return name
+
+
+def dotted_name(unit: Unit, name: str) -> str:
+    """The parameter that is `name` below `unit`, as the user's model spells it once its root is known."""
+    model = unit.module if unit.root is None else unit.root.units[0].module
+    for param, dotted in parameter_names(model, [unit]).items():
+        if param.name == name:
+            return dotted
+    return name
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first of many names, for an error."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[ShardedParam, str]:
+    """The dotted names below `model` of the parameters of `units`; relative to their unit for those outside of it."""
+    prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
+    names = {}
+    for unit in units:
+        for param in unit.params:
+            slot = next((slot for slot in param.slots if slot.module in prefixes), None)
+            names[param] = param.name if slot is None else prefixes[slot.module] + slot.name
+    return names
+
+
+# ---- full in optimizers ----------------------------------------------------------------------------------------------
+# Optimizers that hold full parameters: those that stand on the modules while they compute, or inside `full_params`.
+#
+# An optimizer built from `model.parameters()` at such a moment (after `unshard()`, between forward and backward, inside
+# `full_params`) holds tensors that are filled, emptied or thrown away. Gradients go to the sharded parameters, so its
+# steps would train nothing and say nothing: the first one is refused.
+#
+# Somebody may train the parameters of `full_params` on purpose, with gradients of their own on them: that is left
+# alone.
+
+
+class _Full(NamedTuple):
+    parameter: weakref.ref[Tensor]
+    unit: weakref.ref[Unit]
+    # Below the unit, as `ShardedParam` has it.
+    name: str
+    # When it stands, or stood, on the modules.
+    when: str
+
+
+_full: dict[int, _Full] = {}  # by identity; an entry goes with its parameter
+# Optimizers without such parameters, by the lengths of their groups: they are looked at once, and when they get more.
+_looked_at: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+_full_registrations = itertools.count()
+
+
+def note_full(unit: Unit) -> None:
+    """Remember what stands on the modules of `unit` while it computes, and between forward and backward."""
+    for param in unit.params:
+        for full in (param.full, param.kept):
+            if full is not None:
+                _note(unit, full, param, "they compute (after unshard(), or between forward and backward)")
+
+
+def note_lent(unit: Unit, params: Iterable[ShardedParam], lent: Iterable[nn.Parameter]) -> None:
+    """`lent`, one for each of `params`, stood there for `full_params`, which is over."""
+    for param, full in zip(params, lent, strict=True):
+        _note(unit, full, param, "full_params is open")
+
+
+def _note(unit: Unit, full: Tensor, param: ShardedParam, when: str) -> None:
+    if next(_full_registrations) == 0:
+        register_optimizer_step_pre_hook(outside_graphs(_refuse_full))
+    key = id(full)
+    if key in _full:
+        return
+
+    def forget(_: weakref.ref[Tensor]) -> None:
+        _full.pop(key, None)
+
+    _full[key] = _Full(weakref.ref(full, forget), weakref.ref(unit), param.name, when)
+
+
+def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if _looked_at.get(optimizer) == lengths:
+        return
+    entries = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entry = _full.get(id(parameter))
+            if entry is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is not None:
+                return  # somebody trains full parameters
+            entries.append(entry)
+    units = [(entry.unit(), entry) for entry in entries]
+    names = [dotted_name(unit, entry.name) for unit, entry in units if unit is not None]
+    if names:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: expected the sharded parameters of the model, found full ones, which "
+            f"stand on its modules while {entries[0].when}: {first_few(names)}; no gradient reaches them, so the step "
+            f"would train nothing. Build the optimizer from model.parameters() before the first forward, or behind "
+            f"model.reshard(), outside of full_params"
+        )
+    if not entries:
+        _looked_at[optimizer] = lengths
+
+
+# ---- open windows ----------------------------------------------------------------------------------------------------
+# Steps with a part of the gradients: a window of accumulation is open, and what it holds is not in `.grad`.
+#
+# A backward without synchronisation, or without all-reduce, keeps what it brought on each rank. Where `.grad` was empty
+# a `PendingGrad` stands there, which refuses to be used; where an earlier backward was reduced, `.grad` has that part,
+# and a step would take it for the whole. So would an optimizer that steps parameter by parameter go half its way before
+# it meets a `PendingGrad`. The step is refused before it begins, if the optimizer has such parameters. With a closure
+# the backward that closes the window may still come.
+
+_open: dict[int, weakref.ref[Unit]] = {}  # by identity
+_window_registrations = itertools.count()
+
+
+def note_window(unit: Unit) -> None:
+    """A backward ended; `unit` may hold gradients now, or not any more."""
+    if unit.window_open or unit.partial_open:
+        if next(_window_registrations) == 0:
+            register_optimizer_step_pre_hook(outside_graphs(_refuse_a_part))
+        key = id(unit)
+        _open[key] = weakref.ref(unit, lambda _: _open.pop(key, None))
+    else:
+        _open.pop(id(unit), None)
+
+
+def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _open or any(callable(closure) for closure in (*args[1:2], kwargs.get("closure"))):
+        return
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    waiting = []
+    for reference in list(_open.values()):
+        unit = reference()
+        if unit is None:
+            continue
+        for param in unit.params:
+            if id(param.sharded) in own and (param.live_held() is not None or param.live_partial() is not None):
+                waiting.append(dotted_name(unit, param.name))
+    if waiting:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: expected gradients that are reduced, found some that were only "
+            f"accumulated on each rank, of {first_few(waiting)}: the last backward ran with "
+            f"set_requires_gradient_sync(False) or set_requires_all_reduce(False), and the step would leave out what "
+            f"it brought. Run the last micro-batch of the step with both True, or clear the gradients (zero_grad) to "
+            f"give the window up"
+        )
+
+
+# ---- named refusals --------------------------------------------------------------------------------------------------
+# Operations on sharded parameters pass by us, for their names in DTensor's complaints (ADR 0028): but not in the step
+# of an optimizer, which takes many and mixes nothing.
+
+_refusal_registrations = itertools.count()
+
+
+def name_refusals() -> None:
+    """From now on it is so. Once in a process."""
+    if next(_refusal_registrations) == 0:
+        register_optimizer_step_pre_hook(outside_graphs(_step_begins))
+        register_optimizer_step_post_hook(outside_graphs(_step_ends))
+
+
+def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # A step in another thread is one beside a program that goes on meanwhile, and what that is told must not depend on
+    # when it asks. A step that raised leaves names out until the next one is over.
+    if threading.current_thread() is threading.main_thread():
+        name_mixed(False)
+
+
+def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name_mixed(True)

@@ -1,0 +1,306 @@
+"""What one optimizer did to the parameters of one root, as a deed of each mesh that has some of them (guard/facts.py).
+
+Everything is compared with what it was a step before; texts are made only of what changed. A rate on a device is not
+read, because that would wait for the device.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch import gradient_versions, versions_of_gradient
+from ..guard import RanksDisagree, Scope, scope_of, shown_ranks
+from ..guard.facts import STEP, Deed, Fact, digest_of
+from ..param import Owner
+from .unit import Unit
+
+# ---- optimizer facts -------------------------------------------------------------------------------------------------
+
+# Options that say how a step is computed and not what.
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_SHOWN = 4
+_UNKNOWN = object()
+_PLAIN = (int, float, bool, str, complex, type(None))
+
+# Where a parameter belongs: the key of its mesh, and its dotted name.
+Places = Mapping[int, tuple[Any, str]]
+
+
+class _Part:
+    """Of one optimizer, what is on one mesh."""
+
+    def __init__(self, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]) -> None:
+        """`groups` and `names`: of each of `params`, the position of its group and its name."""
+        by_name = sorted(zip(names, groups, strict=True))
+        # The order of groups, and of parameters in them, changes nothing: groups are numbered by their first name.
+        ordered = list(dict.fromkeys(position for _, position in by_name))
+        self.groups = {position: place for place, position in enumerate(ordered)}
+        self.params = list(params)
+        self._dotted = list(names)
+        self.names = names = tuple(f"{self.groups[position]}.{name}" for name, position in by_name)
+        self.listed = f"{len(names)}, {digest_of(chr(10).join(names)):016x}"
+        self.options: dict[tuple[int, str], Fact] = {}
+        self.states = 0
+        self.counter: float | None = None
+        self.deed: Deed | None = None
+        self.made_of: tuple[str, str] | None = None
+        # Writes to the gradients, all together, and in words.
+        self._written = -1, -1
+        self._written_text = ""
+
+    @property
+    def written(self) -> str:
+        """How often gradients were written until the step took them; texts are made where that changed."""
+        versions = gradient_versions(self.params)
+        if versions != self._written:
+            self._written = versions
+            names: dict[tuple[int, ...], list[str]] = {}
+            for param, name in zip(self.params, self._dotted, strict=True):
+                names.setdefault(versions_of_gradient(param), []).append(name)
+            *rare, common = sorted(names.items(), key=lambda item: (len(item[1]), item))
+            said = [f"{listed(found)} {_writes(count)}" for count, found in rare]
+            self._written_text = ", ".join([*said, f"{len(common[1])} {_writes(common[0])}"])
+        return self._written_text
+
+
+class OptimizerFacts:
+    """One optimizer, as of its last step. Holds its parameters, as it does itself."""
+
+    def __init__(self, optimizer: Optimizer, places: Places) -> None:
+        self._name = type(optimizer).__name__
+        self._lists = [list(group["params"]) for group in optimizer.param_groups]
+        # Options of all groups as they were, and (position of the group, key) of each.
+        self._raw: list[Any] | None = None
+        self._names: list[tuple[int, str]] = []
+        self._states = -1
+        self._state = optimizer.state
+        found: dict[Any, tuple[list[Tensor], list[int], list[str]]] = {}
+        # Of what is no parameter of the root: by the name that the optimizer was given, or by a number.
+        self.strangers: dict[str, Tensor] = {}
+        for position, params in enumerate(self._lists):
+            given = optimizer.param_groups[position].get("param_names", ())
+            for number, param in enumerate(params):
+                place = places.get(id(param))
+                if place is not None:
+                    own, groups, names = found.setdefault(place[0], ([], [], []))
+                    own.append(param)
+                    groups.append(position)
+                    names.append(place[1])
+                elif not isinstance(param, DTensor):
+                    name = given[number] if number < len(given) else f"parameter {len(self.strangers)}"
+                    self.strangers[f"{name} beside the model's in the optimizer"] = param
+        self.parts = {key: _Part(*part) for key, part in found.items()}
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether it is still about the parameters that `optimizer` has."""
+        groups = optimizer.param_groups
+        return len(groups) == len(self._lists) and all(
+            len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
+            for group, known in zip(groups, self._lists, strict=True)
+        )
+
+    def stepped(self, optimizer: Optimizer, do: Callable[[Any, Deed], None]) -> None:
+        """It took a step: `do(key of a mesh, deed)` for each mesh."""
+        groups = optimizer.param_groups
+        raw = [
+            value if isinstance(value, _PLAIN) else _number_of(value)
+            for group in groups
+            for key, value in group.items()
+            if key not in _HOW
+        ]
+        if raw != self._raw:
+            self._note_options(groups, raw)
+        if _changes_nothing(groups):
+            return
+        replaced = self._state is not optimizer.state
+        if replaced or len(optimizer.state) != self._states:
+            self._state, self._states = optimizer.state, len(optimizer.state)
+            for part in self.parts.values():
+                part.states = sum(param in self._state for param in part.params)
+        for key, part in self.parts.items():
+            made_of = self._state_text(part, replaced), part.written
+            if part.made_of != made_of or part.deed is None:
+                part.made_of, part.deed = made_of, self._deed(part, *made_of)
+            do(key, part.deed)
+
+    def _note_options(self, groups: Sequence[Mapping[str, Any]], raw: list[Any]) -> None:
+        """Some option changed: a schedule does that in each step, to one of many."""
+        before, self._raw = self._raw, raw
+        names = [(position, key) for position, group in enumerate(groups) for key in group if key not in _HOW]
+        if before is None or names != self._names:
+            before, self._names = [_UNKNOWN] * len(raw), names
+            for part in self.parts.values():
+                part.options = {}
+        for (position, key), value, old in zip(names, raw, before, strict=True):
+            if value is old or value == old:
+                continue
+            for part in self.parts.values():
+                place = part.groups.get(position)
+                if place is not None:
+                    of = f"group {place} of the optimizer" if len(part.groups) > 1 else "the optimizer"
+                    part.options[position, key] = Fact("optimizer", f"{key} of {of}", text_of(value))
+                    part.made_of = None
+
+    def _deed(self, part: _Part, state: str, gradients: str) -> Deed:
+        facts = (
+            Fact("optimizer", "class of the optimizer", self._name),
+            Fact("parameters", "parameters of the optimizer", part.listed),
+            *sorted(part.options.values()),
+            Fact("state", "state of the optimizer", state),
+            Fact("gradients", "gradients that the optimizer took", gradients),
+        )
+        return Deed(STEP, facts)
+
+    def _state_text(self, part: _Part, replaced: bool) -> str:
+        """How much state there is, and how its counter of steps went on; the same in each step of a training."""
+        counter = None
+        if part.states:
+            first = next((param for param in part.params if param in self._state), None)
+            counter = None if first is None else _counter(self._state[first])
+        before, part.counter = part.counter, counter
+        if counter is None:
+            went = ""
+        elif before is not None and counter == before + 1 and not replaced:
+            went = ", one step further"
+        else:
+            went = f", at step {counter:g}"
+        return f"of {part.states} parameters{went}{', replaced since the last step' if replaced else ''}"
+
+
+def _number_of(value: Any) -> Any:
+    """A rate that is a tensor on the host counts as the number in it."""
+    is_number = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() == 1
+    return value.item() if is_number and value.device.type == "cpu" else text_of(value)
+
+
+def _changes_nothing(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """A step with a rate of zero, as torch takes it to make the state of an optimizer that has none: on some ranks
+    alone, where a checkpoint is loaded or written."""
+    return all(_is_zero(group.get("lr")) for group in groups)
+
+
+def _is_zero(rate: object) -> bool:
+    if isinstance(rate, Tensor):
+        return rate.device.type == "cpu" and float(rate) == 0
+    return isinstance(rate, (int, float)) and rate == 0
+
+
+def _writes(versions: tuple[int, ...]) -> str:
+    return f"written {' and '.join(map(str, versions))} times" if versions else "without one"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`names` in an order of ours, shortened; a digest tells the rest apart."""
+    names = sorted(names)
+    more = f" and {len(names) - _SHOWN} more ({digest_of(chr(10).join(names)):016x})" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _counter(state: Mapping[str, Any]) -> float | None:
+    step = state.get("step") if isinstance(state, Mapping) else None
+    if isinstance(step, Tensor):
+        return float(step) if step.device.type == "cpu" and step.numel() == 1 and type(step) is Tensor else None
+    return float(step) if isinstance(step, (int, float)) else None
+
+
+def text_of(value: Any) -> str:
+    """A value that ranks compare; what is on a device is not read."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.numel() > 16 or isinstance(value, DTensor):
+            return f"a tensor on {value.device.type}"
+        return repr(value.tolist())
+    if isinstance(value, (tuple, list)) and len(value) <= 16:
+        return f"({', '.join(map(text_of, value))})"
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+# ---- steps taken -----------------------------------------------------------------------------------------------------
+# Optimizer steps that the shards of one mesh took, as every rank counts them: they have to be as many on all ranks.
+#
+# Nothing compares them in a step that goes well: what follows would not fit. But a rank that raises in its
+# `optimizer.step()`, where others took theirs, is a step behind for ever once all have caught that and continue. So
+# ranks tell each other how many they have when they come together after a failure; and whether one of them was left in
+# the middle, which nobody can put back. Then every forward of the model raises, on all ranks, until they have a state
+# again that was one: by a load, or because the user says so.
+
+_HALF = "+"
+
+
+class StepsTaken:
+    """On one mesh, since a state was loaded there. `half`: the optimizer that was left in the middle of a step.
+    `source`: what was loaded, where somebody said so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.half = self.source = ""
+
+    def word(self) -> str:
+        """For `Scope.state`."""
+        return f"{self.count}{_HALF}{self.half}" if self.half else str(self.count)
+
+    def forget(self, source: str) -> None:
+        """A whole state is there."""
+        self.count, self.half, self.source = 0, "", source or self.source
+
+
+_taken: weakref.WeakKeyDictionary[Scope, StepsTaken] = weakref.WeakKeyDictionary()
+
+
+def steps_taken(scope: Scope) -> StepsTaken:
+    """Those of the mesh of `scope`."""
+    found = _taken.get(scope)
+    if found is None:
+        found = _taken[scope] = StepsTaken()
+        scope.state = found.word
+    return found
+
+
+def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
+    """Raise `RanksDisagree` on all ranks of a scope that had not all taken the same steps when they met the last time.
+    They meet again before the next forward."""
+    for scope in scopes:
+        if len(scope.states) > 1 or any(_HALF in state for state in scope.states):
+            scope.must_meet = True
+            raise _error(scope.states)
+
+
+def _error(states: Mapping[str, list[int]]) -> RanksDisagree:
+    told = []
+    for state, ranks in states.items():
+        count, _, half = state.partition(_HALF)
+        middle = f", and the middle of one of {half}," if half else ""
+        told.append(f"{count or '0'}{middle} on {shown_ranks(ranks)}")
+    return RanksDisagree(
+        f"expected all ranks to have taken the same optimizer steps since the last load, found {' and '.join(told)}: a "
+        f"rank raised where others took their step, and the parameters are those of several steps; load a checkpoint "
+        f"on all ranks (fullshard.checkpoint.load, or load_state_dict of the model), or bring back the state yourself "
+        f"and say so with fullshard.mark_restored(model)",
+        what="optimizer steps",
+        by_rank={rank: state for state, ranks in states.items() for rank in ranks},
+    )
+
+
+def units_restored(units: Iterable[Unit], source: str = "") -> None:
+    """The shards of `units` were loaded, or are whole for another reason."""
+    _forget((links.everyone for unit in units for links in unit.links), source)
+
+
+def tensors_restored(tensors: Iterable[Tensor], source: str = "") -> int:
+    """Those of `tensors` that are sharded parameters, or values of a state dict of theirs, were loaded; how many."""
+    owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
+    _forget((owner.ranks for owner in owners), source)
+    return len(owners)
+
+
+def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
+    for ranks in dict.fromkeys(meshes):
+        scope = scope_of(ranks)
+        if scope is not None:
+            steps_taken(scope).forget(source)

@@ -1,0 +1,105 @@
+"""What went through one step on this rank, as numbers to compare with those of the same step once more.
+
+In the order of the commands: the shards that were sent, full parameters after use, full gradients before they are
+reduced, and what the optimizer finds on `.grad`. So a bit that was wrong on one rank shows there first, and on the
+others when a message has brought it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..param import ExtensionGroup, PendingGrad, ShardedParam
+from ..schedule import Command
+from .misuse import parameter_names
+from .root import Root
+from .unit import Unit, sum_of_bits
+
+# (what it is, number of its kind and name in this step).
+Moment = tuple[str, int]
+
+_SHARDS = frozenset({"gather"})
+_FULL = frozenset({"free", "shelve", "narrow"})
+_GRADIENTS = frozenset({"reduce", "hold"})
+
+
+class Recorder:
+    """While it is entered, `found` gets an entry for each moment, in order. Roots that form meanwhile are not heard."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
+        # When it was, counted by commands, which are the same on all ranks; and the sum of its bits.
+        self.found: dict[Moment, tuple[int, int]] = {}
+        self._position = 0
+        self._counts: Counter[str] = Counter()
+        self._names = parameter_names(model, units)
+        self._of_shards = {id(param.sharded): name for param, name in self._names.items()}
+        self._optimizers = optimizers
+        self._listening = [
+            (root, partial(self._before, root)) for root in dict.fromkeys(u.root for u in units) if root is not None
+        ]
+
+    def __enter__(self) -> Recorder:
+        for root, listener in self._listening:
+            root.executor.listeners.append(listener)
+        self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for root, listener in self._listening:
+            root.executor.listeners.remove(listener)
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, root: Root, command: Command) -> None:
+        unit = root.units[command.unit.index]
+        self._position += 1
+        groups = [group for group in unit.groups if not isinstance(group, ExtensionGroup)]
+        if command.kind in _SHARDS:
+            for group in groups:
+                for param in group.params:
+                    self._note("the shard of", param, param.local)
+        elif command.kind in _FULL:
+            for group in groups:
+                if not group.shares_memory and group.memory.live_nbytes:
+                    for param in group.params:
+                        self._note("the full parameter", param, param.full)
+        elif command.kind in _GRADIENTS:
+            for param in unit.params:
+                if param.fresh is not None:
+                    self._note("this rank's gradient of", param, param.fresh)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                self._position += 1
+                gradient = parameter.grad
+                if gradient is not None and not isinstance(gradient, PendingGrad):
+                    name = self._of_shards.get(id(parameter), f"parameter {position} of the optimizer")
+                    self._put(f"the reduced gradient of {name}", gradient)
+
+    def _note(self, what: str, param: ShardedParam, tensor: Tensor) -> None:
+        self._put(f"{what} {self._names.get(param, param.name)}", tensor)
+
+    def _put(self, what: str, tensor: Tensor) -> None:
+        self._counts[what] += 1
+        self.found[what, self._counts[what]] = self._position, sum_of_bits(tensor)
+
+
+def first_difference(
+    first: dict[Moment, tuple[int, int]], second: dict[Moment, tuple[int, int]]
+) -> tuple[int, str] | None:
+    """(position in the step, what it is) of the first sum that differs; None where none does.
+
+    What one of them alone has is passed over: the order of prefetching may still be settling.
+    """
+    for moment, (position, bits) in first.items():
+        again = second.get(moment)
+        if again is not None and again[1] != bits:
+            return position, moment[0]
+    return None

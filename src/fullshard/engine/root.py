@@ -1,0 +1,471 @@
+"""The units below one root, and the way from what modules and autograd report to what is done about it.
+
+    report (hooks.py)  ->  event + what the rules must know  ->  schedule.rules  ->  commands  ->  executor
+
+How a root forms: `root_of`, below. A backward is noticed by its first report, and its end by backward.py. No flag of
+ours can survive a failed step; what survives is found by the next report and discarded (`abandon`), see ADR 0008.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from .._torch import current_backward, in_transform, keeps_graph, saved_tensor_hooks_allowed, without_transforms
+from ..comm import OnNodes
+from ..guard import mode
+from ..param import ShardedParam
+from ..policy import Controls, Options
+from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
+from .agreement import Agreement
+from .backward import RunningBackward
+from .executor import Executor, Shared
+from .explicit_gathers import own_by_root
+from .misuse import clean_name, parameter_names
+from .order import MessageOrder
+from .peers import Peers
+from .saved_tensors import Watch
+from .step_facts import StepFacts
+from .stepping import count_optimizer_steps, refuse_half_a_step
+from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
+from .unit import WATCHED_FORWARDS, Unit, unit_of
+
+# ---- root ------------------------------------------------------------------------------------------------------------
+
+
+class Root:
+    """`units[0]` is the unit of the root module, when that module is one. Make it with `root_of`."""
+
+    def __init__(self, units: Sequence[Unit], names: Sequence[str], *, provisional: bool) -> None:
+        self.units = list(units)
+        # Made for one unit by an early `unshard`; gives way to the real one.
+        self.provisional = provisional
+        self.options = options = Options.from_environment()
+        device = self.units[0].device
+        self.shared = self.units[0].shared or Shared(keep=device.type == "cpu")
+        # What ranks compare: `Settings` of the guard.
+        self.guard_mode = mode()
+        self.order = MessageOrder(self.units) if self.guard_mode != "off" else None
+        self.executor = Executor(
+            self.units,
+            self.shared,
+            reductions_in_flight=options.reductions_in_flight,
+            check=options.check,
+            order=self.order,
+        )
+        self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
+        self.limit_bytes()
+        self.run.is_last_backward = self.units[0].is_last_backward
+        self.executor.may_stay_pending = lambda: not self.run.is_last_backward
+        self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
+        self.watch = Watch(self._weight_needed, always=options.watch == "always")
+        self._watches_left = 8
+        # Held units that backwards reached in which no weight got a gradient.
+        self._inputs_only: set[Unit] = set()
+        # Of the running backward: its graph goes with it; some parameter got a gradient.
+        self._spends, self._brought = True, False
+        # Called with every event and every command, as they happen (observe/trace.py).
+        self.event_listeners: list[Callable[[Event], None]] = []
+        self.thread = self.executor.stepping.thread = count_optimizer_steps()
+        self._backward = RunningBackward(self.thread, self.backward_end, self._backward_failed)
+        if self.order is not None:
+            self.executor.stepping.on_step = self.order.stepped
+        for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
+            unit.record.index = index
+            unit.record.name = name
+        self.peers = Peers(self.units, self.thread)
+        # What is to be compared with the other ranks; None when nothing is left.
+        self.agreement: Agreement | None = Agreement(self)
+        self.agreement.refuse_other_structure()
+        self._on_nodes = OnNodes(options.local_world, narrow_partials=options.partial_sums == "wire")
+        for unit in self.units:
+            self.settle_links(unit, unit.controls)
+        self.executor.scopes = self.peers.scopes
+        self.compares_facts = self.guard_mode == "full"
+        self.facts = self.executor.facts = StepFacts(self)
+        if self.order is not None and self.compares_facts and device.type != "cpu":
+            self.order.compare_later(self.facts)
+        first = self.units[0]
+        first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
+        for unit in self.units:
+            unit.on_gradient = self._gradient_arrived
+            unit.on_repaired = self.watch.learn
+            unit.attach(self, self.shared.pool, options.communication)
+            if options.watch == "never":
+                unit.watched = 0
+            self.watch.learn(unit)
+        # Some of what stands on the modules may never have been written; looked at in the next forward.
+        self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
+        self._agreed = False
+        own_by_root(self)
+
+    def met_by_hand(self, *, renewed: bool) -> None:
+        """Outside of a step, and after a failure, all ranks came together: as they do at a forward."""
+        if renewed or self.run.has_leftovers:
+            self.abandon()
+
+    # ---- forward -------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> tuple[bool, bool]:
+        """Report that a forward of `unit` begins. Whether this is a use of its own, not a repetition in backward; and
+        whether another forward of `unit` is running."""
+        if not self._agreed and not self.provisional:
+            # Where a peer failed since, it waits for all to come together.
+            if self.peers.meet():
+                self.abandon()
+            # Which of them look has to be the same on all ranks: some may have memory without values, others values.
+            self.unproven = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven)
+            self._agreed = True  # behind it: when a peer fails before it comes here, all ask again
+        if self.unproven:
+            prove_initialized(self.units)
+            self.unproven = False
+        record, run, hooks = unit.record, self.run, unit.hooks
+        assert hooks is not None
+        in_backward = current_backward() != -1
+        outermost = run.forward_root in (None, record) or record.index == 0
+        if not in_backward and outermost and not hooks.in_method:
+            # Also what a rank has left of a forward that went well is nothing that the others can count on.
+            if self.peers.meet() or run.has_leftovers:
+                self.abandon()
+        nested = hooks.running(run.generation)
+        if self.agreement is not None and not in_backward:
+            trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.module.training
+            if not self.agreement.forward_begins(trains=trains):
+                self.agreement = None
+        if run.forward_root is None and not in_backward and outermost and not nested:
+            self.facts.forward_begins(trains=record.index == 0 and torch.is_grad_enabled() and unit.module.training)
+        if run.forward_root is None and not in_backward:
+            self._wait_for_optimizer()
+            if torch.is_grad_enabled():
+                refuse_half_a_step(self.units)
+            if self.order is not None:
+                self.order.forward_begins(grad=torch.is_grad_enabled())
+        if self.run.order and record.index == 0 and not in_backward and not nested:
+            self._watch_again()
+        repeated = in_backward and record.in_backward
+        stale = record.full is not Full.SHARDED and not nested and unit.is_stale()
+        commands = rules.pre_forward(run, record, in_backward=in_backward, nested=nested, stale=stale)
+        self._do("pre_forward", record, commands, in_backward=in_backward, nested=nested, stale=stale)
+        return not repeated, nested
+
+    def post_forward(self, unit: Unit, module: nn.Module, *, nested: bool, inputs: bool, outputs: bool) -> Use | None:
+        """Report that a forward of `module`, of `unit`, is over. `outputs`: some output requires a gradient; `inputs`:
+        the end of its backward will be reported by its inputs; `nested`: another forward of the unit is running.
+
+        Returns the use of the unit that ended with it, if one did."""
+        in_backward = current_backward() != -1
+        repeated = in_backward and unit.record.in_backward
+        more = not nested and not repeated and unit.ran(module)
+        # Where saved tensors may not be watched, weights may be read by nodes that nothing announces.
+        opaque = outputs and not saved_tensor_hooks_allowed()
+        flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
+        flags["opaque"] = opaque
+        if self.order is not None and not nested and self.run.forward_root is unit.record:
+            self.order.forward_ends()
+        self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
+        record = unit.record
+        return record.open[-1] if record.open and not record.begins else None
+
+    def forward_failed(self, unit: Unit, *, nested: bool) -> None:
+        """Report that a forward of `unit` raised."""
+        flags = {"in_backward": current_backward() != -1, "nested": nested}
+        if not flags["in_backward"] and not nested and self.run.forward_root is unit.record:
+            if self.order is not None:
+                self.order.forward_ends()
+            # An evaluation of what is nowhere cut sends nothing, and no peer waits for it.
+            if torch.is_grad_enabled() or any(links.shard.world > 1 for other in self.units for links in other.links):
+                self.peers.publish(sys.exception(), f"the forward of {unit.record.name}")
+        self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record, **flags), **flags)
+
+    # ---- backward ------------------------------------------------------------------------------------------
+
+    def pre_backward(self, unit: Unit, use: Use | None = None, *, needed: bool = False) -> None:
+        """Report that a gradient reached an output of `use` of `unit`, or that one of its saved weights is `needed`."""
+        self._notice_backward()
+        self.executor.expect_gradient(unit)
+        flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
+        self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, use=use, **flags), **flags)
+
+    def inputs_reached(self, unit: Unit) -> None:
+        """Report that the gradients of the inputs of one use of `unit` are complete."""
+        present = unit.arrived != 0
+        commands = rules.inputs_reached(self.run, unit.record, present=present)
+        self._do("inputs_reached", unit.record, commands, none=not present)
+
+    def _gradient_arrived(self, unit: Unit, param: ShardedParam, bit: int) -> None:
+        record = unit.record
+        if record.full is Full.PENDING and not record.in_backward and unit.may_read_early:
+            # The memory exists and its message is still arriving: whether the weights were read is not known.
+            unit.irregular = True
+            raise RuntimeError(
+                f"{record.name}: expected the gradient of an output of this module before that of its parameter "
+                f"{param.name}, found the parameter's alone while its weights were being gathered; run the step again: "
+                f"from now on this module's weights are watched, and such a backward is right"
+            )
+        self._notice_backward()
+        self._brought = True
+        param.take_fresh()
+        unit.arrived |= bit
+        if self.executor.gradient_nbytes is not None and param.fresh is not None:
+            self.executor.gradient_came(unit, param.fresh.nbytes)
+        # Re-entrant recomputation runs a backward inside of the backward for each use of the unit.
+        backward = current_backward()
+        unit.came = backward, bit | (unit.came[1] if unit.came[0] == backward else 0)
+        if unit.came[1] == unit.expected:
+            self._do("grads_ready", record, rules.grads_ready(self.run, record))
+
+    def _weight_needed(self, unit: Unit) -> None:
+        if any(group.shares_memory for group in unit.groups):
+            self.executor.stepping.refuse_weights(unit)
+        if unit.record.full is Full.FULL and unit.record.in_backward:
+            return
+        if unit.record.full is not Full.FULL:
+            unit.irregular = True
+        self.pre_backward(unit, needed=True)
+
+    def _notice_backward(self) -> None:
+        """The first report of a backward: make sure that its end will be noticed."""
+        if self._backward.is_running:
+            return
+        if self.run.in_backward:
+            self.abandon()
+        self._spends, self._brought = not keeps_graph(), False
+        self._backward.begin()
+
+    def backward_end(self) -> None:
+        """Report that the whole backward is over."""
+        self._backward.forget()
+        must_send = self.executor.must_send
+        present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
+        if not self._brought:
+            held = (unit for unit in self.units if not unit.record.sync)
+            self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.expected)
+        spent = self._spends and self._brought
+        # Said in a trace only where it matters: most backwards are.
+        matters = any(unit.record.pins for unit in self.units)
+        commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
+        try:
+            self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
+        except BaseException as error:
+            # For the rules the backward is over: nobody else will notice. Hooks of the user's run here, too.
+            self.peers.publish(error, "the end of the backward")
+            raise
+
+    def _backward_failed(self, error: BaseException | None) -> None:
+        """The running backward ended with `error`; None: it is not known yet, and this is called again."""
+        self.peers.publish(error, "its backward")
+        if self.run.in_backward:
+            self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
+
+    def reduce_held(self) -> None:
+        """Reduce what backwards without synchronisation left, outside of a backward (pipeline schedules).
+
+        Zero-bubble schedules split a backward, and put the gradients of weights on the full parameters themselves. They
+        look for those before the backward begins: where a unit was freed after forward they find shards, and would
+        leave it without gradients. That is a `RuntimeError`.
+        """
+        if current_backward() != -1:
+            raise RuntimeError(
+                "held gradients: expected no backward to be running when they are reduced by hand, found one; do it "
+                "after the backward, or let the last one reduce them with set_requires_gradient_sync(True)"
+            )
+        inputs_only, self._inputs_only = self._inputs_only, set()
+        for unit in self.units:
+            unit.take_assigned()
+        lost = [unit for unit in self.units if unit in inputs_only and not unit.arrived and not unit.holds_gradients()]
+        if lost:
+            self.abandon()
+            raise RuntimeError(
+                f"{lost[0].record.name}: expected gradients of its weights, found backwards that computed those of its "
+                f"inputs alone ({len(lost)} of {len(self.units)} units): a schedule that splits the backward (zero "
+                f"bubble) needs full weights between forward and backward; use "
+                f"fully_shard(..., reshard_after_forward=False), or a schedule that does not (1F1B, interleaved 1F1B)"
+            )
+        self.backward_end()
+
+    def abandon(self) -> None:
+        """Discard what a step left that did not come to its end."""
+        failed_in_backward = self.run.in_backward
+        self.watch.reset()
+        self._backward.forget()
+        self._do("abandon", self.run.units[0], rules.abandon(self.run, self.run.units[0]))
+        if failed_in_backward and self.options.watch == "auto":
+            # It may have failed because weights were read that nothing announced: watch for that.
+            for unit in self.units:
+                unit.watched = max(unit.watched, WATCHED_FORWARDS)
+
+    def _watch_again(self) -> None:
+        """A forward follows a forward. A backward between them may have failed before it reported anything, because it
+        read a weight that nothing announced; so watch this one. Programs that run two forwards pay a few times."""
+        if self.options.watch == "auto" and self._watches_left:
+            self._watches_left -= 1
+            for unit in self.units:
+                unit.watched = max(unit.watched, 1)
+
+    # ---- the user's calls ----------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Issue the gather of `unit`."""
+        if current_backward() == -1:
+            self.peers.meet()
+        stale = unit.record.full is not Full.SHARDED and unit.is_stale()
+        commands = rules.unshard(self.run, unit.record, stale=stale)
+        self._do("unshard", unit.record, commands, stale=stale)
+
+    def wait_unshard(self, unit: Unit) -> None:
+        """Make the gathered parameters usable."""
+        self._do("wait_unshard", unit.record, rules.wait_unshard(self.run, unit.record))
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the full parameters of `unit`."""
+        self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
+
+    def limit_bytes(self) -> None:
+        """Take over what the user set on the root (`set_prefetch_bytes`, `set_gradient_bytes`)."""
+        first, *below = self.units
+        lost = [unit for unit in below if unit.prefetch_nbytes is not None or unit.gradient_nbytes is not None]
+        if lost:
+            raise RuntimeError(
+                f"set_prefetch_bytes, set_gradient_bytes: expected to be called on the root, found that one was called "
+                f"on {type(lost[0].module).__name__} below {type(first.module).__name__}; call it on the root"
+            )
+        chosen, options = first.prefetch_nbytes, self.options
+        self.run.prefetch_nbytes = options.prefetch_nbytes if chosen is None else chosen
+        chosen = options.gradient_nbytes if first.gradient_nbytes is None else first.gradient_nbytes
+        if chosen is None and any(unit.sends_directly for unit in self.units):
+            # Three quarters of what the largest unit needs by itself: in no precision more than FSDP2 takes. Messages
+            # are received as the gradients of the next unit come.
+            chosen = max(unit.sent_nbytes for unit in self.units) * 3 // 4
+        self.executor.gradient_nbytes = chosen
+
+    def share(self, shared: Shared) -> None:
+        """Use the buffers and the limit of `shared` from now on."""
+        if shared is self.shared:
+            return
+        if self.executor.has_in_flight or any(unit.record.full is Full.PENDING for unit in self.units):
+            raise RuntimeError(
+                f"share_comm_ctx: expected {self.units[0].record.name} to have no message under way, found one; call "
+                f"it before the first forward, or between steps"
+            )
+        self.shared = self.executor.shared = shared
+        for unit in self.units:
+            unit.attach(self, shared.pool, self.options.communication)
+
+    def settle_links(self, unit: Unit, controls: Controls) -> None:
+        """Between which ranks the messages of `unit` go under `controls`; every rank of the root makes this call."""
+        strategy = controls.strategy(self.options.communication)
+        unit.links = [self._on_nodes.links(links, strategy) for links in unit.links]
+        self.peers.open(unit)
+
+    def _wait_for_optimizer(self) -> None:
+        """What `set_post_optim_event` announced: gathers, issued in the order of this stream, come after it."""
+        first = self.units[0]
+        event, first.post_optim_event = first.post_optim_event, None
+        if event is not None and first.device.type != "cpu":
+            event.wait()
+
+    # ---- event to commands to action -----------------------------------------------------------------------
+
+    def _do(self, kind: str, record: UnitRecord, commands: Sequence[Command], **flags: bool) -> None:
+        if self.event_listeners:
+            event = Event(kind, record.name, tuple(name for name, on in flags.items() if on))
+            for listener in self.event_listeners:
+                listener(event)
+        if not commands:
+            return
+        if in_transform():
+            # Full parameters are filled behind the back of a transform, which would take that for a part of the model.
+            with without_transforms():
+                self.executor.run(commands)
+        else:
+            self.executor.run(commands)
+
+
+# ---- forming ---------------------------------------------------------------------------------------------------------
+# How a root forms: at the first forward (or `unshard`) of a module, out of that module and every unit below it.
+
+
+def root_of(unit: Unit) -> Root:
+    """The root `unit` belongs to; formed from its module and what is below it when there is none yet.
+
+    Raises `RuntimeError` when parameters are still on the meta device, and `ValueError` when a parameter belongs to
+    two units.
+    """
+    root = unit.root
+    if root is not None and not root.provisional:
+        return root
+    if len(unit.modules) > 1:
+        raise RuntimeError(
+            f"expected a single module as the root, found the list {[type(m).__name__ for m in unit.modules]} that was "
+            f"given to fully_shard; apply fully_shard to the model that contains them, and run that first"
+        )
+    names: dict[Unit, str] = {}
+    for name, module in unit.module.named_modules():
+        below = unit_of(module)
+        if below is None:
+            continue
+        if below.root is not None and not below.root.provisional:
+            raise RuntimeError(
+                f"{name}: expected the outermost sharded module to run first, found that this module already "
+                f"ran as a root; call the forward of {type(unit.module).__name__} before that of its "
+                f"parts, or do not shard it"
+            )
+        name = clean_name(name) or "root"
+        names[below] = f"{names[below]}+{name}" if below in names else name
+    units = list(names)
+    _refuse_meta(unit.module, units)
+    for below in units:
+        _settle(below)
+    if unit.reshard_after_forward is None:
+        # The root's backward follows its forward at once.
+        unit.record.reshard_after_forward = False
+    return Root(units, list(names.values()), provisional=False)
+
+
+def early_root_of(unit: Unit) -> Root:
+    """The root of `unit`, or a provisional one of its own: `unshard` may come before the root is known."""
+    if unit.root is not None:
+        return unit.root
+    _refuse_meta(unit.module, [unit])
+    return Root([unit], [unit.record.name], provisional=True)
+
+
+def _settle(unit: Unit) -> None:
+    """What was gathered under a provisional root is complete before the buffers change hands."""
+    if unit.root is not None and unit.record.full is Full.PENDING:
+        unit.root.wait_unshard(unit)
+
+
+def _refuse_meta(model: nn.Module, units: Sequence[Unit]) -> None:
+    for unit in units:
+        if unit.record.full is Full.SHARDED:
+            unit.repair()
+    if any(param.local.is_meta for unit in units for param in unit.params):
+        on_meta = [name for param, name in parameter_names(model, units).items() if param.local.is_meta]
+        shown = ", ".join(on_meta[:8]) + (f" and {len(on_meta) - 8} more" if len(on_meta) > 8 else "")
+        raise RuntimeError(
+            f"expected parameters with data before the first use, found {shown} on the meta device; "
+            f"call module.to_empty(device=...) and initialise the parameters "
+            f"(reset_parameters, init_weights or a checkpoint)"
+        )
+    for unit in units:
+        refuse_off_host(unit)
+
+
+def refuse_off_host(unit: Unit) -> None:
+    """With offload, shards are on the host: `RuntimeError` (torch's type) when something put them elsewhere."""
+    elsewhere = {param.name: param.local.device for param in unit.params if param.local.device.type != "cpu"}
+    if unit.host_link is not None and elsewhere:
+        raise RuntimeError(
+            f"{unit.record.name}: expected parameters on the CPU, because CPUOffloadPolicy is given, found "
+            f"{', '.join(f'{name} on {device}' for name, device in elsewhere.items())}; load a CPU state dict, or call "
+            f"module.to_empty(device='cpu') and initialise"
+        )
+
+
+def module_units(module: nn.Module) -> list[Unit]:
+    """The units of `module` and of everything below it, each once."""
+    return list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))

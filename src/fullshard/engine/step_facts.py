@@ -1,0 +1,431 @@
+"""What this rank did to the shards of one root since the last comparison, and the comparison (guard/facts.py).
+
+    optimizer_stepped, clipped, scaled, hooked, loaded     what users do: deeds
+    carry      the first reduction of a backward, on each mesh: everything that holds is put together, and its digest
+               travels with that reduction (comm/comparison.py)
+    compare    the end of the backward, before a gradient is handed over: where digests differ, all ranks of the mesh
+               know it, tell each other what they have, and raise `RanksDisagree`
+    forward_begins   where no message of ours can carry a digest (`communication="torch"`): ranks ask each other at the
+               first, 2nd, 16th, 128th, ... forward that trains, and after a load or a change
+
+Each mesh has a ledger of its own: the ranks of a pipeline stage or of an expert compare among themselves. On a device
+the answer is looked at a step later, at the same place on all ranks, when its event is done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..comm import Comparison, Digits, ReduceChannel
+from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
+from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
+from .agreement import digests_of, replicas_of, unsharded_on
+from .misuse import clean_name, parameter_names
+from .optimizer_facts import OptimizerFacts, listed, steps_taken, text_of
+from .stepping import tell_optimizer_steps
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .root import Root
+
+
+# Values outside of units are looked at with the first comparison, with the second, and then each time after eight times
+# as many.
+_SECOND_LOOK, _LOOKS = 2, 8
+_QUESTION = "facts"
+_log = logging.getLogger("fullshard")
+_by_thread: dict[int, weakref.WeakSet[StepFacts]] = {}
+
+
+class _Sent(NamedTuple):
+    """A comparison under way, and what was compared."""
+
+    comparison: Comparison
+    sealed: Sealed
+
+
+class _Mesh:
+    """What is on one mesh of the root."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.scope: Scope | None = scope_of(ranks)
+        self.epoch = -1 if self.scope is None else self.scope.epoch
+        self.ledger = Ledger()
+        # Groups of units that are on it, by unit.
+        self.members: dict[Unit, list[int]] = {}
+        # Of the running backward, and of earlier ones whose answer was not looked at.
+        self.sent: _Sent | None = None
+        self.earlier: deque[_Sent] = deque()
+        # Comparisons so far, and which one looks at values outside of units again.
+        self.count, self.next_look = 0, 1
+        # Likewise where ranks ask at forwards.
+        self.forwards, self.next_question = 0, 1
+        self.values_asked = True
+        # Gradients that hooks of the user's changed since the last deed.
+        self.hooked: list[str] = []
+        self.digits: dict[tuple[object, int], Digits] = {}
+        # Of each unit, versions of its parameters at the last comparison, and how many writes there were before it.
+        self.written: dict[Unit, int] = {}
+        self.writes: dict[Unit, int] = {}
+        # Ignored parameters that ranks had other values of from the beginning, as they may.
+        self.own: set[str] = set()
+        # Plain parameters beside ours in optimizers, by name.
+        self.beside: dict[str, Tensor] = {}
+
+    def note_hooks(self) -> None:
+        """What hooks changed is one deed, at its place among the others."""
+        if self.hooked:
+            names = f"{', '.join(self.hooked[:4])} ({len(self.hooked)}, {digest_of(chr(10).join(self.hooked)):016x})"
+            self.ledger.do(Deed("hooks", (Fact("hooks", "gradients that hooks changed", names),)))
+            self.hooked = []
+
+    def begin_anew(self) -> None:
+        """After a failure some ranks were further than others: what was done before is no matter."""
+        self.ledger.forget()
+        self.hooked = []
+        self.earlier.clear()
+        self.count, self.next_look, self.values_asked = 0, 1, True
+        self.written, self.writes = {}, {}
+        self.forwards, self.next_question = 0, 1
+
+
+class StepFacts:
+    """Of one root. Costs nothing where nobody is asked."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = weakref.ref(root)
+        self._units = root.units
+        self._meshes: dict[tuple[int, ...], _Mesh] = {}
+        self._of: dict[Unit, tuple[_Mesh | None, ...]] = {}
+        self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerFacts] = weakref.WeakKeyDictionary()
+        self._places: dict[int, tuple[tuple[int, ...], str]] = {}
+        self._placed: list[Tensor] = []
+        # By the identities of parameters, what a fact says of them on each mesh.
+        self._listed_places: dict[tuple[int, ...], dict[tuple[int, ...], str]] = {}
+        self._channels = -1
+        self._settings_changed = True
+        self._looks: dict[tuple[int, ...], list[int]] = {}
+        if root.provisional or not root.compares_facts:
+            return
+        for unit in self._units:
+            meshes: list[_Mesh | None] = []
+            for position, links in enumerate(unit.links):
+                ranks = tuple(sorted(links.everyone))
+                mesh = self._meshes.setdefault(ranks, _Mesh(ranks)) if len(ranks) > 1 else None
+                if mesh is not None:
+                    mesh.members.setdefault(unit, []).append(position)
+                meshes.append(mesh)
+            self._of[unit] = tuple(meshes)
+        for mesh in self._meshes.values():
+            if mesh.scope is not None:
+                mesh.scope.explained_by[_QUESTION] = _asked_alone
+        if self._meshes:
+            tell_optimizer_steps(root.thread, self)
+            _by_thread.setdefault(root.thread, weakref.WeakSet()).add(self)
+
+    # ---- deeds ---------------------------------------------------------------------------------------------
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> bool:
+        """`optimizer` took a step. Whether later ones are of interest."""
+        scope = next(iter(self._meshes.values())).scope
+        if scope is not None and not is_current(scope.watch):
+            return False
+        known = self._known.get(optimizer)
+        if known is None or not known.holds(optimizer):
+            known = self._known[optimizer] = OptimizerFacts(optimizer, self._placed_now())
+            if len(known.parts) == 1:
+                (ranks,) = known.parts
+                self._meshes[ranks].beside |= known.strangers
+        if known.parts:
+            known.stepped(optimizer, self._do)
+        return True
+
+    def _do(self, ranks: tuple[int, ...], deed: Deed) -> None:
+        mesh = self._meshes[ranks]
+        mesh.note_hooks()
+        mesh.ledger.do(deed)
+
+    def done_to(self, parameters: Iterable[Tensor], name: str, facts: Sequence[Fact]) -> None:
+        """Something was done to `parameters`, some of which may be ours."""
+        places = self._placed_now()
+        done_to = tuple(map(id, parameters))
+        if done_to not in self._listed_places:
+            names: dict[tuple[int, ...], list[str]] = {}
+            for place in (places[one] for one in done_to if one in places):
+                names.setdefault(place[0], []).append(place[1])
+            if len(self._listed_places) > 8:
+                self._listed_places.clear()
+            self._listed_places[done_to] = {ranks: listed(found) for ranks, found in names.items()}
+        for ranks, text in self._listed_places[done_to].items():
+            self._do(ranks, Deed(name, (*facts, Fact(facts[0].kind, f"parameters of {name}", text))))
+
+    def hooked(self, unit: Unit, position: int, name: str) -> None:
+        """A hook of the user's changed the gradient of a parameter, or the parameter."""
+        mesh = self._mesh_of(unit, position)
+        if mesh is not None:
+            mesh.hooked.append(f"{unit.record.name}.{name}".lstrip("."))
+
+    def loaded(self, unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
+        """Parameters of `unit` were loaded; `values`: the whole ones, of those that came whole."""
+        for mesh in dict.fromkeys(self._of.get(unit, ())):
+            if mesh is not None:
+                mesh.values_asked = True
+                facts = [Fact("load", "names that load_state_dict loaded", ", ".join(names))]
+                facts += [Fact("load", f"loaded values of {n}", text) for n, text in digests_of(values).items()]
+                mesh.ledger.do(Deed("load_state_dict", tuple(facts)))
+
+    def sent(self, scope: Scope, place: int, action: Action) -> None:
+        """A message of which no order is known yet is about to be sent, on a device: nobody waits for a comparison."""
+        for mesh in self._meshes.values():
+            if mesh.scope is scope:
+                mesh.ledger.do(Deed("a message", (Fact("order", f"message {place}", str(action)),)))
+
+    def settings_changed(self) -> None:
+        """The user set something about reductions."""
+        self._settings_changed = True
+
+    def _mesh_of(self, unit: Unit, position: int) -> _Mesh | None:
+        return self._of[unit][position] if self._of else None
+
+    # ---- the comparison ------------------------------------------------------------------------------------
+
+    def carry(self, unit: Unit, position: int, channel: ReduceChannel, *, keep: bool) -> Comparison | None:
+        """A reduction of a group is about to be sent; what it is to carry, if anything."""
+        mesh = self._mesh_of(unit, position)
+        if mesh is None or mesh.sent is not None or keep or not channel.carries:
+            return None
+        sealed = self._seal(mesh)
+        key = unit.device, sealed.digest
+        digits = mesh.digits.get(key)
+        if digits is None:
+            if len(mesh.digits) > 8:
+                mesh.digits.clear()
+            digits = mesh.digits[key] = Digits(sealed.digest, unit.device)
+        mesh.sent = _Sent(Comparison(digits, sealed.shared), sealed)
+        return mesh.sent.comparison
+
+    def compare(self) -> None:
+        """All messages of the backward arrived. Raises `RanksDisagree` on all ranks of a mesh that differ in a fact."""
+        for mesh in self._meshes.values():
+            while mesh.earlier:
+                self._look(mesh, mesh.earlier.popleft())
+            sent, mesh.sent = mesh.sent, None
+            if sent is not None:
+                if sent.comparison.is_here:
+                    self._look(mesh, sent)
+                else:
+                    mesh.earlier.append(sent)
+
+    def discard(self) -> None:
+        """The backward failed."""
+        for mesh in self._meshes.values():
+            mesh.sent = None
+
+    def forward_begins(self, *, trains: bool) -> None:
+        """A forward does; `trains`: one of the whole model, with gradients. Where no message of ours can carry a
+        digest, ranks ask each other at some of them. Raises `RanksDisagree` on all ranks of a mesh."""
+        for mesh in self._meshes.values():
+            if mesh.scope is None or not self._only_native(mesh):
+                continue
+            mesh.forwards += trains
+            if mesh.forwards < mesh.next_question and not (mesh.values_asked or self._settings_changed):
+                continue
+            if trains and mesh.forwards >= mesh.next_question:
+                mesh.next_question = 2 if mesh.forwards < 2 else mesh.next_question * _LOOKS
+            self._refuse(mesh, mesh.scope, self._seal(mesh).text)
+
+    def _only_native(self, mesh: _Mesh) -> bool:
+        root = self._root()
+        assert root is not None
+        default = root.options.communication
+        return all(unit.controls.strategy(default) == "torch" for unit in mesh.members)
+
+    def _look(self, mesh: _Mesh, sent: _Sent) -> None:
+        if sent.comparison.differs() and mesh.scope is not None:
+            self._refuse(mesh, mesh.scope, sent.sealed.text)
+
+    def _refuse(self, mesh: _Mesh, scope: Scope, text: str) -> None:
+        """Ask the others what they have, and raise what differs, if it may not."""
+        answers = scope.agree(_QUESTION, text)
+        if answers is None:
+            return
+        elsewhere = {rank: told for rank, told in answers.items() if not told.startswith("[")}
+        if elsewhere:
+            raise RanksDisagree(f"expected all ranks to compare facts, found {elsewhere}", by_rank=answers)
+        for difference in differences(answers):
+            fact = difference.fact
+            # What some ranks do not have under this name is their own, and so is what the user told us to leave alone
+            # and differs from the beginning.
+            some_lack = fact.kind == "outside" and any(value == "none" for value, _ in difference.values)
+            if fact.kind == "ignored" or some_lack:
+                mesh.own.add(fact.name)
+                if fact.kind == "ignored" and scope.rank == scope.ranks[0]:
+                    # No warning, which may be an error: experts of each rank's own are like that.
+                    _log.warning("ignored_params: %s", difference.text)
+                continue
+            said = difference.text
+            if fact.kind == "parameters":
+                told = scope.agree("parameters of optimizers", self._listed(mesh))
+                names = {rank: names.split("\n") for rank, names in (told or {}).items()}
+                said = said.replace(";", f" ({first_unlike(names)});", 1) if names else said
+            error = RanksDisagree(said, what=fact.name, by_rank=difference.by_rank)
+            root = self._root()
+            assert root is not None
+            root.peers.disagree_on(scope, error)
+            raise error
+
+    def _listed(self, mesh: _Mesh) -> str:
+        parts = [known.parts[mesh.ranks] for known in self._known.values() if mesh.ranks in known.parts]
+        return "\n".join(sorted(name.partition(".")[2] for part in parts for name in part.names))
+
+    # ---- what holds now ------------------------------------------------------------------------------------
+
+    def _seal(self, mesh: _Mesh) -> Sealed:
+        if mesh.scope is not None and mesh.scope.epoch != mesh.epoch:
+            mesh.epoch = mesh.scope.epoch
+            mesh.begin_anew()
+        mesh.note_hooks()
+        mesh.count += 1
+        if self._settings_changed:
+            self._settings_changed = False
+            for each in self._meshes.values():
+                for unit in each.members:
+                    each.ledger.stand(Fact("settings", f"settings of {unit.record.name}", unit.controls.text))
+        source = "" if mesh.scope is None else steps_taken(mesh.scope).source
+        if source:
+            mesh.ledger.stand(Fact("load", "state that was loaded", source))
+        self._note_written(mesh)
+        if mesh.values_asked or mesh.count >= mesh.next_look:
+            self._note_values(mesh, again=mesh.values_asked)
+            mesh.values_asked = False
+            mesh.next_look = _SECOND_LOOK if mesh.count < _SECOND_LOOK else mesh.next_look * _LOOKS
+        return mesh.ledger.seal()
+
+    def _note_written(self, mesh: _Mesh) -> None:
+        """How often the parameters of each unit were written since the last time.
+
+        An optimizer's own writes depend on how it steps (foreach, fused), which may differ: what counts is that they
+        change from one comparison to the next. After a failure only some of the ranks had made the last comparison.
+        """
+        for unit, positions in mesh.members.items():
+            versions = unit.gathered_versions
+            if len(versions) != len(unit.groups) + 1:
+                continue
+            written = sum([sum(versions[position + 1]) for position in positions])
+            before, mesh.written[unit] = mesh.written.get(unit), written
+            if before is None:
+                value = "counted from here"
+            else:
+                since = written - before
+                usual, mesh.writes[unit] = mesh.writes.get(unit), since
+                value = "counted from here" if usual is None else _more(since - usual)
+            mesh.ledger.stand(Fact("written", f"times that parameters of {unit.record.name} were written", value))
+
+    def _note_values(self, mesh: _Mesh, *, again: bool) -> None:
+        root = self._root()
+        assert root is not None
+        outside = {n: tensor for n, tensor in {**self._outside(mesh), **mesh.beside}.items() if n not in mesh.own}
+        if outside:
+            meant = self._ignored() if mesh.count == 1 else frozenset()
+            facts = [Fact("ignored" if n in meant else "outside", n, text) for n, text in digests_of(outside).items()]
+            mesh.ledger.do(Deed("values outside of units", tuple(facts)))
+        replicas = replicas_of(self._units, root.units[0].module) if again else {}
+        for ranks, shards in replicas.items():
+            if set(ranks) <= set(mesh.ranks):
+                facts = [Fact("replicas", f"shard of {n}", text) for n, text in digests_of(shards).items()]
+                mesh.ledger.share(",".join(map(str, ranks)), facts)
+
+    def _outside(self, mesh: _Mesh) -> dict[str, Tensor]:
+        """Parameters that no unit has, by dotted name; in a backward full ones stand on modules of units."""
+        root = self._root()
+        assert root is not None
+        ours = {id(tensor) for unit in self._units for param in unit.params for tensor in (param.full, param.kept)}
+        found = unsharded_on(root.units[0].module, mesh.ranks)
+        return {name: parameter for name, parameter in found.items() if id(parameter) not in ours}
+
+    def _ignored(self) -> frozenset[str]:
+        """Dotted names of what the user told `fully_shard` to leave alone."""
+        root = self._root()
+        assert root is not None
+        prefixes = {
+            module: f"{clean_name(name)}." if name else "" for name, module in root.units[0].module.named_modules()
+        }
+        return frozenset(
+            prefixes.get(unit.module, "") + clean_name(name) for unit in self._units for name in unit.ignored_names
+        )
+
+    def _placed_now(self) -> dict[int, tuple[tuple[int, ...], str]]:
+        """Mesh and name of each parameter, by identity; anew when shards were replaced."""
+        made = sum([unit.channels_made for unit in self._units])
+        if made != self._channels:
+            root = self._root()
+            assert root is not None
+            self._channels = made
+            names = parameter_names(root.units[0].module, self._units)
+            self._places, self._placed, self._listed_places = {}, [], {}
+            for mesh in self._meshes.values():
+                for name, parameter in self._outside(mesh).items():
+                    self._place(parameter, mesh, name)
+                for unit, positions in mesh.members.items():
+                    for position in positions:
+                        for param in unit.groups[position].params:
+                            self._place(param.sharded, mesh, names[param])
+        return self._places
+
+    def _place(self, parameter: Tensor, mesh: _Mesh, name: str) -> None:
+        self._places[id(parameter)] = mesh.ranks, name
+        self._placed.append(parameter)  # so that its identity stays its own
+
+
+def _more(count: int) -> str:
+    return f"{abs(count)} times {'more' if count > 0 else 'less'} often than before" if count else "as often as before"
+
+
+def _asked_alone(told: str, asking: Sequence[int], here: int) -> str:
+    """The error of rank `here`, which sends a message while ranks `asking` compare facts."""
+    done = [deed[0] for deed in json.loads(told)[0]] if told.endswith("]") else []
+    return (
+        f"calls since the last comparison: expected the same on every rank, found {shown_ranks(asking)} comparing "
+        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} going on; {ADVICE['calls']}"
+    )
+
+
+def note_clip(parameters: Sequence[Tensor], max_norm: object, norm_type: object) -> None:
+    """`clip_grad_norm_` was called in this thread."""
+    _note(
+        parameters,
+        "clip_grad_norm_",
+        (
+            Fact("clip", "max_norm of clip_grad_norm_", text_of(max_norm)),
+            Fact("clip", "norm_type of clip_grad_norm_", text_of(norm_type)),
+        ),
+    )
+
+
+def note_unscale(optimizer: Optimizer, settings: Mapping[str, object]) -> None:
+    """A `GradScaler` with these settings took its scale from the gradients of `optimizer`."""
+    facts = [Fact("scaler", f"{name} of GradScaler", text_of(value)) for name, value in settings.items()]
+    _note([p for group in optimizer.param_groups for p in group["params"]], "GradScaler", facts)
+
+
+def _note(parameters: Sequence[Tensor], name: str, facts: Sequence[Fact]) -> None:
+    for each in tuple(_by_thread.get(threading.get_ident(), ())):
+        each.done_to(parameters, name, facts)
+
+
+def ignored_names(modules: Sequence[nn.Module], ignored: Iterable[Tensor]) -> tuple[str, ...]:
+    """The names, below the first of `modules`, of parameters that are left alone."""
+    left = {id(parameter) for parameter in ignored}
+    if not left:
+        return ()
+    return tuple(name for module in modules for name, p in module.named_parameters() if id(p) in left)

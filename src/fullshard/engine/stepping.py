@@ -1,0 +1,252 @@
+"""Optimizer steps inside a backward: a gradient goes to its optimizer as soon as it is reduced, and then it is gone.
+
+    collected     a reduction is complete: its gradients go to `.grad`, the user's hooks run, the optimizer takes its
+                  step with these parameters alone, and the gradients are freed
+    finish        the backward is over: the same for what could not be done earlier
+    discard       it failed: the optimizer learns that a part of its step was done
+
+A step is taken in the last backward of a window alone: not in one that holds its gradients (no synchronisation), keeps
+partial sums (no all-reduce), keeps its graph (`retain_graph`, `create_graph`), or was said not to be the last
+(`set_is_last_backward(False)`). What those bring waits on `.grad`, or is held, as always, and is part of the step.
+
+Weights that change while a backward runs are safe because a gradient is reduced when the backward of all uses of its
+unit is over. Where that was an error (weights read where nothing announced it) it is one here too, before they are
+read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._torch import local_of, with_tensor_hooks
+from .._torch.modules import outside_graphs
+from ..param import ShardedParam
+from ..schedule import Full
+
+if TYPE_CHECKING:
+    from .executor import InFlight
+    from .unit import Unit
+
+
+# ---- stepping --------------------------------------------------------------------------------------------------------
+
+
+class Stepper(Protocol):
+    """An optimizer that takes gradients in backward, for the parameters it has (extras/step_in_backward.py)."""
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether it is one of the optimizer's."""
+        ...
+
+    def stepped_any(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether some of `parameters` were stepped since the user's last `optimizer.step()`."""
+        ...
+
+    def begin(self, backward: Stepping, unit_name: str) -> None:
+        """The parameters of a unit are stepped, in a backward that is running."""
+        ...
+
+    def step(self, params: Sequence[ShardedParam]) -> None:
+        """Take the optimizer's step with these parameters, and drop their gradients."""
+        ...
+
+    def end(self, backward: Stepping) -> None:
+        """That backward ended well."""
+        ...
+
+    def refuse_half_a_step(self) -> None:
+        """Raise `RuntimeError` when a backward failed after a part of the parameters was stepped."""
+        ...
+
+
+class Stepping:
+    """The steps in the backward that one executor runs."""
+
+    def __init__(self) -> None:
+        # Whether the running backward is the last of its window.
+        self.is_final: Callable[[], bool] = lambda: True
+        # Told when a backward that stepped is over.
+        self.on_step: Callable[[], None] = lambda: None
+        # Whose forward runs the model: what counts optimizer steps counts them by thread.
+        self.thread = 0
+        # Of the running backward: what was stepped; units whose step waits for its end.
+        self._stepped: dict[Unit, set[ShardedParam]] = {}
+        self._postponed: set[Unit] = set()
+
+    def sends(self, unit: Unit) -> None:
+        """`unit` is about to send gradients: that is an error when its step was taken already."""
+        stepper = unit.stepper
+        if stepper is None or not self.is_final():
+            return
+        if unit.arrived != unit.expected:
+            # What is missing may come behind the message: a weight was read outside of the forward of its module.
+            self._postponed.add(unit)
+        if unit in self._stepped:
+            self._refuse_late(unit, [param for param in unit.params if param.fresh is not None])
+            return
+        if stepper.stepped_any([param.sharded for param in unit.params]):
+            raise RuntimeError(
+                f"{unit.record.name}: expected optimizer.step() between two backwards that step, found none: its "
+                f"parameters took their step in the last backward, with a part of the gradients if you accumulate; "
+                f"call set_requires_gradient_sync(False) or set_is_last_backward(False) before all backwards of a step "
+                f"but the last, and keep optimizer.step() behind that one"
+            )
+
+    def _refuse_late(self, unit: Unit, params: Sequence[ShardedParam]) -> None:
+        late = [param.name for param in params if param in self._stepped.get(unit, ())]
+        if late:
+            raise RuntimeError(
+                f"{unit.record.name}: expected all gradients of its parameters before their step in backward, found "
+                f"those of {', '.join(late)} once more behind it: weights were read outside of the forward of the "
+                f"module; read them inside (fullshard.register_fsdp_forward_method), or give step_in_backward another "
+                f"model than the one that contains it"
+            )
+
+    def refuse_weights(self, unit: Unit) -> None:
+        """The weights of `unit` are about to be read: that is an error when they were stepped in this backward."""
+        if unit in self._stepped:
+            raise RuntimeError(
+                f"{unit.record.name}: expected no use of its weights in a backward behind their step, found one: a "
+                f"weight is read where its module's outputs do not announce it; read it inside its module's forward, "
+                f"or step behind backward"
+            )
+
+    def collected(self, flight: InFlight) -> None:
+        """The gradients of a reduction are there, in `param.reduced`."""
+        unit = flight.unit
+        if unit.stepper is None or flight.reduction.keeps or not self.is_final():
+            return
+        params = [flight.group.params[i] for i in flight.trainable]
+        params = [param for param in params if param.reduced is not None and unit.stepper.has(param.sharded)]
+        self._refuse_late(unit, params)
+        # Shards that are being sent (a prefetch behind the backward of the unit) must not change; and gradients that
+        # came behind the message bring another one.
+        waits = unit.record.full is Full.PENDING or any(param.fresh is not None for param in params)
+        if waits or unit in self._postponed or not params:
+            return
+        if unit.host_link is not None:
+            unit.host_link.finish()
+        for i in with_tensor_hooks([param.sharded for param in params]):
+            params[i].run_tensor_hooks()
+        for param in params:
+            param.commit(flight.group.precision.reduce)
+        for param in params:
+            param.run_hooks()
+        self._step(unit, unit.stepper, params)
+
+    def finish(self, arrived: Mapping[Unit, Sequence[ShardedParam]]) -> None:
+        """The backward is over; `arrived`: parameters whose gradients are on `.grad` now."""
+        if self.is_final():
+            for unit, params in arrived.items():
+                if unit.stepper is not None and (owned := [p for p in params if unit.stepper.has(p.sharded)]):
+                    self._step(unit, unit.stepper, owned)
+        if self._stepped:
+            for stepper in self._steppers():
+                stepper.end(self)
+            self._stepped.clear()
+            note_optimizer_step(self.thread)
+            self.on_step()
+        self._postponed.clear()
+
+    def discard(self) -> None:
+        """The backward failed. What it stepped stays stepped: the optimizer was told, and was not told of an end."""
+        if self._stepped:
+            self._stepped.clear()
+            note_optimizer_step(self.thread)
+            self.on_step()
+        self._postponed.clear()
+
+    def _steppers(self) -> dict[Stepper, None]:
+        return {unit.stepper: None for unit in self._stepped if unit.stepper is not None}
+
+    def _step(self, unit: Unit, stepper: Stepper, params: Sequence[ShardedParam]) -> None:
+        # Before it: a step that fails may have changed something.
+        stepper.begin(self, unit.record.name)
+        self._stepped.setdefault(unit, set()).update(params)
+        stepper.step(params)
+        # Full parameters that are the shards: let autograd notice when it reads them once more.
+        shared = [param.full for group in unit.groups if group.shares_memory for param in group.params]
+        if shared:
+            torch.autograd.graph.increment_version(
+                [local_of(full) if isinstance(full, DTensor) else full for full in shared]
+            )
+
+
+def refuse_half_a_step(units: Sequence[Unit]) -> None:
+    """Raise `RuntimeError` when the last backward failed after some of `units` were stepped."""
+    for unit in units:
+        if unit.stepper is not None:
+            unit.stepper.refuse_half_a_step()
+
+
+# ---- optimizer steps -------------------------------------------------------------------------------------------------
+# How many optimizer steps a thread took: one of the two signs that shards were written.
+#
+# The other is the version of the sharded parameters. It is not enough: torch's list operations (`foreach=True`,
+# `fused=True`) write DTensors without raising any version. Where neither sign is given (a direct `torch._foreach_copy_`
+# on the parameters), full parameters that the user asked to keep are used as they were gathered; see ADR 0010.
+#
+# The hook is torch's public, global one. It counts, and tells those who want to know which optimizer it was. By thread,
+# because the ranks of a test may be threads of one process; a model is stepped by the thread that runs its forward.
+
+
+class Listener(Protocol):
+    """Somebody who wants to know of each step."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> bool: ...
+
+
+_steps: Counter[int] = Counter()
+_listeners: dict[int, weakref.WeakSet[Listener]] = {}
+_told: list[Callable[[Optimizer], None]] = []
+_registrations = itertools.count()
+
+
+def optimizer_steps(thread: int) -> int:
+    """Optimizer steps of the thread with this identifier since the first model was run."""
+    return _steps[thread]
+
+
+def count_optimizer_steps() -> int:
+    """Begin to count, once in a process; the identifier of this thread."""
+    if next(_registrations) == 0:
+        register_optimizer_step_post_hook(outside_graphs(_count))
+    return threading.get_ident()
+
+
+def tell_optimizer_steps(thread: int, listener: Listener) -> None:
+    """Tell `listener`, as long as it exists, of the steps that the thread with this identifier takes."""
+    _listeners.setdefault(thread, weakref.WeakSet()).add(listener)
+
+
+def tell_each_step(function: Callable[[Optimizer], None]) -> None:
+    """Call `function` with each optimizer that took a step, in whatever thread. Once for each function."""
+    if function not in _told:
+        _told.append(function)
+
+
+def note_optimizer_step(thread: int) -> None:
+    """A step that ran no hooks: one in backward."""
+    _steps[thread] += 1
+
+
+def _count(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    thread = threading.get_ident()
+    _steps[thread] += 1
+    for function in _told:
+        function(optimizer)
+    listeners = _listeners.get(thread)
+    for listener in tuple(listeners or ()):
+        if not listener.optimizer_stepped(optimizer) and listeners is not None:
+            listeners.discard(listener)

@@ -1,0 +1,16 @@
+"""What a training loop may want beside the engine, through the public surface and a few named functions of the engine:
+micro-batches that fit, optimizer steps in backward, one decision on NaN and inf, uneven numbers of batches, replay of a
+step.
+"""
+
+from .check_gradients import GradientCheck as GradientCheck
+from .check_gradients import NonFiniteError as NonFiniteError
+from .check_gradients import check_gradients as check_gradients
+from .joined import Turn as Turn
+from .joined import joined as joined
+from .micro_batches import MicroBatches as MicroBatches
+from .replay import Replay as Replay
+from .replay import ReplayError as ReplayError
+from .replay import replay as replay
+from .step_in_backward import StepInBackward as StepInBackward
+from .step_in_backward import step_in_backward as step_in_backward

@@ -1,0 +1,415 @@
+"""`MicroBatches`: the largest micro-batch that fits, found by trying, with the mathematics of the whole batch."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import buffers_of
+from ..api import guard
+from ..engine import root_of, unit_of
+from ..engine.peers import peers_below
+from ..engine.root import module_units
+from ..guard import PeerFailed, shown_ranks
+from ..observe import report
+from ..observe.report import human
+from ..param import KeptGradients, KeptTensor
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+# Which size of micro-batches to try next, from what fitted so far. Numbers alone, the same on every rank.
+
+
+@dataclass(slots=True)
+class Sizes:
+    """The search of one model. Sizes are samples of a rank; 0 stands for "not known", as `size` for "all of them"."""
+
+    size: int = 0  # what the next window tries
+    fits: int = 0  # the largest that fitted
+    fails: int = 0  # the smallest that did not
+    bisect: bool = True
+
+    def first(self, samples: int) -> int:
+        """The size of the next attempt at a window of `samples` samples."""
+        return min(self.size or samples, samples)
+
+    def went_well(self, size: int, samples: int) -> None:
+        """A window of `samples` samples fitted in pieces of `size`: choose that of the next window."""
+        self.fits = max(self.fits, size)
+        if not self.bisect or not self.fails:
+            return
+        self.size = self.fits
+        # A larger size is worth trying only where it saves a piece.
+        pieces, fewest = -(-samples // self.fits), -(-samples // (self.fails - 1))
+        if fewest < pieces:
+            self.size = -(-samples // ((pieces + fewest) // 2))
+
+    def failed(self, size: int) -> bool:
+        """A piece of `size` did not fit: choose a smaller one for the same window. False where there is none."""
+        if size == 1:
+            return False
+        self.fails = size
+        if self.fits >= size:
+            self.fits = 0  # so it was, and is no longer
+        self.size = self.fits if self.fits and self.bisect else (size + 1) // 2
+        return True
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# What counts as out of memory, and what to say where nothing is left to try.
+
+# Of the RuntimeErrors by which allocators speak that have no exception of their own.
+_CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
+_SHOWN_TERMS = 6
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory was not to be had: `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeError
+    of the CPU allocator, of cuBLAS, cuDNN and cuSOLVER."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in (*_CPU_ALLOCATOR, *_LIBRARIES))
+
+
+def nothing_fits(model: nn.Module, said: str) -> str:
+    """The text for a model that does not run with one sample: what the allocator said, and what takes memory."""
+    try:
+        found = report(model)
+    except ValueError:  # nothing is sharded
+        return f"{said}\na micro-batch of 1 sample does not fit"
+    terms = sorted((term for term in found.peak_terms if term.nbytes), key=lambda term: -term.nbytes)
+    rest = sum(term.nbytes for term in terms[_SHOWN_TERMS:])
+    listed = [f"  {human(term.nbytes):>10}  {term.name}" for term in terms[:_SHOWN_TERMS]]
+    if rest:
+        listed.append(f"  {human(rest):>10}  the rest")
+    return "\n".join(
+        [
+            said,
+            f"A micro-batch of 1 sample does not fit on rank {found.rank}. Parameters, gradients and messages take at "
+            f"most {human(found.peak_nbytes)} there, in {found.peak_moment}; activations and optimizer come on top:",
+            *listed,
+            "Less of them: more ranks, reshard_after_forward=True, set_gradient_bytes, CPUOffloadPolicy "
+            "(docs/memory.md); less activations: recomputation, shorter samples",
+        ]
+    )
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+# All that forward and backward change, as it is when a window of micro-batches begins; an attempt that failed goes
+# back to it.
+#
+# Parameters and optimizer state are not in it: no forward or backward writes them (a step in backward does, and is
+# refused).
+
+
+class Start:
+    """Gradients, buffers, random numbers and the engine's own marks, of this rank.
+
+    Takes memory: a copy of the buffers, and of gradients that are there already (of those that are held unreduced, the
+    bytes of the unsharded model); none of gradients behind `zero_grad()`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._units = module_units(model)
+        self._gradients = [KeptGradients(param) for unit in self._units for param in unit.params]
+        self._windows = [(unit.window_open, unit.partial_open) for unit in self._units]
+        ours = {id(param.sharded) for unit in self._units for param in unit.params}
+        ours |= {id(param.full) for unit in self._units for param in unit.params if hasattr(param, "full")}
+        plain = (parameter for parameter in model.parameters() if id(parameter) not in ours)
+        self._plain = [(parameter, KeptTensor(parameter.grad)) for parameter in plain]
+        self._buffers = _buffers(model)
+        self._random = _random_states(unit.device for unit in self._units)
+
+    def restore(self) -> None:
+        """Every rank, outside of a backward. Discards what the step left that failed, on this rank or on another."""
+        for root in dict.fromkeys(unit.root for unit in self._units if unit.root is not None):
+            root.abandon()
+        for gradients in self._gradients:
+            gradients.restore()
+        for unit, (window, partial) in zip(self._units, self._windows, strict=True):
+            unit.window_open, unit.partial_open = window, partial
+        for parameter, kept in self._plain:
+            parameter.grad = kept.restore()
+        for module, buffers in self._buffers:
+            standing = buffers_of(module)
+            standing.clear()
+            standing.update({name: kept.restore() for name, kept in buffers.items()})
+        for put_back in self._random:
+            put_back()
+        # Frames of the failed attempt, and the activations that they hold, may be in cycles.
+        gc.collect()
+        for kind in {unit.device.type for unit in self._units}:
+            # What fits is decided by whole blocks of memory: give back those that the failed sizes left.
+            getattr(torch.get_device_module(kind), "empty_cache", _nothing)()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, dict[str, KeptTensor]]]:
+    """Of each module, its buffers; those of several modules are copied once."""
+    once: dict[int, KeptTensor] = {}
+
+    def kept(buffer: torch.Tensor | None) -> KeptTensor:
+        if id(buffer) not in once:
+            once[id(buffer)] = KeptTensor(buffer)
+        return once[id(buffer)]
+
+    found = []
+    for module in model.modules():
+        # Also of modules without any: a forward may register its first one.
+        found.append((module, {name: kept(buffer) for name, buffer in buffers_of(module).items()}))
+    return found
+
+
+def _random_states(devices: Iterable[torch.device]) -> list[Callable[[], None]]:
+    """How to put back the generators of this process as they are now: torch's of the host and of `devices`, Python's,
+    and numpy's where it is in use."""
+    host, python = torch.get_rng_state(), random.getstate()
+    states: list[Callable[[], None]] = [lambda: torch.set_rng_state(host), lambda: random.setstate(python)]
+    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+        states.append(_device_state(device))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        states.append(lambda: numpy.random.set_state(state))
+    return states
+
+
+def _device_state(device: torch.device) -> Callable[[], None]:
+    module = torch.get_device_module(device)
+    state = module.get_rng_state(device)
+    return lambda: module.set_rng_state(state, device)
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+Search = Literal["bisect", "halve", "fixed"]
+Reduce = Literal["last", "each"]
+Answer = TypeVar("Answer", Tensor, tuple[Tensor, Any])
+
+
+class MicroBatches:
+    """Forward and backward over the samples of a step in pieces, with the largest pieces that fit into memory.
+
+        micro = fullshard.MicroBatches(model)
+        for inputs, targets in batches:  # what this rank has of a step
+            tokens = targets.numel()
+
+            def loss_of(piece: slice) -> Tensor:
+                logits = model(inputs[piece])
+                return F.cross_entropy(logits.flatten(0, 1), targets[piece].flatten(), reduction="sum") / tokens
+
+            loss = sum(micro.backward(loss_of, len(inputs)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    When a rank runs out of memory in forward or backward, be it one alone, the window (all pieces of the call) is tried
+    again by all ranks with smaller pieces. What a failed attempt changed is put back: gradients (those of earlier
+    backwards too), buffers, random numbers, and the engine's own state; parameters and optimizer are not touched by
+    forward and backward. So the result is bitwise that of a run that had used the size from the beginning. Sizes are
+    remembered.
+
+    model: sharded by `fully_shard`, whole (not a part of it).
+    size: what the first window tries, in samples of a rank; None: all of them.
+    search: "bisect": where a size did not fit, the next windows try what lies between it and the largest that did,
+        until no larger one would save a piece. "halve": half of what did not fit. "fixed": `size` as it is; out of
+        memory is an error.
+    reduce: "last": gradients are held whole and reduced behind the last piece (`set_requires_gradient_sync`); "each":
+        after every piece, in less memory. A window that is not the last of a step is one with synchronisation switched
+        off by the caller; that is left as it is.
+
+    Not put back: what hooks and forwards write beside buffers (counters in Python, files), and the data that
+    `loss_of` draws itself: give it slices of what was drawn before. Batch normalisation sees pieces, so its results
+    depend on their size.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, size: int | None = None, search: Search = "bisect", reduce: Reduce = "last"
+    ) -> None:
+        """Raises `ValueError` for a model without sharded parts and arguments out of their range, and `RuntimeError`
+        where an optimizer steps in backward: its steps cannot be taken back."""
+        if not module_units(model):
+            raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
+        _check_choice("search", search, get_args(Search))
+        _check_choice("reduce", reduce, get_args(Reduce))
+        _check_count("size", size, none=search != "fixed")
+        self.model = model
+        self.search, self._reduce = search, reduce
+        self._sizes = Sizes(size or 0, bisect=search == "bisect")
+
+    @property
+    def size(self) -> int | None:
+        """Most samples in one forward of a rank, as the next window will have them; None: all of them."""
+        return self._sizes.size or None
+
+    def state_dict(self) -> dict[str, int]:
+        """What was found, the same on all ranks; 0 stands for nothing."""
+        return {"size": self._sizes.size, "fits": self._sizes.fits, "fails": self._sizes.fails}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Begin with what was found before."""
+        self._sizes.size, self._sizes.fits, self._sizes.fails = state["size"], state["fits"], state["fails"]
+
+    def backward(self, loss_of: Callable[[slice], Answer], samples: int) -> list[Answer]:
+        """Forward and backward over `samples` samples of this rank (the same number on every rank). Collective.
+
+        `loss_of(slice(a, b))` returns the part of the loss that samples a to b of them bring, a scalar to
+        differentiate, so that the parts of all pieces add up to the loss: weigh by the number of tokens or samples of
+        the whole step and not of the piece. Or a tuple of that and something that it wants returned. In a window that
+        is tried again it is called again from the first sample on.
+
+        Returns what `loss_of` returned, in order, the losses detached.
+
+        Raises, where even one sample does not fit, an error of the allocator's type with the terms of memory in its
+        text, and `PeerFailed` on ranks where it did. What else `loss_of` or the backward raises goes through, and the
+        other ranks raise `PeerFailed`. After each of these everything is as it was before the call. `PeerFailed` also
+        when the process of another rank ended or is held up: then nothing can be put back together.
+        """
+        _check_count("samples", samples)
+        self._refuse_steps_in_backward()
+        if self.search == "fixed":
+            return self._window(loss_of, samples, self._sizes.first(samples))
+        self._form_root()
+        start = Start(self.model)
+        while True:
+            size = self._sizes.first(samples)
+            ended = self._attempt(loss_of, samples, size)
+            if ended.answers is not None:
+                self._sizes.went_well(size, samples)
+                return ended.answers
+            # On all ranks; and none of them has to wait for another one that does not come back.
+            lacking = self._together(ended)
+            start.restore()
+            if ended.raised is not None:
+                raise ended.raised
+            if lacking.error is not None:
+                raise lacking.error
+            if not self._sizes.failed(size):
+                raise self._nothing_fits(ended, lacking)
+
+    # ---- an attempt ----------------------------------------------------------------------------------------
+
+    def _attempt(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> _Ended[Answer]:
+        """A window with pieces of `size`. When a rank raises in it, all ranks do, before they leave it."""
+        try:
+            with guard(self.model):
+                return _Ended(answers=self._window(loss_of, samples, size))
+        except PeerFailed:
+            return _Ended()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                return _Ended(raised=error)
+            # The exception itself holds the frames of the attempt, and so its activations.
+            return _Ended(lacked=(_kind_of(error), str(error)))
+
+    def _together(self, ended: _Ended[Any]) -> _Lacking:
+        """After a window that failed: what went wrong where. Every rank makes this call.
+
+        Raises `PeerFailed` when a rank cannot take part, because its process ended or is held up.
+        """
+        peers = peers_below(self.model)
+        peers.meet()
+        said = _FOLLOWED
+        if ended.raised is not None:
+            said = f"{type(ended.raised).__name__}: {ended.raised}"
+        elif ended.lacked is not None:
+            said = _LACKED
+        found = peers.compare("the end of a window of micro-batches", said, _weight)
+        failed = {rank: text for rank, text in found.items() if text not in (_FOLLOWED, _LACKED)}
+        if failed:
+            rank, text = min(failed.items())
+            message = (
+                f"MicroBatches: expected every rank to come through its window, found that rank {rank} raised: {text}"
+            )
+            return _Lacking((), PeerFailed(message, rank=rank, text=text))
+        return _Lacking(tuple(rank for rank, text in found.items() if text == _LACKED), None)
+
+    def _form_root(self) -> None:
+        """Ranks make their connections together, so before one of them may run out of memory alone."""
+        top = unit_of(self.model)
+        if top is not None:
+            root_of(top)
+
+    def _window(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> list[Answer]:
+        records = [unit.record for unit in module_units(self.model)]
+        asked = [record.sync for record in records]
+        answers: list[Any] = []
+        try:
+            for first in range(0, samples, size):
+                last = first + size >= samples
+                for record, sync in zip(records, asked, strict=True):
+                    record.sync = sync and (last or self._reduce == "each")
+                answer: Any = loss_of(slice(first, min(first + size, samples)))
+                loss = answer[0] if isinstance(answer, tuple) else answer
+                torch.autograd.backward(loss)
+                detached = loss.detach()
+                answers.append((detached, *answer[1:]) if isinstance(answer, tuple) else detached)
+        finally:
+            for record, sync in zip(records, asked, strict=True):
+                record.sync = sync
+        return answers
+
+    def _nothing_fits(self, ended: _Ended[Any], lacking: _Lacking) -> Exception:
+        if ended.lacked is not None:
+            kind, text = ended.lacked
+            return kind(nothing_fits(self.model, text))
+        return PeerFailed(
+            f"MicroBatches: expected a micro-batch of 1 sample to fit on every rank, found that "
+            f"{shown_ranks(list(lacking.ranks))} ran out of memory with it; see the error there",
+            rank=min(lacking.ranks),
+            text="out of memory",
+        )
+
+    def _refuse_steps_in_backward(self) -> None:
+        if any(unit.stepper is not None for unit in module_units(self.model)):
+            raise RuntimeError(
+                "MicroBatches: expected gradients to stay until optimizer.step(), found that the optimizer steps in "
+                "backward (fullshard.step_in_backward), which cannot be taken back when a piece does not fit; call "
+                "remove() of what step_in_backward returned, or use a fixed loop of your own"
+            )
+
+
+class _Ended(NamedTuple, Generic[Answer]):
+    """How a window ended on this rank; none of the three: it was given up because a peer failed."""
+
+    answers: list[Answer] | None = None
+    lacked: tuple[type[Exception], str] | None = None  # what the allocator said
+    raised: Exception | None = None  # anything else
+
+
+class _Lacking(NamedTuple):
+    ranks: tuple[int, ...]  # that ran out of memory
+    error: PeerFailed | None  # what this rank raises where another one raised something else
+
+
+_FOLLOWED, _LACKED = "", "out of memory"
+
+
+def _weight(said: str) -> int:
+    return 0 if said == _FOLLOWED else 1 if said == _LACKED else 2
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    """The type to raise again, which is made of a text alone."""
+    return next((kind for kind in (torch.OutOfMemoryError, MemoryError) if isinstance(error, kind)), RuntimeError)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
+
+
+def _check_count(name: str, value: object, *, none: bool = False) -> None:
+    if value is None and none:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected a number of samples, at least 1, found {value!r}")

@@ -1,0 +1,438 @@
+"""The flat layout of one unit: its shards in one rank-local buffer, and the messages that are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .nodes import NodeGrid, SlotGrid, flat_grids
+from .shard import ShardLayout, require_int
+
+# ---- pack ------------------------------------------------------------------------------------------------------------
+# The shards of one unit in one flat rank-local buffer, and the shapes of the messages made of it.
+#
+# Three parameters on 2 ranks, `align_numel` 4; one character is one element, `.` is padding of rows, `_` of
+# alignment:
+#
+#     local buffer of a rank     aaaaaa__bbb.cccc          segments at 0, 8, 12; padded_local_numel 16
+#     gathered buffer            aaaaaa__bbb.ccccaaaaaa__bbb.cccc       rank-major: rank r starts at 16 * r
+#     one reduction message      aaaaaa__bbb.cccc110ffffffff_     per rank: a chunk of the same offsets, presence, facts
+#     with `a` direct                    bbb.cccc110ffffffff_      what is left of the chunk; `a` travels by itself
+#
+# Everything is counted in elements, so the offsets are the same in storage, compute and reduce dtype. Every
+# list is indexed by the position of the parameter in the `layouts` given to `Pack.build`; `order` alone says
+# how the segments follow each other in memory.
+
+# Vector loads, collectives and the views of other dtypes want the shards to begin at such addresses.
+SEGMENT_ALIGN_NBYTES = 16
+
+
+def align_numel(itemsizes: Iterable[int]) -> int:
+    """Elements to which segments are aligned so that they begin at 16 bytes in every dtype in use.
+
+    `itemsizes` are the bytes per element of storage, compute and reduce dtype; the smallest decides.
+
+    >>> align_numel([4, 2, 4])
+    8
+    """
+    sizes = tuple(itemsizes)
+    if not sizes:
+        raise ValueError("itemsizes: expected at least one, found none; give the bytes per element of each dtype")
+    for size in sizes:
+        if size not in (1, 2, 4, 8, 16):
+            raise ValueError(f"itemsizes: expected each in 1, 2, 4, 8, 16, found {sizes}; use layout.itemsize(dtype)")
+    return SEGMENT_ALIGN_NBYTES // min(sizes)
+
+
+def align_up(numel: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least `numel`."""
+    return -(-numel // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Where one parameter's padded shard lies in the flat local buffer."""
+
+    # Position of the parameter in the list of layouts.
+    index: int
+    # First element in the flat local buffer.
+    offset: int
+    layout: ShardLayout
+    # For errors and reports only.
+    name: str
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the padded shard: the segment without what aligns the next one."""
+        return self.layout.padded_local_numel
+
+    @property
+    def end(self) -> int:
+        """First element behind the padded shard."""
+        return self.offset + self.padded_numel
+
+    def __str__(self) -> str:
+        return f"{self.name} [{self.offset}, {self.end})"
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Order and offsets (elements) of all shards of a unit in one flat local buffer; made by `build`.
+
+    >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+    >>> [str(segment) for segment in pack.segments], pack.padded_local_numel, pack.gathered_numel
+    (['0 [0, 6)', '1 [8, 10)'], 12, 24)
+    >>> pack.gathered_segment(1, rank=1)
+    20
+    """
+
+    # One per parameter, in the order of the given layouts: segments[i].index == i.
+    segments: tuple[Segment, ...]
+    # The indices as the segments follow each other in the buffer.
+    order: tuple[int, ...]
+    # Every offset and the total are multiples of this many elements.
+    align_numel: int
+    # Number of ranks, the same for all layouts.
+    world: int
+    # Elements of the flat local buffer, alignment and padding included.
+    padded_local_numel: int
+    # Where each parameter's full tensor (layout.full_memory_numel) begins in one buffer that holds all, by index.
+    full_offsets: tuple[int, ...]
+    # Every full offset and the full total are multiples of this many elements.
+    full_align_numel: int
+    # Elements of the buffer that holds all full tensors.
+    full_numel: int
+
+    @classmethod
+    def build(
+        cls,
+        layouts: Sequence[ShardLayout],
+        align_numel: int,
+        *,
+        first: Sequence[int] = (),
+        names: Sequence[str] | None = None,
+        full_align_numel: int | None = None,
+    ) -> Pack:
+        """Lay the shards of `layouts` behind each other: the indices in `first`, then the others as given.
+
+        `align_numel`: see the function of that name. `full_align_numel` (default 4 * align_numel, which is
+        64 bytes in the smallest dtype) aligns the full tensors. `names` are for errors; default: the
+        positions.
+        """
+        if not layouts:
+            raise ValueError("layouts: expected at least one, found none; a unit without parameters has no pack")
+        require_int("align_numel", align_numel, 1, "use layout.align_numel(itemsizes)")
+        full_align = 4 * align_numel if full_align_numel is None else full_align_numel
+        require_int("full_align_numel", full_align, 1, "give the alignment of full tensors in elements")
+        labels = tuple(map(str, range(len(layouts)))) if names is None else tuple(names)
+        if len(labels) != len(layouts):
+            raise ValueError(f"names: expected {len(layouts)}, one per layout, found {len(labels)}; give all or none")
+        front = tuple(first)
+        if len(set(front)) != len(front) or not set(front) <= set(range(len(layouts))):
+            raise ValueError(
+                f"first: expected distinct indices in [0, {len(layouts)}), found {front}; "
+                f"give positions in the list of layouts"
+            )
+        taken = frozenset(front)
+        order = (*front, *(index for index in range(len(layouts)) if index not in taken))
+        offsets, full_offsets = [0] * len(layouts), [0] * len(layouts)
+        local_total = full_total = 0
+        for index in order:
+            offsets[index], full_offsets[index] = local_total, full_total
+            local_total = align_up(local_total + layouts[index].padded_local_numel, align_numel)
+            full_total = align_up(full_total + layouts[index].full_memory_numel, full_align)
+        segments = tuple(Segment(index, offsets[index], layout, labels[index]) for index, layout in enumerate(layouts))
+        return cls(
+            segments=segments,
+            order=order,
+            align_numel=align_numel,
+            world=layouts[0].world,
+            padded_local_numel=local_total,
+            full_offsets=tuple(full_offsets),
+            full_align_numel=full_align,
+            full_numel=full_total,
+        )
+
+    def __post_init__(self) -> None:
+        count = len(self.segments)
+        require_int("align_numel", self.align_numel, 1, "use layout.align_numel(itemsizes)")
+        require_int("full_align_numel", self.full_align_numel, 1, "give the alignment of full tensors in elements")
+        if sorted(self.order) != list(range(count)) or len(self.full_offsets) != count:
+            raise ValueError(
+                f"order, full_offsets: expected each of {count} indices once and {count} offsets, found "
+                f"order {self.order} and {len(self.full_offsets)} offsets; use Pack.build"
+            )
+        for index, segment in enumerate(self.segments):
+            if segment.index != index:
+                raise ValueError(f"segments[{index}]: expected index {index}, found {segment.index}; use Pack.build")
+            if segment.layout.world != self.world:
+                raise ValueError(
+                    f"{segment.name}: expected world {self.world} as for the whole pack, found "
+                    f"{segment.layout.world}; put parameters of different meshes into different packs"
+                )
+        _prove_ranges(
+            [(str(self.segments[i]), self.segments[i].offset, self.segments[i].end) for i in self.order],
+            self.align_numel,
+            self.padded_local_numel,
+            "padded_local_numel",
+        )
+        full = [(self.segments[i], self.full_offsets[i]) for i in self.order]
+        _prove_ranges(
+            [
+                (
+                    f"full {s.name} [{start}, {start + s.layout.full_memory_numel})",
+                    start,
+                    start + s.layout.full_memory_numel,
+                )
+                for s, start in full
+            ],
+            self.full_align_numel,
+            self.full_numel,
+            "full_numel",
+        )
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the rank-major buffer that one gather of the whole pack fills."""
+        return self.world * self.padded_local_numel
+
+    @property
+    def numel(self) -> int:
+        """Elements of all full parameters, without any padding."""
+        return sum(segment.layout.numel for segment in self.segments)
+
+    def local_numel(self, rank: int) -> int:
+        """Elements that `rank` owns, without any padding."""
+        return sum(segment.layout.local_numel(rank) for segment in self.segments)
+
+    def gathered_segment(self, index: int, rank: int) -> int:
+        """First element, in the rank-major gathered buffer, of the shard of parameter `index` from `rank`."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank: expected 0 <= rank < {self.world}, found {rank!r}; give a rank of the group")
+        return rank * self.padded_local_numel + self.segments[index].offset
+
+
+def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int, total_name: str) -> None:
+    """Aligned, ordered, disjoint, in bounds; `ranges` are (label, start, end) in memory order."""
+    if total % alignment:
+        raise ValueError(f"{total_name}: expected a multiple of {alignment}, found {total}; use Pack.build")
+    previous_label, previous_end = "the beginning [0, 0)", 0
+    for label, start, end in ranges:
+        if start % alignment:
+            raise ValueError(f"{label}: expected to begin at a multiple of {alignment}; use Pack.build")
+        if start < previous_end:
+            raise ValueError(f"{label}: expected to begin behind {previous_label}; use Pack.build")
+        if end > total:
+            raise ValueError(f"{label}: expected to end within {total_name} {total}; use Pack.build")
+        previous_label, previous_end = label, end
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+# The messages of one gradient reduction: what of each gradient goes where in the send buffer. Counts are elements.
+
+# Elements at the end of each chunk for what ranks compare: 64 bits, eight in each as a number from 0 to 255, which all
+# floating dtypes have exactly, and whose sums are finite.
+FACTS_NUMEL = 8
+
+
+class SendGap(NamedTuple):
+    """A grid of elements of the send buffer that nothing is written to."""
+
+    sizes: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+
+class SendRegion(NamedTuple):
+    """A part of one full gradient whose place in the send buffer is a grid of equal `sizes`. Elements."""
+
+    sizes: tuple[int, ...]
+    full_start: int
+    full_strides: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """The chunks of one gradient reduction, (world, chunk_numel), one for each receiving rank, and how they travel.
+
+    A chunk has the offsets of the pack, followed by one presence element per parameter: 1 where this rank
+    produced a gradient for it, else 0. So the presence of each gradient travels with the message: the
+    message has the same size whatever gradients a rank has, ranks cannot disagree on it, and after the
+    reduction a parameter got a gradient somewhere exactly when its presence is not 0 (a sum or an average
+    of zeros and ones, in any float dtype). After presence a chunk has room for a digest that ranks compare on
+    arrival (comm/comparison.py), whether it carries one or not.
+
+    The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
+    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel). Its
+    chunks are in rank order, or as `grid` has them (layout/nodes.py).
+
+    >>> from fullshard.layout import ShardLayout
+    >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+    >>> layout = ReduceLayout(pack)
+    >>> layout.presence_offset, layout.chunk_numel, layout.numel
+    (12, 24, 48)
+    >>> ReduceLayout(pack, direct=(0,)).message_start, ReduceLayout(pack, direct=(0,)).numel
+    (8, 32)
+    """
+
+    # The parameters whose gradients are reduced together: of trainable parameters, if some are frozen.
+    pack: Pack
+    # The first ones of `pack.order`; each gathers in place, so the parts of the ranks are runs of the whole gradient.
+    direct: tuple[int, ...] = ()
+    # Of a reduction in two hops; None: in one.
+    grid: NodeGrid | None = None
+    # Elements for what ranks compare; 0 where the backend sums messages, so that nobody sees what each rank sent.
+    facts_numel: int = FACTS_NUMEL
+
+    def __post_init__(self) -> None:
+        if self.grid is not None and self.grid.world != self.pack.world:
+            raise ValueError(
+                f"grid: expected {self.pack.world} ranks in all, found {self.grid.nodes} times {self.grid.local}; "
+                f"use node_grid"
+            )
+        front = self.pack.order[: len(self.direct)]
+        if self.direct != front:
+            raise ValueError(
+                f"direct: expected the first indices of the pack's order {self.pack.order}, found {self.direct}; "
+                f"build the pack with first=direct"
+            )
+        for index in self.direct:
+            segment = self.pack.segments[index]
+            if not segment.layout.gathers_in_place:
+                raise ValueError(
+                    f"direct: expected parameters whose shards are runs of their memory, found {segment.name}, cut "
+                    f"along dim {segment.layout.dim} of {segment.layout.shape}; leave it in the message"
+                )
+
+    @property
+    def presence_offset(self) -> int:
+        """First presence element in a chunk; aligned, because the pack's total is."""
+        return self.pack.padded_local_numel
+
+    @property
+    def facts_offset(self) -> int:
+        """First of the `facts_numel` elements in a chunk that ranks compare."""
+        return self.presence_offset + len(self.pack.segments)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of what one rank gets: its part of every gradient, presence, and what is compared."""
+        return align_up(self.facts_offset + self.facts_numel, self.pack.align_numel)
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """The parameters whose gradients are in the message, in buffer order."""
+        return self.pack.order[len(self.direct) :]
+
+    @property
+    def message_start(self) -> int:
+        """First element of a chunk that is in the message."""
+        return self.pack.segments[self.packed[0]].offset if self.packed else self.presence_offset
+
+    @property
+    def message_numel(self) -> int:
+        """Elements of the message for one rank."""
+        return self.chunk_numel - self.message_start
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole send buffer."""
+        return self.pack.world * self.message_numel
+
+    def unwritten(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The ranges [start, stop) of a chunk that neither the message nor a direct gradient of `rank` writes: padding.
+
+        >>> from fullshard.layout import ShardLayout
+        >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+        >>> ReduceLayout(pack, direct=(0,)).unwritten(0)
+        ((6, 8),)
+        """
+        found = []
+        for place, index in enumerate(self.direct):
+            segment = self.pack.segments[index]
+            start = segment.offset + segment.layout.local_numel(rank)
+            after = place + 1
+            stop = self.pack.segments[self.direct[after]].offset if after < len(self.direct) else self.message_start
+            if start < stop:
+                found.append((start, stop))
+        return tuple(found)
+
+    def regions(self, index: int) -> tuple[SendRegion, ...]:
+        """The gradient of packed parameter `index`: which parts of it, as it lies contiguous in memory, go where.
+
+        >>> from fullshard.layout import ShardLayout
+        >>> pack = Pack.build([ShardLayout((8,), world=4)], align_numel=1)
+        >>> ReduceLayout(pack, grid=NodeGrid(2, 2)).regions(0)[0][:3]
+        ((2, 2, 1, 2), 0, (4, 2, 8, 1))
+        """
+        offset, chunk = self.pack.segments[index].offset - self.message_start, self.message_numel
+        found = []
+        for piece in self.pack.segments[index].layout.pieces:
+            for grid in self._grids(piece.first_rank, piece.ranks):
+                found.append(
+                    SendRegion(
+                        (*grid.sizes, piece.outer, piece.block),
+                        piece.full_start + (grid.first_rank - piece.first_rank) * piece.full_rank_stride,
+                        (*(n * piece.full_rank_stride for n in grid.rank_strides), piece.full_outer_stride, 1),
+                        grid.slot * chunk + offset,
+                        (*(n * chunk for n in grid.slot_strides), piece.block, 1),
+                    )
+                )
+        return tuple(found)
+
+    def gaps(self) -> tuple[SendGap, ...]:
+        """What neither the gradients of `regions` nor presence fill: alignment, the padding of uneven rows, and what is
+        compared, which not every message carries.
+
+        >>> from fullshard.layout import ShardLayout
+        >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+        >>> [(gap.sizes, gap.start) for gap in ReduceLayout(pack).gaps()]
+        [((2, 2), 6), ((2, 2), 10), ((1, 1), 33), ((2, 10), 14)]
+        """
+        chunk, world = self.message_numel, self.pack.world
+        found = []
+
+        def add(first: int, ranks: int, start: int, stop: int) -> None:
+            """[start, stop) of the chunks of these ranks."""
+            if ranks and start < stop:
+                for grid in self._grids(first, ranks):
+                    strides = (*(n * chunk for n in grid.slot_strides), 1)
+                    found.append(
+                        SendGap((*grid.sizes, stop - start), grid.slot * chunk + start - self.message_start, strides)
+                    )
+
+        starts = [self.pack.segments[index].offset for index in self.packed] + [self.presence_offset]
+        for index, after in zip(self.packed, starts[1:], strict=True):
+            segment = self.pack.segments[index]
+            add(0, world, segment.end, after)
+            full = 0
+            for piece in segment.layout.pieces:
+                numel = piece.outer * piece.block
+                add(piece.first_rank, piece.ranks, segment.offset + numel, segment.end)
+                full = piece.first_rank + piece.ranks
+            add(full, world - full, segment.offset, segment.end)
+        add(0, world, self.facts_offset, self.chunk_numel)
+        return tuple(found)
+
+    def _grids(self, first: int, ranks: int) -> Iterator[SlotGrid]:
+        return (flat_grids if self.grid is None else self.grid.grids)(first, ranks)
+
+    def segment(self, index: int, rank: int) -> int:
+        """First element, in the send buffer, of the gradient of packed parameter `index` that goes to `rank`."""
+        if index in self.direct:
+            raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
+        return self._message(rank) + self.pack.segments[index].offset - self.message_start
+
+    def presence(self, index: int, rank: int) -> int:
+        """The presence element of parameter `index`, in the send buffer, of the message to `rank`."""
+        if not 0 <= index < len(self.pack.segments):
+            raise ValueError(f"index: expected 0 <= index < {len(self.pack.segments)}, found {index!r}")
+        return self._message(rank) + self.presence_offset - self.message_start + index
+
+    def _message(self, rank: int) -> int:
+        if not 0 <= rank < self.pack.world:
+            raise ValueError(f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group")
+        return (rank if self.grid is None else self.grid.slot(rank)) * self.message_numel

@@ -1,0 +1,79 @@
+"""Invariants of a sequence of commands: used by tests, by a simulator, and in debug mode by the executor.
+
+1  gather only what is sharded; wait and drop only what is pending; free only what has memory; expose only what is
+   shelved; widen only what is narrowed
+2  gradients are reduced or held only in a backward, and a backward ends with nothing pending
+3  every rank that sees equal events issues equal commands (compare two `CommandChecker.log`s)
+4  no more than `max_full` units have full memory at once, beside those that are to stay full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .record import Full
+
+# What each command needs, and what it makes of it.
+_LEGAL: dict[str, dict[Full, Full]] = {
+    "gather": {Full.SHARDED: Full.PENDING},
+    "wait": {Full.PENDING: Full.FULL},
+    "drop": {Full.PENDING: Full.SHARDED},
+    "free": {Full.FULL: Full.SHARDED, Full.SHELVED: Full.SHARDED, Full.NARROWED: Full.SHARDED},
+    "shelve": {Full.FULL: Full.SHELVED, Full.NARROWED: Full.NARROWED},
+    "expose": {Full.SHELVED: Full.FULL},
+    "narrow": {Full.FULL: Full.NARROWED},
+    "widen": {Full.NARROWED: Full.PENDING},
+}
+
+
+class LifecycleError(RuntimeError):
+    """A command that is illegal in the state of its unit. The text ends with the last commands of that unit."""
+
+
+class CommandChecker:
+    """Follows commands by their text and raises `LifecycleError` at the first illegal one.
+
+    `stays_full`: names of units that do not count for `max_full`, which bounds the others (None: no bound).
+
+    >>> CommandChecker().run([("gather", "layers.0"), ("widen", "layers.0")])
+    Traceback (most recent call last):
+    ...
+    fullshard.schedule.check.LifecycleError: layers.0: widen needs NARROWED, found PENDING; last commands: gather
+    """
+
+    def __init__(self, *, max_full: int | None = None, stays_full: Iterable[str] = ()) -> None:
+        self.full: dict[str, Full] = {}
+        self.log: list[tuple[str, str]] = []
+        self._max_full = max_full
+        self._stays_full = frozenset(stays_full)
+
+    def run(self, commands: Iterable[tuple[str, str]]) -> None:
+        """Check a whole sequence of (kind, unit name)."""
+        for kind, unit in commands:
+            self.command(kind, unit)
+
+    def command(self, kind: str, unit: str) -> None:
+        """Check the next command and follow it."""
+        state = self.full.get(unit, Full.SHARDED)
+        if kind in _LEGAL:
+            becomes = _LEGAL[kind]
+            if state not in becomes:
+                wanted = " or ".join(full.name for full in becomes)
+                recent = [k for k, u in self.log if u == unit][-10:]
+                raise LifecycleError(
+                    f"{unit}: {kind} needs {wanted}, found {state.name}; last commands: {', '.join(recent) or 'none'}"
+                )
+            self.full[unit] = becomes[state]
+        self.log.append((kind, unit))
+        if kind == "finish":
+            pending = [name for name, full in self.full.items() if full is Full.PENDING]
+            if pending:
+                raise LifecycleError(f"finish: expected no gather in flight, found those of {', '.join(pending)}")
+        if self._max_full is not None and kind in ("gather", "widen", "wait", "expose"):
+            live = [
+                n for n, f in self.full.items() if f not in (Full.SHARDED, Full.NARROWED) and n not in self._stays_full
+            ]
+            if len(live) > self._max_full:
+                raise LifecycleError(
+                    f"{kind} {unit}: expected at most {self._max_full} units with memory, found {', '.join(live)}"
+                )

@@ -1,0 +1,449 @@
+"""The rules: one function per event. Each returns the commands that follow, and notes what it decided in the records.
+
+There are no tensors, streams or hooks here, and no other place decides what to gather, free or reduce. Read from top to
+bottom: this is a step of training. [Rn] marks a rule; `tests/harness/mutate.py` breaks each of them and expects a test
+to go red. The order of gather, wait, free and reduce is that of FSDP2 where nothing is gathered ahead in forward
+(`prefetch_depth` 0), proven against recorded traces (tests/golden).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .events import Command
+from .order import (
+    begin_forward,
+    begin_use,
+    end_forward,
+    end_sending,
+    end_use,
+    next_in_backward,
+    next_in_forward,
+    settle,
+    visit,
+)
+from .record import NOWHERE, Full, Phase, RunRecord, UnitRecord, Use, is_held, pin, settle_pins
+
+Commands = list[Command]
+_NOTHING: Commands = []
+# Where a gather can start, and what the end of a backward frees.
+_GATHERED_FROM = (Full.SHARDED, Full.NARROWED)
+_FREED = (Full.FULL, Full.SHELVED, Full.NARROWED)
+
+
+# ---- forward ------------------------------------------------------------------------------------------------
+
+
+def pre_forward(
+    run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, nested: bool = False, stale: bool = False
+) -> Commands:
+    """`in_backward`: a backward is running, so this is recomputation. `nested`: another forward of the unit is running.
+    `stale`: shards were written since the gather."""
+    commands: Commands = []
+    if in_backward and unit.in_backward:
+        # [R1] Recomputation after the backward of the unit began: it may have been freed by the backward of another
+        # use, and must be full again. It is no new use, so nothing else changes.
+        if unit.phase is Phase.DONE and unit.frees_late:
+            # [R36] What of it is frozen is needed again for as long as that backward takes.
+            unit.phase = Phase.BACKWARD
+        _make_full(unit, commands)
+        return commands
+    if nested:
+        # [R21] A method that calls forward, or recursion: part of the use around it, at whose end weights are freed.
+        _make_full(unit, commands)
+        return commands
+    if run.forward_root is None and not in_backward:
+        run.forward_root = unit
+        _close_passes(run, but=unit)
+        begin_forward(run, unit)
+    unit.phase = Phase.FORWARD
+    unit.running = True
+    if not in_backward and not unit.pass_open:
+        begin_use(run, unit)
+    if stale:
+        # [R2] Full parameters, there or on their way, are not used once their shards changed.
+        _throw_away(unit, commands)
+    _make_full(unit, commands)
+    # [R3] Gathers are issued before the compute that hides them, and in the order in which they will be needed.
+    ahead = unit.forward_prefetch if in_backward else next_in_forward(run, unit)
+    _gather_ahead(ahead, commands)
+    return commands
+
+
+def post_forward(
+    run: RunRecord,
+    unit: UnitRecord,
+    *,
+    in_backward: bool = False,
+    inputs: bool = True,
+    outputs: bool = True,
+    nested: bool = False,
+    more: bool = False,
+    opaque: bool = False,
+) -> Commands:
+    """`outputs`: some output requires a gradient, so that a backward through this forward may come. `inputs`: some
+    input does too, so that `inputs_reached` will follow. `more`: the unit has modules that did not run in this pass.
+    `opaque`: the graph that was recorded does not report which weights it reads (transforms)."""
+    commands: Commands = []
+    if in_backward and unit.in_backward:
+        # [R4] Recomputation: the backward that asked for it needs the parameters at once.
+        return commands
+    if nested:
+        return commands
+    unit.running = False
+    unit.inputs_hooked = inputs
+    unit.used = unit.used or outputs
+    if opaque:
+        pin(unit)
+    is_forward_root = run.forward_root is unit
+    if in_backward:
+        if more:
+            _open_pass(run, unit, outputs=outputs)
+        else:
+            _close_pass(run, unit)
+    else:
+        if more and not is_forward_root:
+            # [R22] One gather serves all modules of a unit: those that did not run yet may be next.
+            _open_pass(run, unit, outputs=outputs)
+            return commands
+        if is_forward_root:
+            _end_passes(run, unit, commands)
+        outputs = outputs or unit.pass_outputs
+        placed = unit.pass_open and is_forward_root
+        # [R24] A module of several that is called by itself (the head, for each chunk of a loss) is followed at once by
+        # others or by its backward. They share its gather and its place in the order.
+        waits = more and outputs
+        _end_use(run, unit, commands, outputs=outputs, keep=waits, placed=placed)
+        if waits:
+            _open_pass(run, unit, outputs=outputs)
+        else:
+            _close_pass(run, unit)
+    unit.phase = Phase.IDLE
+    if is_forward_root:
+        run.forward_root = None
+        if not in_backward:
+            end_forward(run, unit, backward_follows=outputs)
+    return commands
+
+
+def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, nested: bool = False) -> Commands:
+    """The forward of `unit` raised. Inside the root's forward a caller may still catch it, so nothing is freed.
+
+    In a backward this is also how recomputation ends once it has what it needs.
+    """
+    commands: Commands = []
+    if not nested and not (in_backward and unit.in_backward):
+        unit.running = False
+    if not in_backward and not nested:
+        unit.phase = Phase.IDLE
+        if unit.begins and not unit.pass_open:
+            unit.begins.pop()
+        if run.forward_root is unit:
+            # [R33] Whoever catches it outside of the model must find sharded parameters.
+            _show_shards(run, commands)
+    return commands
+
+
+# ---- backward -----------------------------------------------------------------------------------------------
+
+
+def pre_backward(
+    run: RunRecord, unit: UnitRecord, *, use: Use | None = None, create_graph: bool = False, needed: bool = False
+) -> Commands:
+    """`use`: the forward whose backward begins, where it is known. `create_graph`: the backward records a graph, whose
+    own backward will need the weights again. `needed`: a saved weight is about to be read."""
+    run.in_backward = True
+    run.keep_full = run.keep_full or create_graph
+    unit.in_backward = True
+    commands: Commands = []
+    if not unit.empty:
+        # [R29] What is due goes before anything is gathered, on every rank, with or without all its gradients.
+        _send(visit(run, unit, use), commands)
+    # [R25] The user may know that a backward does not read the weights (an embedding). What reads them all the same
+    # finds them, where it is noticed.
+    gathers = unit.gathers_in_backward or needed
+    if unit.phase is Phase.BACKWARD:
+        # [R8] Only the first of several outputs counts; but weights needed again are gathered again.
+        if gathers:
+            _make_full(unit, commands)
+        return commands
+    unit.phase = Phase.BACKWARD
+    if gathers:
+        _make_full(unit, commands)
+    # [R9] The next unit of the backward travels while this one computes.
+    _gather_ahead([other for other in next_in_backward(run, unit) if other.gathers_in_backward], commands)
+    return commands
+
+
+def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
+    """All gradients that this backward will bring to the unit's parameters are there."""
+    unit.brought = True
+    if unit.frees_late and unit.phase is Phase.BACKWARD:
+        # [R10] A frozen weight may still be needed, for the gradient of the inputs or on the way to an inner unit.
+        return _NOTHING
+    return _hand_over(run, unit)
+
+
+def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
+    """The gradients of a use's inputs are complete. `present`: there are gradients that were not handed over yet."""
+    if unit.phase is not Phase.BACKWARD and not present:
+        # [R19] They came by another way: this use is not part of the backward, or was handed over already.
+        return _NOTHING
+    unit.brought = unit.brought or present
+    return _hand_over(run, unit)
+
+
+def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, spent: bool = True) -> Commands:
+    """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over. `spent`: it brought
+    gradients, and its graph is gone."""
+    commands: Commands = []
+    _close_passes(run)
+    owing = end_sending(run)
+    # [R31] What a graph reads that reports nothing is put aside, until the backward through it was.
+    aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
+    for unit in owing:
+        # [R30] In the order in which they would have gone.
+        _free_after_backward(run, unit, commands)
+        _send((unit,), commands)
+    for unit in run.units:
+        # [R11] Units that the backward did not reach, or that were gathered once more by recomputation behind their
+        # gradients; and gradients that came behind the message, or were kept by an earlier backward.
+        _free_after_backward(run, unit, commands)
+        if present[unit.index] and unit not in owing:
+            _send((unit,), commands)
+        if unit in aside:
+            _shelve(unit, commands)
+        # [R32] A forward that differentiates goes on, with its weights.
+        unit.phase = Phase.FORWARD if unit.running else Phase.IDLE
+        unit.in_backward = False
+        unit.inputs_hooked = False
+        if run.is_last_backward:
+            if unit.full is Full.PENDING:
+                # [R12] A prefetch that nobody needed. Every rank issued it, so every rank waits for it.
+                unit.full = Full.SHARDED
+                commands.append(Command("drop", unit))
+            unit.uses.clear()
+            unit.open.clear()
+    if run.is_last_backward:
+        # [R13] The next forward starts a new order.
+        run.order.clear()
+    run.in_backward = False
+    run.keep_full = False
+    commands.append(Command("finish", root))
+    return commands
+
+
+def backward_failed(run: RunRecord, root: UnitRecord) -> Commands:
+    """The backward raised. Like a forward that raised, it leaves sharded parameters to look at [R33]."""
+    commands: Commands = []
+    _show_shards(run, commands)
+    return commands
+
+
+# ---- the user's calls, and failure --------------------------------------------------------------------------
+
+
+def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Commands:
+    """Issue the gather; `wait_unshard` makes it usable."""
+    commands: Commands = []
+    if stale:
+        _throw_away(unit, commands)
+    _gather_ahead((unit,), commands)
+    return commands
+
+
+def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
+    """The user needs the full parameters now; nothing to do when a forward used and freed them in between."""
+    commands: Commands = []
+    if unit.full not in _GATHERED_FROM:
+        _make_full(unit, commands)
+    return commands
+
+
+def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
+    """Back to sharded parameters, except in a forward of a unit that is to stay full (as FSDP2)."""
+    commands: Commands = []
+    if unit.phase is Phase.FORWARD and not unit.reshard_after_forward:
+        return commands
+    _throw_away(unit, commands)
+    return commands
+
+
+def abandon(run: RunRecord, root: UnitRecord) -> Commands:
+    """[R14] A step did not come to its end: afterwards nothing of it is left, as if it had not been tried."""
+    commands: Commands = []
+    _close_passes(run)
+    for unit in run.units:
+        _throw_away(unit, commands)
+        unit.phase = Phase.IDLE
+        unit.in_backward = False
+        unit.inputs_hooked = False
+        unit.uses.clear()
+        unit.begins.clear()
+        unit.open.clear()
+        unit.running = unit.brought = unit.used = False
+        unit.first = unit.visited = Use(0, 0)
+        unit.settled = False
+    run.order.clear()
+    run.order_mark = 0
+    run.clock = 0
+    run.frontier = NOWHERE
+    run.owing.clear()
+    run.forward_root = None
+    run.forward_log = []
+    # [R15] A half-recorded order is no plan.
+    run.forward_plan = []
+    run.forward_plans.clear()
+    run.in_backward = False
+    run.keep_full = False
+    run.generation += 1
+    commands.append(Command("discard", root))
+    return commands
+
+
+# ---- shared by the rules ------------------------------------------------------------------------------------
+
+
+def _end_use(
+    run: RunRecord, unit: UnitRecord, commands: Commands, *, outputs: bool, keep: bool = False, placed: bool = False
+) -> None:
+    """A use of `unit` is over. `keep`: it is to stay full. `placed`: the use has its place in the order already."""
+    if unit.full is Full.FULL and not keep:
+        if unit.pins and (unit.reshard_after_forward or not outputs):
+            # [R31] What a backward to come reads without a report stays.
+            _shelve(unit, commands)
+        elif unit.resident:
+            # [R34] There is memory for it until its backward. Where none comes, users must find shards, as in R6.
+            if not outputs:
+                _shelve(unit, commands)
+        elif unit.reshard_after_forward and unit.narrows:
+            # [R26] A part is kept, so that backward gathers from the few ranks of a block instead of all.
+            unit.full = Full.NARROWED
+            commands.append(Command("narrow", unit))
+            if not outputs:
+                # [R27] Until a next forward or a recomputation; users must find sharded parameters, as in R6.
+                commands.append(Command("shelve", unit))
+        elif unit.reshard_after_forward:
+            # [R5] Memory is held for one unit at a time.
+            _free(unit, commands)
+        elif not outputs and unit.keeps_in_evaluation:
+            # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), while
+            # the next forward may find its memory, because that was asked for.
+            _shelve(unit, commands)
+        elif not outputs:
+            # [R20] It was kept for a backward alone, and none comes. What is not kept cannot become stale.
+            _free(unit, commands)
+    if not unit.empty and not placed:
+        # [R7] Backward visits uses in reverse, so each use has its own place in the order.
+        unit.uses.append(len(run.order))
+        run.order.append(unit)
+        end_use(run, unit)
+
+
+def _open_pass(run: RunRecord, unit: UnitRecord, *, outputs: bool) -> None:
+    """Modules of `unit` that did not run may follow in the same use."""
+    unit.pass_outputs = unit.pass_outputs or outputs
+    if not unit.pass_open:
+        unit.pass_open = True
+        run.open_passes.append(unit)
+
+
+def _end_passes(run: RunRecord, root: UnitRecord, commands: Commands) -> None:
+    """[R23] The outermost forward, that of `root`, is over: modules that did not run in it are not waited for."""
+    for unit in [unit for unit in run.open_passes if unit is not root]:
+        _end_use(run, unit, commands, outputs=unit.pass_outputs)
+        _close_pass(run, unit)
+        unit.phase = Phase.IDLE
+
+
+def _close_pass(run: RunRecord, unit: UnitRecord) -> None:
+    """The next forward of `unit` begins a new pass over its modules."""
+    if unit.pass_open:
+        unit.pass_open = unit.pass_outputs = False
+        run.open_passes.remove(unit)
+
+
+def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
+    for unit in [unit for unit in run.open_passes if unit is not but]:
+        _close_pass(run, unit)
+
+
+def _gather(unit: UnitRecord, commands: Commands) -> None:
+    """From SHARDED or NARROWED to PENDING."""
+    # [R28] What was kept is gathered from those who kept it: fewer ranks, near ones.
+    commands.append(Command("widen" if unit.full is Full.NARROWED else "gather", unit))
+    unit.full = Full.PENDING
+
+
+def _make_full(unit: UnitRecord, commands: Commands) -> None:
+    """[R16] From any state to FULL, with what is missing and nothing more."""
+    if unit.full in _GATHERED_FROM and not unit.empty:
+        _gather(unit, commands)
+    if unit.full is Full.PENDING:
+        unit.full = Full.FULL
+        commands.append(Command("wait", unit))
+    elif unit.full is Full.SHELVED:
+        unit.full = Full.FULL
+        commands.append(Command("expose", unit))
+
+
+def _gather_ahead(units: Sequence[UnitRecord], commands: Commands) -> None:
+    for unit in units:
+        if unit.full in _GATHERED_FROM and not unit.empty:
+            _gather(unit, commands)
+
+
+def _free(unit: UnitRecord, commands: Commands) -> None:
+    unit.full = Full.SHARDED
+    commands.append(Command("free", unit))
+
+
+def _shelve(unit: UnitRecord, commands: Commands) -> None:
+    unit.full = Full.SHELVED
+    commands.append(Command("shelve", unit))
+
+
+def _show_shards(run: RunRecord, commands: Commands) -> None:
+    """Sharded parameters on all modules, but for those whose forward goes on. Nothing is freed or waited for: that is
+    for `abandon`, on all ranks alike; this rank may be the only one that failed."""
+    for unit in run.units:
+        if unit.full is Full.FULL and not unit.running:
+            _shelve(unit, commands)
+        elif unit.full is Full.NARROWED:
+            commands.append(Command("shelve", unit))
+
+
+def _throw_away(unit: UnitRecord, commands: Commands) -> None:
+    """From any state to SHARDED."""
+    unit.pins = 0
+    if unit.full is Full.PENDING:
+        unit.full = Full.SHARDED
+        commands.append(Command("drop", unit))
+    elif unit.full is not Full.SHARDED:
+        _free(unit, commands)
+
+
+def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
+    """The gradients of a use are complete: free the weights, then send what can go."""
+    commands: Commands = []
+    unit.phase = Phase.DONE
+    # [R17] Weights go before the messages come, so that both need not exist together.
+    _free_after_backward(run, unit, commands)
+    _send(settle(run, unit), commands)
+    return commands
+
+
+def _free_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
+    if unit.full in _FREED and unit.reshard_after_backward and not is_held(run, unit):
+        if unit.resident and not unit.trainable:
+            # [R35] Nothing is to write what is frozen, so it serves the next step, too; if something does, see R2.
+            if unit.full is Full.FULL:
+                _shelve(unit, commands)
+            return
+        _free(unit, commands)
+
+
+def _send(units: Sequence[UnitRecord], commands: Commands) -> None:
+    for unit in units:
+        # [R18] Gradients are sent, or kept whole for a backward that sends.
+        commands.append(Command("reduce" if unit.sync else "hold", unit))
