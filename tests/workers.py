@@ -1,15 +1,16 @@
-"""All tests in several runs of pytest side by side, which share two queues of test files.
+"""All tests in several runs of pytest side by side, which share a queue of test files.
 
     python -m tests.workers -m "not slow"       what `make test` runs; options go to every worker
 
-    queue        tiers                                                     workers
+    worker       tiers                                                     how many
     threads      ranks that are threads                                    1
-    processes    the others, most of which start processes                 2
+    processes    the others, most of which start processes; then threads   2
 
-A worker takes the next file that no other one of its queue has taken (tests/harness/queue.py). Tests of processes wait
-much of their time, for each other and for time limits: two workers keep a core busy where one does not. A second one
-for threads leaves programs of many processes without a core, and their time limits pass. The first
-worker prints as it goes, the others when they are over. The exit status is the worst one.
+A worker takes the next file that no other one has taken (tests/harness/queue.py). Ranks of some tests are forks of
+their worker, which must not have run ranks that are threads: so those come last, or from a worker of their own. Tests
+of processes wait much of their time, for each other and for time limits: two workers keep a core busy where one does
+not. A second one for threads from the beginning leaves programs of many processes without a core, and their time limits
+pass. The first worker prints as it goes, the others when they are over. The exit status is the worst one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tiers by the queue that they are in; together all of tests/ (tests/pure/test_workers.py). Ranks of some tests are
-# forks of their worker, which must not have run ranks that are threads.
-QUEUES: dict[str, tuple[str, ...]] = {
+# Tiers of a worker in their order; together all of tests/ (tests/pure/test_workers.py).
+TIERS: dict[str, tuple[str, ...]] = {
     "threads": ("threads",),
-    "processes": ("procs", "faults", "pure", "fake", "golden", "gpu"),
+    "processes": ("procs", "faults", "pure", "fake", "golden", "gpu", "threads"),
 }
 WORKERS = {"threads": 1, "processes": 2}
 
@@ -35,12 +35,11 @@ WORKERS = {"threads": 1, "processes": 2}
 def commands(folder: Path, options: list[str]) -> dict[str, list[str]]:
     """The command of each worker, by its name. `folder`: empty, for what they tell each other."""
     found = {}
-    for queue, tiers in QUEUES.items():
-        (folder / queue).mkdir()
-        for number in range(1, WORKERS[queue] + 1):
-            name = f"{queue}-{number}"
+    for kind, tiers in TIERS.items():
+        for number in range(1, WORKERS[kind] + 1):
+            name = f"{kind}-{number}"
             # What failed last is remembered in a folder that two runs must not share.
-            own = ["-p", "tests.harness.queue", f"--queue={folder / queue}", "-o", f"cache_dir=.pytest_cache/{name}"]
+            own = ["-p", "tests.harness.queue", f"--queue={folder}", "-o", f"cache_dir=.pytest_cache/{name}"]
             paths = [f"tests/{tier}" for tier in tiers]
             found[name] = [sys.executable, "-m", "pytest", *own, *options, *paths]
     return found

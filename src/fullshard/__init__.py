@@ -1,48 +1,17 @@
-"""Fully sharded data parallel training for PyTorch. `from fullshard import fully_shard`; see the README."""
+"""Fully sharded data parallel training for PyTorch. `from fullshard import fully_shard`; see the README.
+
+Public names are imported when the first of them is asked for (PEP 562): `fullshard --help` needs no torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ._version import __version__ as __version__
-from .api import Drift as Drift
-from .api import FSDPModule as FSDPModule
-from .api import GradScaler as GradScaler
-from .api import Installation as Installation
-from .api import PeerFailed as PeerFailed
-from .api import RanksDisagree as RanksDisagree
-from .api import ShardPlacementResult as ShardPlacementResult
-from .api import UnshardHandle as UnshardHandle
-from .api import clip_grad_norm_ as clip_grad_norm_
-from .api import find_drift as find_drift
-from .api import full_params as full_params
-from .api import fully_shard as fully_shard
-from .api import guard as guard
-from .api import install as install
-from .api import mark_initialized as mark_initialized
-from .api import mark_restored as mark_restored
-from .api import materialize as materialize
-from .api import register_fsdp_forward_method as register_fsdp_forward_method
-from .api import replicate as replicate
-from .api import share_comm_ctx as share_comm_ctx
-from .api import step_on_shards as step_on_shards
-from .api import sync_module_states as sync_module_states
-from .api import uninstall as uninstall
-from .extras import GradientCheck as GradientCheck
-from .extras import MicroBatches as MicroBatches
-from .extras import NonFiniteError as NonFiniteError
-from .extras import Replay as Replay
-from .extras import ReplayError as ReplayError
-from .extras import StepInBackward as StepInBackward
-from .extras import Turn as Turn
-from .extras import check_gradients as check_gradients
-from .extras import joined as joined
-from .extras import replay as replay
-from .extras import step_in_backward as step_in_backward
-from .observe import Report as Report
-from .observe import UnitInfo as UnitInfo
-from .observe import inspect_units as inspect_units
-from .observe import report as report
-from .policy import CPUOffloadPolicy as CPUOffloadPolicy
-from .policy import DataParallelMeshDims as DataParallelMeshDims
-from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
-from .policy import OffloadPolicy as OffloadPolicy
+
+if TYPE_CHECKING:
+    from ._public import *
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -89,3 +58,30 @@ __all__ = [
     "sync_module_states",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module("._public", __name__), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """`fullshard.guard` is the function, though a room has that name, which the import system would put there."""
+
+    @property
+    def guard(self) -> object:
+        return import_module("._public", __name__).guard
+
+    @guard.setter
+    def guard(self, room: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package

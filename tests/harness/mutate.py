@@ -1,9 +1,9 @@
-"""Break things on purpose: each mutation takes one rule or guard away or turns it around, and some test must go red.
+"""Break things on purpose: each mutation takes one rule away or turns it around, and some test must go red.
 
     python -m tests.harness.mutate                   all of them (needs fullshard's environment; minutes)
     python -m tests.harness.mutate R9 next_in_backward     those of some rules
     python -m tests.harness.mutate --in comm/ engine/order.py     those in files below src/fullshard that begin so
-    python -m tests.harness.mutate --list            what there is (the tables: mutations.txt, mutations_guards.txt)
+    python -m tests.harness.mutate --list            what there is (the tables: mutations.txt, mutations_waits.txt)
     python -m tests.harness.mutate --jobs 4          so many at once (default: one for each core)
     python -m tests.harness.mutate --write FILE.md   and a document of what came of it; FILE.json keeps that, so that a
                                                      later run of some mutations renews these alone
@@ -35,9 +35,9 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parent.parent.parent
 SOURCES = "src/fullshard/"
 PACKAGE = REPOSITORY / SOURCES
-# The rules of the lifecycle; and everything else, with the tests that are to kill each mutation.
+# The rules of the schedule; and the ends of waits, with the tests that are to kill each mutation.
 TABLE = Path(__file__).with_name("mutations.txt")
-GUARDS = Path(__file__).with_name("mutations_guards.txt")
+WAITS = Path(__file__).with_name("mutations_waits.txt")
 # In two runs, the direct tests first: most mutations die there, and collecting the others takes longer than that.
 STAGES = (
     (
@@ -89,7 +89,7 @@ class Mutation(NamedTuple):
 
 
 def read(text: str) -> list[Mutation]:
-    """The mutations of a table; its form is said at the top of mutations.txt and of mutations_guards.txt.
+    """The mutations of a table; its form is said at the top of mutations.txt and of mutations_waits.txt.
 
     Raises `ValueError` with the number of a line that is none of it.
     """
@@ -112,7 +112,7 @@ def read(text: str) -> list[Mutation]:
     return found
 
 
-MUTATIONS = read(TABLE.read_text()) + read(GUARDS.read_text())
+MUTATIONS = read(TABLE.read_text()) + read(WAITS.read_text())
 
 
 class Outcome(NamedTuple):
@@ -241,17 +241,17 @@ def _key(mutation: Mutation) -> tuple[str, ...]:
 
 
 def document(outcomes: Sequence[Outcome]) -> str:
-    """What came of them, as Markdown: a line for each file, and one for each mutation of a guard."""
+    """What came of them, as Markdown: a line for each file, and one for each mutation of a wait."""
     killed = sum(outcome.verdict == "killed" for outcome in outcomes)
     left_out = sum(outcome.verdict == "not run" for outcome in outcomes)
     rest = f" {left_out} were not run." if left_out else ""
     lines = [
         "# Mutations",
         "",
-        f"{killed} of {len(outcomes) - left_out} killed.{rest} Each takes one rule or guard of the source away, or "
+        f"{killed} of {len(outcomes) - left_out} killed.{rest} Each takes one rule of the source away, or "
         "turns it around, and a test has to go red. Made by `python -m tests.harness.mutate --write FILE`; the tables "
-        "are [mutations.txt](../tests/harness/mutations.txt) (the rules of the lifecycle) and "
-        "[mutations_guards.txt](../tests/harness/mutations_guards.txt) (everything else).",
+        "are [mutations.txt](../tests/harness/mutations.txt) (the rules of the schedule) and "
+        "[mutations_waits.txt](../tests/harness/mutations_waits.txt) (the ends of waits).",
         "",
         "| file | killed | of |",
         "|---|---|---|",

@@ -1,4 +1,4 @@
-"""A plugin of pytest: several runs share the test files of a queue (tests/workers.py).
+"""A plugin of pytest: several runs share a queue of test files (tests/workers.py).
 
     python -m pytest -p tests.harness.queue --queue=FOLDER tests/pure
 

@@ -146,7 +146,8 @@ def test_one_rank_raises(world: int, where: str, block: int) -> None:
     for text in texts:
         assert "rank 1 raised at step 1" in text
         assert re.match(r"expected every rank to take part in the [a-z ]+ of (module \d|the root module), ", text)
-        assert "ValueError: a bad token" in text and ("in its backward: " in text) == (where == "fail_backward")
+        # Why a backward failed is known to a guard alone.
+        assert ("ValueError: a bad token" if where == "fail" else "in its backward") in text
     assert {renewed for _, _, renewed in found} == {1}
 
 

@@ -32,7 +32,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "observe": LOWER | {"engine", ""},
     "extras": LOWER | {"engine", "api", "observe"},
     "train": frozenset({"", "checkpoint"}),
-    "__init__": frozenset({"_version", "api", "policy", "extras", "observe", "checkpoint"}),
+    "_public": frozenset({"api", "policy", "extras", "observe"}),
+    "__init__": frozenset({"_version", "_public"}),
     "cli": frozenset({"", "checkpoint", "train"}),
     "__main__": frozenset({"cli"}),
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import types
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,33 @@ def test_all_is_sorted_and_has_no_duplicates() -> None:
 
 
 def test_all_equals_what_is_exported() -> None:
-    public = {
-        name
-        for name, value in vars(fullshard).items()
-        if not name.startswith("_") and not (isinstance(value, types.ModuleType) and name in ROOMS)
-    }
-    assert public == {name for name in fullshard.__all__ if not name.startswith("_")}
-    assert all(hasattr(fullshard, name) for name in fullshard.__all__)
+    names = {name for name in fullshard.__all__ if not name.startswith("_")}
+    public = importlib.import_module("fullshard._public")
+    assert names == {name for name in vars(public) if not name.startswith("_")}
+    assert all(getattr(fullshard, name) is getattr(public, name) for name in names)
+    assert set(dir(fullshard)) >= names
+
+
+def test_nothing_heavy_is_imported_before_a_name_is_asked_for() -> None:
+    """And the function `guard` stays what it is when the room of that name is imported."""
+    code = """
+import sys
+import fullshard
+assert fullshard.__version__ and "fully_shard" in dir(fullshard)
+assert not {"torch", "numpy"} & set(sys.modules), "import fullshard"
+import fullshard.guard.store
+from fullshard import *
+from fullshard import guard
+assert callable(guard) and fullshard.guard is guard and callable(fully_shard)
+try:
+    fullshard.fully_sharded
+except AttributeError as error:
+    assert "fully_sharded" in str(error)
+else:
+    raise AssertionError("a name that is not there was found")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
 
 
 def test_the_promised_names_are_there() -> None:

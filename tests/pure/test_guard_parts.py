@@ -85,6 +85,7 @@ def test_what_ends_every_wait(kind: str) -> None:
         ("message", fault(issued={}), 0, False),  # it never had that group: it will make it
         ("message", fault(rank=2, issued={"g": 4}), 0, False),  # none of its ranks
         ("message", fault("disagree"), 0, True),
+        ("ask", fault("late", asked=6), 0, True),  # it asked this, and is lost all the same
         ("message", fault("ended", issued={"g": 5}), 0, False),  # it sent before it ended
         ("ask", fault(asked=5), SETTLING_SECONDS, True),
         ("ask", fault(asked=5), 0, False),
@@ -99,6 +100,15 @@ def test_what_ends_every_wait(kind: str) -> None:
 )
 def test_what_ends_a_wait(kind: str, found: Fault, since: float, ends: bool) -> None:
     assert wait(kind).is_ended_by(found, since) is ends
+
+
+def test_the_end_of_its_epoch_is_the_end_of_a_wait() -> None:
+    """An exception may come before the watch is told that a wait ended; it looks after none of an epoch before."""
+    left = wait("ask")
+    assert not left.is_over
+    scope: Any = left.scope
+    scope.epoch = 1
+    assert left.is_over
 
 
 def test_a_failure_of_the_attempt_before_ends_no_meeting() -> None:

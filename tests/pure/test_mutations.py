@@ -50,8 +50,8 @@ def test_the_table_is_read_as_it_is_written() -> None:
     named = mutate.read("== src/fullshard/a.py by tests/x.py tests/y.py\n\nf: late\n-one\n+two\n")
     assert named == [Mutation("f", "a.py", "one", "two", "late", ("tests/x.py", "tests/y.py"))]
     assert named[0].stages == (("tests/x.py",), ("tests/y.py",)) and MUTATIONS[0].stages == mutate.STAGES
-    written = mutate.TABLE.read_text() + mutate.GUARDS.read_text()
-    assert len(MUTATIONS) == len(re.findall(r"^\w+: ", written, re.MULTILINE)) > 250
+    written = mutate.TABLE.read_text() + mutate.WAITS.read_text()
+    assert len(MUTATIONS) == len(re.findall(r"^\w+: ", written, re.MULTILINE)) > 200
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_each_mutation_still_fits(mutation: Mutation) -> None:
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
 
 
-def test_guards_name_the_tests_that_kill_them() -> None:
+def test_waits_name_the_tests_that_kill_them() -> None:
     """Those of the lifecycle are for its rules alone."""
     for mutation in MUTATIONS:
         assert mutation.tests or mutation.file.startswith("schedule/"), f"{mutation.file} {mutation.rule}"
 
 
 def test_the_document_counts() -> None:
-    """Every guard has its line; of rules those that survived."""
+    """Every end of a wait has its line; of rules those that survived."""
     rule, guard = MUTATIONS[0], next(mutation for mutation in MUTATIONS if mutation.tests)
     killed = mutate.Outcome(guard, "killed", "tests/pure/test_x.py::test_y - AssertionError", 1.0)
     text = mutate.document([killed, mutate.Outcome(rule, "survived", "", 1.0), killed._replace(mutation=rule)])

@@ -9,22 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import QUEUES, ROOT, WORKERS, commands, run
+from tests.workers import ROOT, TIERS, WORKERS, commands, run
 
 
-def test_every_test_is_in_one_queue() -> None:
+def test_every_tier_is_run_and_threads_after_forks() -> None:
     tiers = sorted({path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")})
-    assert sorted(tier for queue in QUEUES.values() for tier in queue) == tiers
+    assert sorted({tier for of_worker in TIERS.values() for tier in of_worker}) == tiers
+    assert TIERS["threads"] == ("threads",) and TIERS["processes"][-1] == "threads"
 
 
 def test_options_reach_every_worker(tmp_path: Path) -> None:
     found = commands(tmp_path, ["-m", "not slow"])
-    assert len(found) == sum(WORKERS.values()) and WORKERS.keys() == QUEUES.keys()
+    assert len(found) == sum(WORKERS.values()) and WORKERS.keys() == TIERS.keys()
     for name, words in found.items():
-        queue = name.partition("-")[0]
+        tiers = TIERS[name.partition("-")[0]]
         assert words[:3] == [sys.executable, "-m", "pytest"] and "not slow" in words
-        assert words[-len(QUEUES[queue]) :] == [f"tests/{tier}" for tier in QUEUES[queue]]
-        assert f"--queue={tmp_path / queue}" in words
+        assert words[-len(tiers) :] == [f"tests/{tier}" for tier in tiers]
+        assert f"--queue={tmp_path}" in words
 
 
 def test_each_file_is_run_by_one_worker_and_whole(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def _dials(local: int, **more: str) -> dict[str, str]:
     return {"FULLSHARD_COMMUNICATION": "hierarchical", "FULLSHARD_LOCAL_WORLD_SIZE": str(local), **more}
 
 
-@examples(6, 250)
+@examples(6, 50)
 @given(spec=model_specs(), grid=st.sampled_from([(2, 2), (2, 3), (3, 2)]))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, grid: tuple[int, int]) -> None:
     nodes, local = grid
@@ -41,7 +41,7 @@ def test_any_model_trains_as_plain_training_does(spec: ModelSpec, grid: tuple[in
         run_ranks(nodes * local, partial(train_beside_oracle, reordered=True), spec, nodes * local, 3, timeout=TIMEOUT)
 
 
-@examples(2, 60)
+@examples(2, 20)
 @given(spec=model_specs(), nbytes=st.sampled_from([0, 200]))
 def test_and_so_it_does_on_a_mesh_that_replicates(spec: ModelSpec, nbytes: int) -> None:
     """Three messages behind each other: within nodes, between them, between replicas."""

@@ -404,39 +404,55 @@ def test_a_weight_of_another_unit_in_a_forward_is_refused_by_name() -> None:
 
 
 @behaviour(
-    "a backward for the gradients of sharded parameters by themselves is refused by name: {what}",
+    "a backward for sharded parameters by themselves, which would train nothing, is an error at the step: {what}",
     area="errors",
     torch="none",
-    reason="torch trains nothing and says nothing, returns None, or names a position",
+    reason="torch trains nothing and says nothing",
 )
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize(
-    "what",
-    [
-        "torch.autograd.grad(loss, ps)",
-        "torch.autograd.grad(loss, ps[1])",
-        "torch.autograd.grad(loss, ps, allow_unused=True)",
-        "torch.autograd.grad(loss, ps, materialize_grads=True)",
-        "loss.backward(inputs=ps)",
-        "torch.autograd.backward([loss], inputs=[x, *ps])",
-    ],
-)
-def test_a_backward_for_parameters_alone_is_refused_by_name(what: str, given: bool) -> None:
-    """Whether they have gradients or not; the next step is what it would have been."""
+@pytest.mark.parametrize("what", ["loss.backward(inputs=ps)", "torch.autograd.backward([loss], inputs=[x, *ps])"])
+def test_a_backward_for_parameters_alone_is_an_error_at_the_step(what: str) -> None:
+    """Before the first backward that reaches the model; the step after that is what it would have been."""
 
     def job(rank: int) -> None:
         model, untouched = sharded(), sharded()
+        optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, untouched))
         x = BATCH.clone().requires_grad_()
-        if given:
-            for each in (model, untouched):
-                each(BATCH).sum().backward()
-        loss, ps = model(x).sum(), list(model.parameters())
-        with pytest.raises(RuntimeError, match=r"^layers\.0\.(weight|bias).*: expected loss\.backward\(\)"):
-            eval(what, {"loss": loss, "ps": ps, "torch": torch, "x": x})
-        for each in (model, untouched):
+        ps = list(model.parameters())
+        loss = model(x).sum()
+        eval(what, {"loss": loss, "ps": ps, "torch": torch, "x": x})
+        with pytest.raises(RuntimeError, match=r"^SGD\.step: expected gradients.*layers\.0\.(weight|bias)"):
+            optimizer.step()
+        for each, its in ((model, optimizer), (untouched, other)):
             each(BATCH).square().sum().backward()
+            its.step()
         for mine, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+            assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+        # From then on a step without a backward is the program's own choice.
+        optimizer.zero_grad()
+        model(BATCH).sum()
+        optimizer.step()
+
+    run_ranks(WORLD, job)
+
+
+def test_steps_without_a_backward_of_the_model_are_legal_where_others_have_gradients() -> None:
+    """One optimizer of two models, of which the loss reaches one; no forward at all; a closure that does it."""
+
+    def job(rank: int) -> None:
+        first, second = sharded(), sharded()
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        optimizer.step()
+        first(BATCH)
+        second(BATCH).sum().backward()
+        optimizer.step()
+
+        def closure() -> torch.Tensor:
+            loss = third(BATCH).sum()
+            loss.backward()
+            return loss
+
+        third = sharded()
+        torch.optim.SGD(third.parameters(), lr=0.1).step(closure)
 
     run_ranks(WORLD, job)
 
@@ -469,11 +485,3 @@ def test_backwards_that_reach_a_sharded_parameter_are_autograds() -> None:
             torch.autograd.grad(x.sum(), list(plain.parameters()))
 
     run_ranks(WORLD, job)
-
-
-def test_a_trace_of_torchs_leaves_backwards_followed() -> None:
-    """torch.compiler patches the same function, and puts back what `torch.autograd.graph` had."""
-    run_ranks(1, lambda rank: sharded() and None)
-    followed = torch.autograd._engine_run_backward
-    assert torch.autograd.graph._engine_run_backward is followed
-    assert followed.__module__.startswith("fullshard.")

@@ -47,8 +47,6 @@
     torch.autograd.profiler._is_profiler_enabled  ranges of a trace cost five microseconds each, so     2.13
                                                 they are made only while somebody profiles
     OpOverload._schema                          which operations of a sharded parameter return a view   2.13
-    torch.autograd._engine_run_backward         where the exception of a backward is seen; and where it is  2.13
-                                                asked for gradients of inputs that are in no graph
     module._is_fsdp_managed_module,             what dynamo and transformers ask a module               2.13
     ._fsdp_use_orig_params
 
@@ -77,14 +75,12 @@ from .autograd import (
     profiling,
     push_saved_tensor_hooks,
     queue_backward_callback,
-    reaches,
     saved_tensor_hooks_allowed,
     tensor_hooks,
     top_saved_tensor_hooks,
     version_of,
     versions_of,
     versions_of_gradient,
-    watch_backwards,
     with_tensor_hooks,
     without_transforms,
 )
@@ -170,7 +166,6 @@ __all__ = [
     "published_state",
     "push_saved_tensor_hooks",
     "queue_backward_callback",
-    "reaches",
     "root_mesh",
     "same_group",
     "same_spec",
@@ -187,7 +182,6 @@ __all__ = [
     "version_of",
     "versions_of",
     "versions_of_gradient",
-    "watch_backwards",
     "with_tensor_hooks",
     "without_transforms",
 ]

@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 from .._torch import current_backward
 from ..guard import Action, Scope, is_current, scope_of
 from ..param import Owner, ShardedParam, claim
-from .backward import follow_backwards
-from .misuse import clean_name, name_refusals, parameter_names
+from .misuse import clean_name, parameter_names
+from .optimizer_steps import tell_each_step
 from .order import changes_parameters, compare, note_stepped
-from .stepping import tell_each_step
 
 if TYPE_CHECKING:
     from .root import Root
@@ -75,8 +74,6 @@ def own_parameters(unit: Unit) -> None:
         for param in group.params:
             param.owner = _Owned(unit, position, param)
             claim(param.sharded, param.owner)
-    name_refusals()
-    follow_backwards()
 
 
 def own_by_root(root: Root) -> None:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch import current_backward, dtensor_like, local_of
 from ..comm import whole_of
 from ..param import ShardedParam, local_part
 from ..schedule import Phase
 from .misuse import note_lent
+from .optimizer_steps import refuses_steps
 from .root import module_units
 from .unit import Unit
 
@@ -166,13 +166,22 @@ class NoSteps:
         self._shards = {id(param.sharded) for unit in units for param in unit.params}
 
     def __enter__(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._refuse)
+        _no_steps.append(self)
 
     def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        _no_steps.remove(self)
 
-    def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
-        if any(id(parameter) in self._shards for group in optimizer.param_groups for parameter in group["params"]):
+    def holds(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._shards
+
+
+_no_steps: list[NoSteps] = []
+
+
+@refuses_steps
+def _refuse_undone(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for entered in _no_steps:
+        if any(entered.holds(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): expected no step of sharded parameters inside "
                 f"full_params(writeback=True), which would undo it at its end; step outside of the context"

@@ -1,4 +1,5 @@
-"""Misuse that only an optimizer's step, or an operation on a parameter, can show: each is an error with names.
+"""Misuse that only an optimizer's step can show: each is an error with names. Another one is in state_dict.py: an
+optimizer holds parameters that were replaced.
 
 full parameters    an optimizer holds those that stand on modules for a while, and would step on them
 open windows       a step would leave out what an accumulation window holds
@@ -7,20 +8,18 @@ named refusals     DTensor's complaint about an operation gets the parameter's n
 
 from __future__ import annotations
 
-import itertools
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .._torch.modules import outside_graphs
-from ..param import ShardedParam, name_mixed
+from ..param import ShardedParam
+from .optimizer_steps import refuses_steps
 
 if TYPE_CHECKING:
+    from .root import Root
     from .unit import Unit
 
 
@@ -88,7 +87,6 @@ class _Full(NamedTuple):
 _full: dict[int, _Full] = {}  # by identity; an entry goes with its parameter
 # Optimizers without such parameters, by the lengths of their groups: they are looked at once, and when they get more.
 _looked_at: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
-_full_registrations = itertools.count()
 
 
 def note_full(unit: Unit) -> None:
@@ -106,8 +104,6 @@ def note_lent(unit: Unit, params: Iterable[ShardedParam], lent: Iterable[nn.Para
 
 
 def _note(unit: Unit, full: Tensor, param: ShardedParam, when: str) -> None:
-    if next(_full_registrations) == 0:
-        register_optimizer_step_pre_hook(outside_graphs(_refuse_full))
     key = id(full)
     if key in _full:
         return
@@ -118,6 +114,7 @@ def _note(unit: Unit, full: Tensor, param: ShardedParam, when: str) -> None:
     _full[key] = _Full(weakref.ref(full, forget), weakref.ref(unit), param.name, when)
 
 
+@refuses_steps
 def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     lengths = [len(group["params"]) for group in optimizer.param_groups]
     if _looked_at.get(optimizer) == lengths:
@@ -154,20 +151,18 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 # the backward that closes the window may still come.
 
 _open: dict[int, weakref.ref[Unit]] = {}  # by identity
-_window_registrations = itertools.count()
 
 
 def note_window(unit: Unit) -> None:
     """A backward ended; `unit` may hold gradients now, or not any more."""
     if unit.window_open or unit.partial_open:
-        if next(_window_registrations) == 0:
-            register_optimizer_step_pre_hook(outside_graphs(_refuse_a_part))
         key = id(unit)
         _open[key] = weakref.ref(unit, lambda _: _open.pop(key, None))
     else:
         _open.pop(id(unit), None)
 
 
+@refuses_steps
 def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _open or any(callable(closure) for closure in (*args[1:2], kwargs.get("closure"))):
         return
@@ -190,26 +185,39 @@ def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-# ---- named refusals --------------------------------------------------------------------------------------------------
-# Operations on sharded parameters pass by us, for their names in DTensor's complaints (ADR 0028): but not in the step
-# of an optimizer, which takes many and mixes nothing.
+# ---- no backward -----------------------------------------------------------------------------------------------------
+# The first step after forwards whose backwards reached nothing: `backward(inputs=parameters)` asks for gradients of
+# shards, the graph was made of full parameters, and autograd trains nothing and is silent. Nothing of ours hears of
+# such a backward, so the step says it: where no parameter of the optimizer has a gradient. Only before the first
+# backward of a model: later a program may have its reasons to leave one out.
 
-_refusal_registrations = itertools.count()
-
-
-def name_refusals() -> None:
-    """From now on it is so. Once in a process."""
-    if next(_refusal_registrations) == 0:
-        register_optimizer_step_pre_hook(outside_graphs(_step_begins))
-        register_optimizer_step_post_hook(outside_graphs(_step_ends))
+_untrained: weakref.WeakSet[Root] = weakref.WeakSet()
 
 
-def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # A step in another thread is one beside a program that goes on meanwhile, and what that is told must not depend on
-    # when it asks. A step that raised leaves names out until the next one is over.
-    if threading.current_thread() is threading.main_thread():
-        name_mixed(False)
+def expect_backward(root: Root) -> None:
+    """A forward of `root` began that records a graph; none of its backwards was seen yet."""
+    _untrained.add(root)
 
 
-def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name_mixed(True)
+def note_backward(root: Root) -> None:
+    """A backward brought gradients of `root`."""
+    _untrained.discard(root)
+
+
+@refuses_steps
+def _refuse_untrained(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _untrained or any(callable(closure) for closure in (*args[1:2], kwargs.get("closure"))):
+        return
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    if any(parameter.grad is not None for parameter in own):
+        return
+    ids = {id(parameter) for parameter in own}
+    for root in tuple(_untrained):
+        names = [dotted_name(unit, p.name) for unit in root.units for p in unit.params if id(p.sharded) in ids]
+        if names:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: expected gradients, found none after a forward, of "
+                f"{first_few(names)}: no backward brought any. One for parameters alone (backward(inputs=...)) "
+                f"does not, because the graph is made of the full parameters. Call loss.backward() without inputs, and "
+                f"requires_grad_(False) before the forward on what is to get no gradient"
+            )

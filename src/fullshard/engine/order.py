@@ -22,7 +22,7 @@ from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement
 from ..param import PendingGrad
 from ..policy import Options
 from .optimizer_facts import steps_taken
-from .stepping import optimizer_steps
+from .optimizer_steps import optimizer_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -11,7 +11,7 @@ from torch import nn
 from ..comm import alike
 from ..guard import PeerFailed, RanksDisagree, Scope, scope_of, shown_ranks, variants
 from .optimizer_facts import refuse_mixed_states
-from .stepping import optimizer_steps
+from .optimizer_steps import optimizer_steps
 from .unit import Unit, unit_of
 
 # What ranks ask each other where they come together without messages.

@@ -24,12 +24,13 @@ from .agreement import Agreement
 from .backward import RunningBackward
 from .executor import Executor, Shared
 from .explicit_gathers import own_by_root
-from .misuse import clean_name, parameter_names
+from .misuse import clean_name, expect_backward, note_backward, parameter_names
+from .optimizer_steps import follow_steps
 from .order import MessageOrder
 from .peers import Peers
 from .saved_tensors import Watch
 from .step_facts import StepFacts
-from .stepping import count_optimizer_steps, refuse_half_a_step
+from .stepping import refuse_half_a_step
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
 from .unit import WATCHED_FORWARDS, Unit, unit_of
 
@@ -69,8 +70,10 @@ class Root:
         self._spends, self._brought = True, False
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
-        self.thread = self.executor.stepping.thread = count_optimizer_steps()
+        self.thread = self.executor.stepping.thread = follow_steps()
         self._backward = RunningBackward(self.thread, self.backward_end, self._backward_failed)
+        # Whether a backward ever brought a gradient.
+        self._reached = False
         if self.order is not None:
             self.executor.stepping.on_step = self.order.stepped
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
@@ -104,6 +107,7 @@ class Root:
 
     def met_by_hand(self, *, renewed: bool) -> None:
         """Outside of a step, and after a failure, all ranks came together: as they do at a forward."""
+        self._backward.settle()
         if renewed or self.run.has_leftovers:
             self.abandon()
 
@@ -112,6 +116,7 @@ class Root:
     def pre_forward(self, unit: Unit) -> tuple[bool, bool]:
         """Report that a forward of `unit` begins. Whether this is a use of its own, not a repetition in backward; and
         whether another forward of `unit` is running."""
+        self._backward.settle()
         if not self._agreed and not self.provisional:
             # Where a peer failed since, it waits for all to come together.
             if self.peers.meet():
@@ -141,6 +146,8 @@ class Root:
             self._wait_for_optimizer()
             if torch.is_grad_enabled():
                 refuse_half_a_step(self.units)
+                if not self._reached:
+                    expect_backward(self)
             if self.order is not None:
                 self.order.forward_begins(grad=torch.is_grad_enabled())
         if self.run.order and record.index == 0 and not in_backward and not nested:
@@ -230,6 +237,7 @@ class Root:
         """The first report of a backward: make sure that its end will be noticed."""
         if self._backward.is_running:
             return
+        self._backward.settle()
         if self.run.in_backward:
             self.abandon()
         self._spends, self._brought = not keeps_graph(), False
@@ -240,6 +248,9 @@ class Root:
         self._backward.forget()
         must_send = self.executor.must_send
         present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
+        if self._brought and not self._reached:
+            self._reached = True
+            note_backward(self)
         if not self._brought:
             held = (unit for unit in self.units if not unit.record.sync)
             self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.expected)
@@ -255,7 +266,7 @@ class Root:
             raise
 
     def _backward_failed(self, error: BaseException | None) -> None:
-        """The running backward ended with `error`; None: it is not known yet, and this is called again."""
+        """The running backward raised: `error`, or what is not known."""
         self.peers.publish(error, "its backward")
         if self.run.in_backward:
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
@@ -310,6 +321,7 @@ class Root:
     def unshard(self, unit: Unit) -> None:
         """Issue the gather of `unit`."""
         if current_backward() == -1:
+            self._backward.settle()
             self.peers.meet()
         stale = unit.record.full is not Full.SHARDED and unit.is_stale()
         commands = rules.unshard(self.run, unit.record, stale=stale)

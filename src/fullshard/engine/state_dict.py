@@ -13,7 +13,6 @@ The hooks are on every module that holds a parameter of the unit, so that the st
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -25,13 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch import dtensor_like, hand_over_hooks, local_of
-from .._torch.modules import outside_graphs
 from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_loaded
 from .misuse import dotted_name, first_few
 from .optimizer_facts import units_restored
+from .optimizer_steps import refuses_steps
 from .unit import Unit
 
 # ---- replaced --------------------------------------------------------------------------------------------------------
@@ -56,7 +54,6 @@ class _Replaced(NamedTuple):
 
 
 _replaced: dict[int, _Replaced] = {}  # by identity; an entry goes with its parameter
-_registrations = itertools.count()
 
 
 def note_replaced(unit: Unit, found: Iterable[Found]) -> None:
@@ -87,8 +84,6 @@ def noting_emptied(unit: Unit | None, module: nn.Module, *, name: str = "", recu
 
 
 def _note(unit: Unit, parameter: Tensor, name: str, how: str) -> None:
-    if next(_registrations) == 0:
-        register_optimizer_step_pre_hook(outside_graphs(_refuse_replaced))
     key = id(parameter)
 
     def forget(_: weakref.ref[Tensor]) -> None:
@@ -99,6 +94,7 @@ def _note(unit: Unit, parameter: Tensor, name: str, how: str) -> None:
     _replaced[key] = _Replaced(weakref.ref(parameter, forget), weakref.ref(unit), name, of_gradient, how)
 
 
+@refuses_steps
 def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _replaced:
         return

@@ -31,7 +31,7 @@ from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, diges
 from .agreement import digests_of, replicas_of, unsharded_on
 from .misuse import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, listed, steps_taken, text_of
-from .stepping import tell_optimizer_steps
+from .optimizer_steps import tell_optimizer_steps
 from .unit import Unit
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..policy.policies import MixedPrecisionLike
 from ..schedule import Full, UnitRecord
 from .channels import Channels, Narrowing
 from .misuse import note_full
-from .stepping import optimizer_steps
+from .optimizer_steps import follow_steps, optimizer_steps
 
 if TYPE_CHECKING:
     from .executor import Shared
@@ -208,6 +208,7 @@ class Unit:
         self.host_link = HostLink(device, pin=offload.pin) if offload.to_host else None
         self.record.narrows = any(links.block is not None for links in self.links)
         self.root: Root | None = None
+        follow_steps()
         # Full parameters that `full_params` put on the modules: nothing else may be done with the unit meanwhile.
         self.opened: OpenUnit | None = None
         self.gathers: list[GatherChannel] = []
