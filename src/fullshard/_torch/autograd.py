@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,14 +17,25 @@ from torch.distributed.tensor import DTensor
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-def profiling() -> bool:
-    """Whether a torch profiler, or emit_nvtx, records now."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+# What a step asks dozens of times is C from end to end: a call of a Python function around it costs more than it does.
 
+# Whether a torch profiler, or emit_nvtx, records now.
+profiling: Callable[[], bool] = partial(operator.attrgetter("_is_profiler_enabled"), torch.autograd.profiler)
 
-def current_backward() -> int:
-    """The number of the backward that is running in this thread, or -1. A nested one has a number of its own."""
-    return torch._C._current_graph_task_id()
+# The number of the backward that is running in this thread, or -1. A nested one has a number of its own.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+# Something true while a transform (grad, vjp, jvp, vmap, ...) is running in this thread.
+in_transform: Callable[[], object] = cast(Any, torch._C)._functorch.peek_interpreter_stack
+
+# Counts the in-place writes to a tensor and its views, except those through `.data`. Raises `RuntimeError` for one that
+# was made in inference mode.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+# The hooks registered with `register_post_accumulate_grad_hook`, in order, by their numbers; None or empty: none.
+post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
 
 
 def keeps_graph() -> bool:
@@ -34,19 +46,6 @@ def keeps_graph() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward that is running in this thread ends without an exception."""
     Variable._execution_engine.queue_callback(callback)
-
-
-_get_version = operator.attrgetter("_version")
-
-
-def version_of(tensor: Tensor) -> int:
-    """Counts the in-place writes to a tensor and its views, except those through `.data`."""
-    return tensor._version
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """`version_of` each; no Python per item. Raises `RuntimeError` for one that was made in inference mode."""
-    return list(map(_get_version, tensors))
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> tuple[int, int]:
@@ -81,12 +80,6 @@ def base_of(tensor: Tensor) -> Tensor | None:
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
-    """The hooks registered with `register_post_accumulate_grad_hook`, in order."""
-    hooks = cast(Any, parameter)._post_accumulate_grad_hooks
-    return list(hooks.values()) if hooks else []
-
-
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
     """The hooks registered with `register_hook`, in order."""
     hooks = cast(Any, parameter)._backward_hooks
@@ -112,14 +105,6 @@ def hand_over_hooks(old: Tensor, new: Tensor) -> None:
 def keeping_versions(*tensors: Tensor) -> AbstractContextManager[Any]:
     """Writes inside to `tensors` are not counted."""
     return cast("AbstractContextManager[Any]", torch.autograd._unsafe_preserve_version_counter(tuple(tensors)))
-
-
-def in_transform() -> bool:
-    """Whether a transform (grad, vjp, jvp, vmap, ...) is running in this thread."""
-    return _peek_transforms() is not None
-
-
-_peek_transforms: Callable[[], object] = cast(Any, torch._C)._functorch.peek_interpreter_stack
 
 
 def without_transforms() -> AbstractContextManager[Any]:

@@ -125,7 +125,7 @@ class DataGroup:
     def group(self) -> dist.ProcessGroup:
         """What messages go over now. Made anew where a meeting of the scope gave the last one up: by the first message
         that somebody sends over it, so that it does not matter who still holds what."""
-        if not self.is_connected:
+        if self._renewed != self.scope.renewed:
             self.connect()
         assert self._group is not None
         return self._group

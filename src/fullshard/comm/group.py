@@ -122,7 +122,9 @@ class ShardGroup:
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
         """`piece` (n,) of all ranks into `out` (world * n,); contiguous, of one dtype. It may be this rank's part
         of `out`."""
-        return self._send(getattr(self.process_group, _GATHERS), _carried(out), _carried(piece), _GATHER)
+        if out.dtype not in _CARRIED:
+            out, piece = _carried(out), _carried(piece)
+        return self._send(getattr(self.process_group, _GATHERS), out, piece, _GATHER)
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages where the backend can."""

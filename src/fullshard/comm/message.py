@@ -122,7 +122,9 @@ class MessageReduce:
         slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, views_of, zeroed=zeroed)
         presence = slot.views[-1]
         sources, destinations = [], []
-        complete = all(gradient is not None for gradient in gradients)
+        complete = True
+        for gradient in gradients:
+            complete = complete and gradient is not None
         views = iter(slot.views)
         for position, regions, rows in self._targets:
             gradient = gradients[position]

@@ -12,9 +12,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from .._torch import queue_backward_callback
 from .._torch.modules import outside_graphs
+
+# Of nothing: it gives None, as a reference to what is over does.
+_NONE: Any = weakref.ref(set())
 
 
 class RunningBackward:
@@ -28,30 +32,27 @@ class RunningBackward:
         self._thread = thread
         self.ended, self._failed = ended, failed
         self._when_it_ends = outside_graphs(_End.report)
-        self._end: weakref.ref[_End] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._end is not None and self._end() is not None
+        # Gives something while a backward is running.
+        self.end: weakref.ref[_End] = _NONE
 
     def begin(self) -> None:
         end = _End(self)
-        self._end = weakref.ref(end, self._dropped)
+        self.end = weakref.ref(end, self._dropped)
         queue_backward_callback(partial(self._when_it_ends, end))
 
     def forget(self) -> None:
         """It ended, or what it left was discarded."""
-        self._end = None
+        self.end = _NONE
 
     def settle(self) -> None:
         """Call `failed` for a backward that another thread of the engine dropped (on a device it runs there)."""
-        if self._end is not None and self._end() is None:
+        if self.end is not _NONE and self.end() is None:
             self.forget()
             self._failed(sys.exception())
 
     def _dropped(self, which: weakref.ref[_End]) -> None:
         # Not in a thread of the engine's: the one that runs the model may be in its next forward. It calls `settle`.
-        if self._end is which and threading.get_ident() == self._thread:
+        if self.end is which and threading.get_ident() == self._thread:
             self.settle()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch.profiler import record_function
 
-from .._torch import profiling, with_tensor_hooks
+from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
 from ..comm import BufferPool, GatherChannel, Hop, Reduction
 from ..guard import Scope
 from ..param import ParamGroup, ShardedParam
@@ -75,7 +75,7 @@ class TakenBack:
     """Made before gradients are handed over; as a context manager it surrounds the hooks."""
 
     def __init__(self, units: Sequence[Unit], touched: Sequence[ShardedParam]) -> None:
-        hooked = any(param.has_hooks for param in touched)
+        hooked = any(map(post_accumulate_grad_hooks, [param.sharded for param in touched]))
         self._bring_back = [param.standing() for param in touched] if hooked else []
         self._windows = [(unit, unit.window_open, unit.partial_open) for unit in units] if hooked else []
 
@@ -213,7 +213,10 @@ class Executor:
         return any(map(self._has_own, self.shared.hops.values()))
 
     def _has_own(self, flights: Iterable[InFlight]) -> bool:
-        return any(flight.owner is self for flight in flights)
+        for flight in flights:
+            if flight.owner is self:
+                return True
+        return False
 
     # ---- full parameters -----------------------------------------------------------------------------------
 
@@ -430,7 +433,7 @@ class Executor:
         with undo:
             for unit, params in arrived.items():
                 for position, param in params:
-                    if param.run_hooks():
+                    if post_accumulate_grad_hooks(param.sharded) and param.run_hooks():
                         self.facts.hooked(unit, position, param.name)
         self.stepping.finish({unit: [param for _, param in params] for unit, params in arrived.items()})
 

@@ -14,6 +14,7 @@ reported before the beginning of that of the unit which made the input.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,7 +52,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0
         )
     if isinstance(value, (tuple, list)):
         items = [map_tensors(function, item, depth + 1) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(operator.is_, items, value)):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*items)

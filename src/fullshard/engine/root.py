@@ -191,7 +191,8 @@ class Root:
 
     def pre_backward(self, unit: Unit, use: Use | None = None, *, needed: bool = False) -> None:
         """Report that a gradient reached an output of `use` of `unit`, or that one of its saved weights is `needed`."""
-        self._notice_backward()
+        if self._backward.end() is None:
+            self._notice_backward()
         self.executor.expect_gradient(unit)
         flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
         self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, use=use, **flags), **flags)
@@ -212,7 +213,8 @@ class Root:
                 f"{param.name}, found the parameter's alone while its weights were being gathered; run the step again: "
                 f"from now on this module's weights are watched, and such a backward is right"
             )
-        self._notice_backward()
+        if self._backward.end() is None:
+            self._notice_backward()
         self._brought = True
         param.take_fresh()
         unit.arrived |= bit
@@ -235,8 +237,6 @@ class Root:
 
     def _notice_backward(self) -> None:
         """The first report of a backward: make sure that its end will be noticed."""
-        if self._backward.is_running:
-            return
         self._backward.settle()
         if self.run.in_backward:
             self.abandon()

@@ -17,7 +17,6 @@ from .._torch import (
     saved_tensor_hooks_allowed,
     top_saved_tensor_hooks,
     version_of,
-    versions_of,
 )
 from .._torch.modules import outside_graphs
 from ..param import ExtensionGroup, ShardedParam
@@ -176,7 +175,7 @@ def _params(unit: Unit) -> list[ShardedParam]:
 def _versions(unit: Unit) -> list[int]:
     fulls = [param.full for param in _params(unit)]
     try:
-        return versions_of(fulls)
+        return list(map(version_of, fulls))
     except RuntimeError:  # some are of inference mode, and count nothing
         return [0 if full.is_inference() else version_of(full) for full in fulls]
 

@@ -265,7 +265,10 @@ class Unit:
     @property
     def releases(self) -> bool:
         """Whether full parameters have memory of their own, which comes and goes."""
-        return any(not group.shares_memory for group in self.groups)
+        for group in self.groups:
+            if not group.shares_memory:
+                return True
+        return False
 
     @property
     def full_nbytes(self) -> int | None:
@@ -421,8 +424,12 @@ class Unit:
 
     def versions(self) -> tuple[tuple[int, ...], ...]:
         assert self.root is not None
-        steps = optimizer_steps(self.root.thread) if any(group.may_be_stepped for group in self.groups) else -1
-        return ((steps,), *(group.versions() for group in self.groups))
+        steps, versions = -1, []
+        for group in self.groups:
+            versions.append(group.versions())
+            if steps == -1 and group.may_be_stepped:
+                steps = optimizer_steps(self.root.thread)
+        return ((steps,), *versions)
 
     # ---- which parameters get gradients --------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from .nodes import NodeGrid, SlotGrid, flat_grids
@@ -254,7 +255,7 @@ class SendRegion(NamedTuple):
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReduceLayout:
     """The chunks of one gradient reduction, (world, chunk_numel), one for each receiving rank, and how they travel.
 
@@ -307,37 +308,37 @@ class ReduceLayout:
                     f"along dim {segment.layout.dim} of {segment.layout.shape}; leave it in the message"
                 )
 
-    @property
+    @cached_property
     def presence_offset(self) -> int:
         """First presence element in a chunk; aligned, because the pack's total is."""
         return self.pack.padded_local_numel
 
-    @property
+    @cached_property
     def facts_offset(self) -> int:
         """First of the `facts_numel` elements in a chunk that ranks compare."""
         return self.presence_offset + len(self.pack.segments)
 
-    @property
+    @cached_property
     def chunk_numel(self) -> int:
         """Elements of what one rank gets: its part of every gradient, presence, and what is compared."""
         return align_up(self.facts_offset + self.facts_numel, self.pack.align_numel)
 
-    @property
+    @cached_property
     def packed(self) -> tuple[int, ...]:
         """The parameters whose gradients are in the message, in buffer order."""
         return self.pack.order[len(self.direct) :]
 
-    @property
+    @cached_property
     def message_start(self) -> int:
         """First element of a chunk that is in the message."""
         return self.pack.segments[self.packed[0]].offset if self.packed else self.presence_offset
 
-    @property
+    @cached_property
     def message_numel(self) -> int:
         """Elements of the message for one rank."""
         return self.chunk_numel - self.message_start
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole send buffer."""
         return self.pack.world * self.message_numel

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class ExtensionGroup(ParamGroup):
 
     # ---- making --------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def shares_memory(self) -> bool:
         return False
 

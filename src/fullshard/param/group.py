@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from .._torch import (
     set_local,
     settled,
     sharded_parameter,
-    versions_of,
+    version_of,
 )
 from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, narrow_pack, plan_gather
 from ..policy import Precision
@@ -118,7 +119,7 @@ class ParamGroup:
             part = self.flat[segment.offset : segment.offset + segment.layout.local_numel(self.placing.rank)]
             param.local = _own_storage(part).view(shape)
 
-    @property
+    @cached_property
     def shares_memory(self) -> bool:
         """Whether the full parameters are the shards: one rank, one dtype, one device."""
         same_dtype = self.precision.storage is self.precision.compute
@@ -313,7 +314,7 @@ class ParamGroup:
 
     def versions(self) -> tuple[int, ...]:
         """Changes whenever a shard is written, through the DTensor or its local tensor (not through .data)."""
-        return (*versions_of(self._shards), *versions_of(self._locals))
+        return (*map(version_of, self._shards), *map(version_of, self._locals))
 
 
 class DtypeChanged(Exception):

@@ -231,11 +231,6 @@ class ShardedParam:
             return returned
         return returned.redistribute(placements=sharded.placements)
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether `run_hooks` will call anything after the end of this backward."""
-        return self.reduced is not None and bool(post_accumulate_grad_hooks(self.sharded))
-
     def standing(self) -> Callable[[], None]:
         """Remember what earlier backwards left, with copies of what `commit` writes in place; the result brings it
         back."""
@@ -261,7 +256,7 @@ class ShardedParam:
         if not hooks:
             return False
         gradient, written = self.sharded.grad, self._versions()
-        for hook in hooks:
+        for hook in list(hooks.values()):
             hook(self.sharded)
         return self.sharded.grad is not gradient or self._versions() != written
 
