@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.train.wake import waking_stopped
+from fullshard.train.launch import waking_stopped
 from tests.procs.test_train_cli import command, environment, linux_only
 
 pytestmark = linux_only

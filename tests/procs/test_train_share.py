@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import UnitInfo, inspect_units
 from fullshard.train.config import Config
-from fullshard.train.table import StateBytes, expected_local, expected_unsharded, measured_local
+from fullshard.train.console import StateBytes, expected_local, expected_unsharded, measured_local
 from tests.harness.pool import pool
 from tests.procs.test_train_world import config_of, trainer_of
 

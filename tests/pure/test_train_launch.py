@@ -11,11 +11,10 @@ import pytest
 from fullshard import UnitInfo, __version__
 from fullshard.cli import main
 from fullshard.train import launch
-from fullshard.train.config import Config, ConfigError
-from fullshard.train.config_load import load_config
+from fullshard.train.config import Config, ConfigError, load_config
+from fullshard.train.console import add, expected_local, expected_unsharded, unit_table
 from fullshard.train.folder import open_manifest
 from fullshard.train.launch import Failure
-from fullshard.train.table import add, expected_local, expected_unsharded, unit_table
 
 
 @pytest.fixture(autouse=True)

@@ -8,33 +8,54 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from fullshard import inspect_units
-from fullshard.train import optional, plot
-from fullshard.train.artifacts import save_model
+from fullshard import UnitInfo, inspect_units
 from fullshard.train.config import Config, ConfigError
-from fullshard.train.console import Console, clock, console_for
-from fullshard.train.data import Corpus, TokenSplit, read_corpus, tokenize
-from fullshard.train.facts import in_units, peak_memory_nbytes
+from fullshard.train.console import (
+    Console,
+    add,
+    clock,
+    console_for,
+    draw_loss,
+    expected_local,
+    expected_unsharded,
+    memory_lines,
+    unit_table,
+)
+from fullshard.train.data import (
+    BPETokenizer,
+    ByteTokenizer,
+    Corpus,
+    Tokenizer,
+    TokenSplit,
+    read_corpus,
+    tokenize,
+    train_bpe,
+)
 from fullshard.train.folder import (
+    CHECKPOINTS,
+    Checkpoints,
     close_manifest,
     forget_steps_after,
     last_record,
     make_run_dir,
     open_manifest,
+    save_model,
     write_text,
 )
-from fullshard.train.launch import RUN_DIR, STOPPED
 from fullshard.train.loop import Outcome, Outputs, Trainer
-from fullshard.train.metrics import MetricsFile, TensorBoard, read_metrics, without_nan
-from fullshard.train.model import Llama
-from fullshard.train.process import Stopped, World, noting_stops
-from fullshard.train.resume import FOLDER, Checkpoints
+from fullshard.train.metrics import (
+    MetricsFile,
+    TensorBoard,
+    in_units,
+    installed,
+    missing,
+    peak_memory_nbytes,
+    read_metrics,
+    without_nan,
+)
+from fullshard.train.model import Llama, adamw, as_fsdp, sharded_model
+from fullshard.train.process import RUN_DIR, STOPPED, Stopped, World, noting_stops
 from fullshard.train.sample import generate
-from fullshard.train.shard import adamw, as_fsdp, sharded_model
-from fullshard.train.table import add, expected_local, expected_unsharded, memory_lines, unit_table
-from fullshard.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
 
 _NO_DIR = "-"  # not "": who gets an empty value from a TCPStore waits for ever
 
@@ -48,15 +69,23 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     split = tokenize(corpus, tokenizer, config.data.validation_fraction)
     model = sharded_model(config, tokenizer.vocab, world.mesh, world.device)
     optimizer = adamw(model, config.optimizer)
+    units = inspect_units(model)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
-    _introduce(console, world, corpus, split, model)
-    facts = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
-    checkpoints = Checkpoints(run_dir, config.checkpoint, world, model, optimizer, facts, trainer.micro)
-    after = _resumed(console, world, checkpoints)
+    console.say(
+        f"{corpus.name}: {corpus.nbytes:,} bytes, SHA-256 {corpus.sha256[:12]}.., "
+        f"{len(split.train):,} training and {len(split.validation):,} validation tokens"
+    )
+    console.say(unit_table(units, world.rank))
+    same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
+    checkpoints = Checkpoints(run_dir, config.checkpoint, world, model, optimizer, same, trainer.micro)
+    after, newest = 0, checkpoints.newest()
+    if newest is not None:
+        after = checkpoints.load(newest)
+        console.say(f"going on after step {after}, from {newest}")
     outputs = Outputs(console)
     if world.rank == 0:
         forget_steps_after(run_dir, after)
-        open_manifest(run_dir, {**_facts(config, world, corpus, split, model), "resumed_after_step": after})
+        open_manifest(run_dir, {**_facts(config, world, corpus, split, units), "resumed_after_step": after})
         outputs = _outputs(config, console, run_dir, after)
     try:
         with noting_stops(config.checkpoint.grace_seconds):
@@ -69,16 +98,6 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     finally:
         outputs.close()
     _finish(config, world, console, run_dir, model, tokenizer, outcome)
-
-
-def _resumed(console: Console, world: World, checkpoints: Checkpoints) -> int:
-    """The step behind which the run begins: that of the newest whole checkpoint, which is loaded; 0 without one."""
-    newest = checkpoints.newest()
-    if newest is None:
-        return 0
-    step = checkpoints.load(newest)
-    console.say(f"going on behind step {step}, from {newest}")
-    return step
 
 
 def agreed_run_dir(config: Config, world: World) -> Path:
@@ -113,33 +132,24 @@ def _tokenizer(config: Config, world: World, corpus: Corpus, run_dir: Path) -> T
     return BPETokenizer(world.store.get("tokenizer").decode())
 
 
-def _introduce(console: Console, world: World, corpus: Corpus, split: TokenSplit, model: nn.Module) -> None:
-    units = inspect_units(model)
-    console.say(
-        f"{corpus.name}: {corpus.nbytes:,} bytes, SHA-256 {corpus.sha256[:12]}.., "
-        f"{len(split.train):,} training and {len(split.validation):,} validation tokens"
-    )
-    console.say(unit_table(units, world.rank))
-
-
 def _outputs(config: Config, console: Console, run_dir: Path, after: int) -> Outputs:
     outputs = Outputs(console, MetricsFile(run_dir / "metrics.jsonl"))
-    if config.metrics.tensorboard:
-        if TensorBoard.installed():
-            outputs.tensorboard = TensorBoard(run_dir / "tensorboard", after + 1)
-        else:
-            console.say(optional.missing("tensorboard", "tb", "there are no TensorBoard files"))
+    if config.metrics.tensorboard and installed("tensorboard"):
+        outputs.tensorboard = TensorBoard(run_dir / "tensorboard", after + 1)
+    elif config.metrics.tensorboard:
+        console.say(missing("tensorboard", "tb", "there are no TensorBoard files"))
     return outputs
 
 
-def _facts(config: Config, world: World, corpus: Corpus, split: TokenSplit, model: nn.Module) -> dict[str, Any]:
-    units = inspect_units(model)
+def _facts(
+    config: Config, world: World, corpus: Corpus, split: TokenSplit, units: tuple[UnitInfo, ...]
+) -> dict[str, Any]:
     return {
         "world": {
             "processes": world.size,
             "copies": config.parallelism.degrees(world.size)[0],
             "device": world.device.type,
-            "backend": _backend(world),
+            "backend": "nccl" if world.device.type == "cuda" else "gloo",
         },
         "corpus": {
             "name": corpus.name,
@@ -155,28 +165,22 @@ def _facts(config: Config, world: World, corpus: Corpus, split: TokenSplit, mode
     }
 
 
-def _backend(world: World) -> str:
-    return "nccl" if world.device.type == "cuda" else "gloo"
-
-
 def _finish(
-    config: Config,
-    world: World,
-    console: Console,
-    run_dir: Path,
-    model: Llama,
-    tokenizer: Tokenizer,
-    outcome: Outcome,
+    config: Config, world: World, console: Console, run_dir: Path, model: Llama, tokenizer: Tokenizer, outcome: Outcome
 ) -> None:
     units = inspect_units(model)
     expected, unsharded = add(map(expected_local, units)), add(map(expected_unsharded, units))
     peak = round(world.largest([peak_memory_nbytes(world.device)])[0])
     save_model(run_dir, model, rank=world.rank)
-    text = _sample(config, world, model, tokenizer) if _is_finite(outcome) else ""
+    last = outcome.last
+    # A model of NaN has no likely next token.
+    finite = last is None or last.val_loss is None or math.isfinite(last.val_loss)
+    text = _sample(config, world, model, tokenizer) if finite and config.sample.tokens else ""
     if world.rank != 0:
         return
-    last = outcome.last or last_record(run_dir)
-    files = ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors", FOLDER]
+    last = last or last_record(run_dir)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    files = ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors", CHECKPOINTS]
     console.say("")
     for line in memory_lines(expected, unsharded, outcome.held):
         console.say(f"rank 0: {line}")
@@ -185,14 +189,13 @@ def _finish(
         write_text(run_dir / "sample.txt", text + "\n")
         files.append("sample.txt")
         console.say(f"\nsample of generated text:\n{text}\n")
-    if config.metrics.plot:
-        if plot.installed():
-            plot.draw_loss(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png")
-            files.append("loss.png")
-        else:
-            console.say(optional.missing("matplotlib", "plot", "there is no loss.png"))
+    if config.metrics.plot and installed("matplotlib"):
+        draw_loss(records, run_dir / "loss.png")
+        files.append("loss.png")
+    elif config.metrics.plot:
+        console.say(missing("matplotlib", "plot", "there is no loss.png"))
     assert last.val_loss is not None and last.val_bits_per_byte is not None  # the last step always validates
-    nonfinite = [record["step"] for record in read_metrics(run_dir / "metrics.jsonl") if "nonfinite" in record]
+    nonfinite = [record["step"] for record in records if "nonfinite" in record]
     losses = {"loss": last.loss, "val_loss": last.val_loss, "val_bits_per_byte": last.val_bits_per_byte}
     close_manifest(
         run_dir,
@@ -219,25 +222,9 @@ def _finish(
     console.say(f'generate:   fullshard generate {run_dir} --prompt "{config.sample.prompt}"')
 
 
-def _is_finite(outcome: Outcome) -> bool:
-    """Whether the model can still tell anything: one of NaN has no likely next token."""
-    return outcome.last is None or outcome.last.val_loss is None or math.isfinite(outcome.last.val_loss)
-
-
 def _sample(config: Config, world: World, model: Llama, tokenizer: Tokenizer) -> str:
     """Text from the sharded model. Collective; the text is the same everywhere, and used on rank 0."""
-    if not config.sample.tokens:
-        return ""
-    text = generate(
-        model,
-        tokenizer,
-        prompt=config.sample.prompt,
-        num_tokens=config.sample.tokens,
-        context=config.training.sequence_length,
-        temperature=config.sample.temperature,
-        top_k=config.sample.top_k,
-        seed=config.training.seed,
-        device=world.device,
-    )
+    context, seed = config.training.sequence_length, config.training.seed
+    text = generate(model, tokenizer, config.sample, context=context, seed=seed, device=world.device)
     as_fsdp(model).reshard()
     return text
