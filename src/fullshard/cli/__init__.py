@@ -19,7 +19,7 @@ from fullshard.train import cli as train
 STYLES = ("fullshard", "hf", "titan")  # of names of a Llama's parameters, as in `fullshard.checkpoint`
 
 _EPILOG = """\
-`fullshard COMMAND --help` tells more, with examples.
+`fullshard COMMAND --help` says more, with examples.
 
 exit codes: 0 well, 1 failed, 2 cannot be run as asked, 3 recognised and refused, 130 interrupted by Ctrl-C,
 143 by SIGTERM

@@ -177,14 +177,14 @@ def _be_one_of(config: Config) -> int:
         leave(launch.EXIT_STOPPED)
     except Interrupted as stop:
         if run_dir is not None and _speaks_for_the_run():
-            launch.tell_end(run_dir, "interrupted", f"interrupted by {stop}")
+            launch.say_end(run_dir, "interrupted", f"interrupted by {stop}")
         leave(stop.exit_code)
     except Exception as error:
         get_error_handler().record_exception(error)
         if not launched:
             traceback.print_exc()
             if run_dir is not None and _speaks_for_the_run():
-                launch.tell_end(run_dir, "failed", f"{type(error).__name__}: {error}")
+                launch.say_end(run_dir, "failed", f"{type(error).__name__}: {error}")
         leave(launch.EXIT_FAILED)
 
 

@@ -1,25 +1,14 @@
-"""What a person sees of a run: lines or a progress bar, the table of the units, and the picture of the loss.
-
-The table says how many bytes of parameters, gradients and optimizer a rank holds, expected and measured. Expected is
-arithmetic on what `fullshard.inspect_units` says of each unit; measured is counted from the storages that the model and
-the optimizer really hold. AdamW keeps two values per element, in the parameter's dtype.
-"""
+"""What a person sees of a run: lines or a progress bar, and the picture of the loss."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from fullshard import UnitInfo
+from fullshard import Report
 from fullshard.train.metrics import StepRecord, in_units, installed, missing
 
 
@@ -135,104 +124,17 @@ class ProgressConsole(Console):
             self._live = None
 
 
-# ---- the table of the units ------------------------------------------------------------------------------------
+def memory_lines(report: Report, unsharded_nbytes: int) -> list[str]:
+    """A line each for parameters, gradients and AdamW: measured, expected, and what it were unsharded.
 
-_ADAMW_STATES = 2
-
-
-class StateBytes(NamedTuple):
-    """Bytes of training state, of one unit or of a whole model."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-def expected_local(unit: UnitInfo) -> StateBytes:
-    """What this rank holds of the unit between two steps, the padding of its flat buffer included.
-
-    The optimizer sees each parameter's own rows, without padding.
+    `unsharded_nbytes`: of all parameters; gradients are as many, and AdamW keeps two values per element.
     """
-    padded_nbytes = unit.padded_local_numel * unit.storage_itemsize
-    return StateBytes(padded_nbytes, padded_nbytes, _ADAMW_STATES * unit.local_numel * unit.storage_itemsize)
-
-
-def expected_unsharded(unit: UnitInfo) -> StateBytes:
-    """What one process would hold of the unit without sharding."""
-    nbytes = unit.numel * unit.storage_itemsize
-    return StateBytes(nbytes, nbytes, _ADAMW_STATES * nbytes)
-
-
-def add(parts: Iterable[StateBytes]) -> StateBytes:
-    return StateBytes(*map(sum, zip((0, 0, 0), *parts, strict=True)))
-
-
-def measured_local(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """What this rank holds now: each distinct storage behind parameters, gradients and optimizer state, counted once.
-
-    Counted whole: a view of one element keeps its whole storage alive.
-    """
-    parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return StateBytes(_storage_nbytes(parameters), _storage_nbytes(gradients), _storage_nbytes(states))
-
-
-def _storage_nbytes(tensors: Iterable[Tensor]) -> int:
-    storages = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-_HEADER = ("unit", "module", "tensors", "elements", "unsharded", "parameters", "gradients", "AdamW", "padding")
-
-
-def unit_table(units: Sequence[UnitInfo], rank: int) -> str:
-    """One line per unit, equal neighbours together, and a line of sums."""
-    rows: list[tuple[str, ...]] = [_HEADER]
-    for _, same in groupby(units, key=_figures):
-        first, *others = group = list(same)
-        name, module = first.name or "root", first.module_class
-        if others:
-            name, module = f"{name} .. {others[-1].name}", f"{module} x{len(group)}"
-        rows.append((name, module, *_cells(group)))
-    rows.append(("sum", "", *_cells(units)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    form = "  ".join(f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
-    header, *lines, total = [form.format(*row) for row in rows]
-    rule = "-" * len(header)
-    own = (
-        "unsharded: parameters, gradients and AdamW in one process; the three columns after it are the share of "
-        f"rank {rank}; padding: of all ranks together"
-    )
-    return "\n".join([header, rule, *lines, rule, total, own])
-
-
-def _figures(unit: UnitInfo) -> tuple[Any, ...]:
-    return (unit.module_class, unit.num_params, unit.numel, unit.local_numel, unit.padded_local_numel)
-
-
-def _cells(units: Sequence[UnitInfo]) -> tuple[str, ...]:
-    nbytes = (
-        add(map(expected_unsharded, units)).total,
-        *add(map(expected_local, units)),
-        sum((u.world * u.padded_local_numel - u.numel) * u.storage_itemsize for u in units),
-    )
-    return (str(sum(u.num_params for u in units)), f"{sum(u.numel for u in units):,}", *map(in_units, nbytes))
-
-
-def memory_lines(expected: StateBytes, unsharded: StateBytes, measured: StateBytes) -> list[str]:
-    """Three short lines that set side by side what was measured, what was expected, and what it were unsharded."""
-    return [
-        f"{name:<10} {in_units(here):>10} measured, {in_units(there):>10} expected, {in_units(whole):>10} unsharded"
-        for name, here, there, whole in zip(StateBytes._fields, measured, expected, unsharded, strict=True)
-    ]
-
-
-# ---- the picture -----------------------------------------------------------------------------------------------
+    lines = []
+    for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+        measured, expected = getattr(report.measured, name), getattr(report.expected, name)
+        sides = ((measured, "measured"), (expected, "expected"), (copies * unsharded_nbytes, "unsharded"))
+        lines.append(f"{name:<10} " + ", ".join(f"{in_units(nbytes):>10} {what}" for nbytes, what in sides))
+    return lines
 
 
 def draw_loss(records: list[dict[str, Any]], path: Path) -> None:

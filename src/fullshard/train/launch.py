@@ -98,7 +98,7 @@ def launch(config: Config, run_dir: Path, world: int) -> int:
                 elastic_launch(agent, sys.executable)("-c", _PROGRAM, "train", str(run_dir / "config.toml"))
             return 0
         except SignalException as stop:
-            return _tell_stopped(run_dir) or _interrupted(run_dir, int(stop.sigval))
+            return _say_stopped(run_dir) or _interrupted(run_dir, int(stop.sigval))
         except ChildFailedError as error:
             return ended_badly(run_dir, [Failure.of(rank, f) for rank, f in error.failures.items()])
 
@@ -193,7 +193,7 @@ class Failure(NamedTuple):
 
 def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
     """Find the cause among all that went wrong, print it in one line, and return the exit code of the command."""
-    if any(f.exit_code == EXIT_STOPPED for f in failures) and (code := _tell_stopped(run_dir)):
+    if any(f.exit_code == EXIT_STOPPED for f in failures) and (code := _say_stopped(run_dir)):
         return code
     cause = min(failures, key=lambda f: f.order)
     if cause.exit_code == EXIT_USAGE:
@@ -209,11 +209,11 @@ def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
         what += " (out of memory?)" if cause.exit_code == -signal.SIGKILL else ""
     else:
         what = f"failed: {cause.message}" if cause.message else f"ended with code {cause.exit_code}"
-    tell_end(run_dir, "failed", f"rank {cause.rank} {what}")
+    say_end(run_dir, "failed", f"rank {cause.rank} {what}")
     return EXIT_FAILED
 
 
-def _tell_stopped(run_dir: Path) -> int:
+def _say_stopped(run_dir: Path) -> int:
     """The exit code of a run that stopped with a checkpoint, after a line that says so; 0 for one that did not."""
     manifest = read_manifest(run_dir)
     if manifest.get("status") != STOPPED:
@@ -225,11 +225,11 @@ def _tell_stopped(run_dir: Path) -> int:
 
 
 def _interrupted(run_dir: Path, signum: int) -> int:
-    tell_end(run_dir, "interrupted", f"interrupted by {signal.Signals(signum).name}")
+    say_end(run_dir, "interrupted", f"interrupted by {signal.Signals(signum).name}")
     return 128 + signum
 
 
-def tell_end(run_dir: Path, status: str, what: str) -> None:
+def say_end(run_dir: Path, status: str, what: str) -> None:
     """Close the folder of a run that did not end well, and say so in one line."""
     remove_parts(run_dir)
     path = run_dir / "metrics.jsonl"

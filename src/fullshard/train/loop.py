@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullshard import MicroBatches, ReplayError, check_gradients, checkpoint, clip_grad_norm_, find_drift, replay
+import fullshard
+from fullshard import checkpoint
 from fullshard.train.config import AUTO, Config
-from fullshard.train.console import Console, StateBytes, measured_local
+from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_windows, windows
 from fullshard.train.folder import Checkpoints
 from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, memory_nbytes, peak_flop_per_second
@@ -57,7 +58,7 @@ class Outcome(NamedTuple):
 
     last: StepRecord | None  # None where no step was left to make
     seconds: float
-    held: StateBytes  # parameters, gradients and optimizer of this rank, counted after the first step's update
+    held: fullshard.Report  # parameters, gradients and optimizer of this rank, counted after the first step's update
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class Trainer:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         keys = config.training
         self.share = keys.global_batch // world.size
-        self.micro = MicroBatches(
+        self.micro = fullshard.MicroBatches(
             model,
             size=config.micro_batch(world.size),
             search="halve" if keys.micro_batch == AUTO else "fixed",
@@ -127,7 +128,7 @@ class Trainer:
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
         # Random numbers of a step are those of (seed, step, rank): the same after a stop as without one.
         self.random = checkpoint.RandomState(keys.seed, world.rank)
-        self.held = StateBytes(0, 0, 0)
+        self.held: fullshard.Report | None = None
         self.stopped_by = 0  # the signal that some rank got before the last step's figures were summed
 
     @property
@@ -155,22 +156,24 @@ class Trainer:
             checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
             if self.stopped_by:
                 raise Stopped(self.stopped_by, step)
-        if not self.held.total:
-            self.held = measured_local(self.model, self.optimizer)
-        return Outcome(record, time.monotonic() - begun, self.held)
+        return Outcome(record, time.monotonic() - begun, self.held or fullshard.report(self.model, self.optimizer))
 
     def _drift(self) -> str | None:
         """What ranks should have the same of and have not, before that of one goes into a checkpoint. Collective."""
-        return "; ".join(f"{drift.kind} {drift}" for drift in find_drift(self.model)) or None
+        return "; ".join(f"{drift.kind} {drift}" for drift in fullshard.find_drift(self.model)) or None
 
     def replayed(self, step: int) -> StepRecord:
         """The step, made twice from the same state. Raises `ReplayError` where they differ in a bit, on any rank."""
         records: list[StepRecord] = []
-        found = replay(lambda: records.append(self.step(step)), self.model, self.optimizer, on_difference="return")
+
+        def once() -> None:
+            records.append(self.step(step))
+
+        found = fullshard.replay(once, self.model, self.optimizer, on_difference="return")
         first, second = records
         # Micro-batches of another size, for which there was no memory the second time, add up in another order.
         if not found.ok and first.micro_batch == second.micro_batch:
-            raise ReplayError(found)
+            raise fullshard.ReplayError(found)
         return second
 
     def step(self, step: int) -> StepRecord:
@@ -182,8 +185,8 @@ class Trainer:
             group["lr"] = lr
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
         # Before clipping, which spreads one NaN over all gradients.
-        check = check_gradients(self.model, nats, on_nonfinite="count")
-        norm = float(clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
+        check = fullshard.check_gradients(self.model, nats, on_nonfinite="count")
+        norm = float(fullshard.clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
         # A stop that some rank was asked for travels with the figures, so that all stop after the same step.
         nats, nbytes, signals = self.world.total([nats, nbytes, float(stop_requested() != 0)])
         self.stopped_by = signal.SIGTERM if signals else 0
@@ -199,8 +202,8 @@ class Trainer:
             )
         if finite or keys.nonfinite == "count":
             self.optimizer.step()
-            if not self.held.total:
-                self.held = measured_local(self.model, self.optimizer)
+            if self.held is None:
+                self.held = fullshard.report(self.model, self.optimizer)
         self.optimizer.zero_grad()
         seconds = time.monotonic() - begun
         val = self.validate() if step % self.config.metrics.eval_every == 0 or step == keys.steps else None

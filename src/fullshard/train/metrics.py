@@ -52,7 +52,7 @@ class StepRecord:
 
     def to_json(self) -> str:
         """One line. Validation fields are there only where the step validated, `drift` and `nonfinite` only where
-        something is to be told; figures that are not finite are null."""
+        there is something to say; figures that are not finite are null."""
         optional_fields = ("val_loss", "val_bits_per_byte", "drift", "nonfinite")
         fields = {k: v for k, v in asdict(self).items() if v is not None or k not in optional_fields}
         return json.dumps(without_nan(fields), allow_nan=False)
@@ -144,7 +144,7 @@ def memory_nbytes(device: torch.device) -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize()
-    except OSError:  # no /proc: the peak is the best that can be told
+    except OSError:  # no /proc: the peak is the best there is
         return peak_memory_nbytes(device)
 
 
