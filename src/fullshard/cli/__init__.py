@@ -1,7 +1,7 @@
 """The command `fullshard`: its arguments, and which part of the package answers.
 
 `train` and `generate` are the trainer's (`fullshard.train.cli`); `fullshard.cli.checkpoint` is what `checkpoint` does.
-Arguments, help and version need no torch: what does is imported when a command runs.
+Arguments, help and version need no torch; a command imports it when it runs.
 """
 
 from __future__ import annotations

@@ -14,24 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fullshard.checkpoint import foreign as formats
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from fullshard.checkpoint.foreign import (
-    REFUSALS,
-    UNWRAPPED,
-    Chosen,
-    Format,
-    Found,
-    HfSource,
-    Renaming,
-    Source,
-    convert,
-    detect,
-    head_dim_of,
-    llama,
-    nbytes_of,
-    open_found,
-    read_config,
-)
 from fullshard.train.metrics import in_units, installed
 
 EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3
@@ -54,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def exit_code(error: Exception) -> int:
     """Which exit code an error has."""
-    if isinstance(error, REFUSALS):
+    if isinstance(error, formats.REFUSALS):
         return EXIT_REFUSED
     if isinstance(error, CheckpointDamaged):
         return EXIT_FAILED
@@ -76,8 +60,8 @@ def printable(text: str) -> str:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    found = detect(arguments.path)
-    with open_found(found, allow_torch_save=arguments.allow_torch_save) as source:
+    found = formats.detect(arguments.path)
+    with formats.open_found(found, allow_torch_save=arguments.allow_torch_save) as source:
         facts = _facts(found, source)
         if arguments.json:
             tensors = [{"key": k, "dtype": v.dtype, "shape": list(v.shape)} for k, v in source.tensors.items()]
@@ -97,7 +81,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         print(printable("\n".join(lines)))
 
 
-def _facts(found: Found, source: Source) -> dict[str, Any]:
+def _facts(found: formats.Found, source: formats.Source) -> dict[str, Any]:
     dtypes = Counter(info.dtype for info in source.tensors.values())
     return {
         "format": found.kind,
@@ -105,9 +89,9 @@ def _facts(found: Found, source: Source) -> dict[str, Any]:
         "says": found.says,
         "num_tensors": len(source.tensors),
         "num_values": len(source.values),
-        "nbytes": sum(nbytes_of(info) for info in source.tensors.values()),
+        "nbytes": sum(formats.nbytes_of(info) for info in source.tensors.values()),
         "dtypes": dict(sorted(dtypes.items())),
-        "files": source.num_files if isinstance(source, HfSource) else None,
+        "files": source.num_files if isinstance(source, formats.HfSource) else None,
     }
 
 
@@ -117,8 +101,8 @@ def _summary(facts: dict[str, Any]) -> str:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    found = detect(arguments.path)
-    with open_found(found, allow_torch_save=arguments.allow_torch_save) as source:
+    found = formats.detect(arguments.path)
+    with formats.open_found(found, allow_torch_save=arguments.allow_torch_save) as source:
         unknown = source.verify()
         facts = _facts(found, source)
     if arguments.json:
@@ -133,19 +117,18 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    found = detect(arguments.path)
-    target_format: Format = arguments.to if arguments.action == "export" else "fullshard"
+    found = formats.detect(arguments.path)
+    target_format: formats.Format = arguments.to if arguments.action == "export" else "fullshard"
     names = None if arguments.optimizer_names is None else arguments.optimizer_names.read_text().split()
-    with open_found(found, allow_torch_save=arguments.allow_torch_save, optimizer_names=names) as opened:
+    with formats.open_found(found, allow_torch_save=arguments.allow_torch_save, optimizer_names=names) as opened:
         choice = {"only": arguments.only, "skip": arguments.skip, "strip": arguments.strip}
-        source = Chosen(opened, **choice, renaming=_renaming(arguments, found))
+        source = formats.Chosen(opened, **choice, renaming=_renaming(arguments, found))
         if not arguments.json:
             print(printable(f"found {found.says}"), file=sys.stderr, flush=True)
-        total = sum(nbytes_of(info) for info in source.tensors.values())
-        size = getattr(arguments, "max_file_size", 1)
-        with _progress(total, quiet=arguments.json) as progress:
-            files = convert(source, arguments.target, target_format, max_file_nbytes=size, progress=progress)
         facts = _facts(found, source)
+        size = getattr(arguments, "max_file_size", 1)
+        with _progress(facts["nbytes"], quiet=arguments.json) as progress:
+            files = formats.convert(source, arguments.target, target_format, max_file_nbytes=size, progress=progress)
     if arguments.json:
         to = {"format": target_format, "path": str(arguments.target)}
         said = {"ok": True, "from": facts, "to": to, "left_out": source.left_out, "files": [*map(str, files)]}
@@ -155,17 +138,19 @@ def _convert(arguments: argparse.Namespace) -> None:
     print(printable(f"{arguments.target}: {_summary(facts)}{left_out}, as {target_format}, {len(files)} file(s)"))
 
 
-def _renaming(arguments: argparse.Namespace, found: Found) -> Renaming | None:
+def _renaming(arguments: argparse.Namespace, found: formats.Found) -> formats.Renaming | None:
     old, new = arguments.names_from, arguments.names_to
     if (old is None) != (new is None):
         raise ValueError("--names-from and --names-to go together: whose names there are, and whose there will be")
     if old is None:
         if arguments.head_dim is not None:
             raise ValueError("--head-dim belongs to --names-from and --names-to")
-        return UNWRAPPED if arguments.unwrap else None
+        return formats.UNWRAPPED if arguments.unwrap else None
     folder = found.path if found.path.is_dir() else found.path.parent
-    head_dim = arguments.head_dim if arguments.head_dim is not None else head_dim_of(read_config(folder))
-    return llama(old, new, head_dim=head_dim)
+    given = arguments.head_dim
+    return formats.llama(
+        old, new, head_dim=formats.head_dim_of(formats.read_config(folder)) if given is None else given
+    )
 
 
 @contextmanager

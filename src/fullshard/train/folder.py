@@ -28,7 +28,7 @@ import platform
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import MicroBatches, __version__, checkpoint
 from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter
-from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, load_config, show, to_toml
+from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, key_names, load_config, show, to_toml
 from fullshard.train.metrics import StepRecord, read_metrics
 from fullshard.train.process import World
 
@@ -46,7 +46,7 @@ CHECKPOINTS = "checkpoints"
 
 # What decides which numbers a run computes. Everything else may differ when it goes on.
 _FIXED_SECTIONS = ("model", "data", "precision", "optimizer")
-_FIXED_KEYS = ("global_batch", "sequence_length", "seed", "clip_norm")
+_FIXED_KEYS = ("training.global_batch", "training.sequence_length", "training.seed", "training.clip_norm")
 
 
 def make_run_dir(config: Config) -> Path:
@@ -154,22 +154,16 @@ def check_resumable(path: Path, config: Config) -> None:
         old = load_config(path / "config.toml")
     except ConfigError as error:
         raise ConfigError(f"run.dir = {show(str(path))}: its config.toml cannot be read: {error}") from None
-    for section in _FIXED_SECTIONS:
-        _check_equal(path, section, asdict(getattr(old, section)), asdict(getattr(config, section)))
-    training = asdict(old.training), asdict(config.training)
-    _check_equal(path, "training", *({key: keys[key] for key in _FIXED_KEYS} for keys in training))
+    for key in key_names():
+        before, now = attrgetter(key)(old), attrgetter(key)(config)
+        if before != now and (key in _FIXED_KEYS or key.partition(".")[0] in _FIXED_SECTIONS):
+            problem = f"the run in {path} has {show(before)}, and going on must not change it"
+            raise invalid(key, now, problem, show(before))
     manifest = read_manifest(path)
     done = manifest.get("last_step", 0)
     if manifest.get("status") == "completed" and done >= config.training.steps:
         problem = f"the run in it ended well after {done} steps, and training.steps asks for no more"
         raise invalid("run.dir", str(path), problem, show(f"{path}-2"))
-
-
-def _check_equal(path: Path, section: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    for key, value in new.items():
-        if value != old[key]:
-            problem = f"the run in {path} has {show(old[key])}, and going on must not change it"
-            raise invalid(f"{section}.{key}", value, problem, show(old[key]))
 
 
 def is_run(path: Path) -> bool:
@@ -249,21 +243,20 @@ class Checkpoints:
         """
         model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
         found = checkpoint.inspect(path)
-        held = {key.removeprefix("run."): entry.value for key, entry in found.values.items() if key.startswith("run.")}
+        held: dict[str, Any] = {
+            key.removeprefix("run."): entry.value for key, entry in found.values.items() if key.startswith("run.")
+        }
         differ = [(key, held.get(key), value) for key, value in self.facts.items() if held.get(key) != value]
         if differ:
             wrong = [f"{key}: {there!r} there, {here!r} here" for key, there, here in differ]
             raise RuntimeError(f"{path} is of another run: {'; '.join(wrong)}. Use the same data, or another run.dir")
-        run = {**self.facts, "step": 0, "world": 0}
-        if "micro_batch" in held:  # not in those of older runs
-            run["micro_batch"] = 0
-        state = {"model": model_state, "optimizer": optimizer_state, "run": run}
-        checkpoint.load(state, checkpoint_id=path)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        checkpoint.load(state, checkpoint_id=path, allow_unexpected=("run.*",))
         both = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
         checkpoint.set_state_dict(self.model, self.optimizer, **both)
-        if self.micro is not None and run.get("micro_batch"):
-            self.micro.load_state_dict({"size": run["micro_batch"], "fits": 0, "fails": 0})
-        return int(run["step"])
+        if self.micro is not None and held.get("micro_batch"):  # older runs have none
+            self.micro.load_state_dict({"size": held["micro_batch"], "fits": 0, "fails": 0})
+        return int(held["step"])
 
     def due(self, step: int, last: int) -> bool:
         """Whether a checkpoint is made after `step` of `last`."""

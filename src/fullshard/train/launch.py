@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.folder import close_manifest, discard_run_dir, read_manifest, remove_parts
@@ -70,10 +73,6 @@ def num_processes(config: Config, asked: int | None) -> int:
 
 def launch(config: Config, run_dir: Path, world: int) -> int:
     """Run `world` processes to their end and return the exit code of the command. Prints one line when it is not 0."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     # The agent logs what it does on the way out; what is worth saying is said below, once.
     agent_log = logging.getLogger("torch.distributed.elastic")
     agent_log.addHandler(logging.NullHandler())
@@ -167,11 +166,10 @@ class Failure(NamedTuple):
     seconds: float  # when
 
     @staticmethod
-    def of(rank: int, failure: object) -> Failure:
-        data = getattr(failure, "error_file_data", {}).get("message", "")
-        text, extra = (data.get("message", ""), data.get("extraInfo", {})) if isinstance(data, dict) else ("", {})
-        when = float(extra.get("timestamp", getattr(failure, "timestamp", 0)))
-        return Failure(rank, getattr(failure, "exitcode", 1), text, extra.get("py_callstack", ""), when)
+    def of(rank: int, failure: ProcessFailure) -> Failure:
+        said = failure.error_file_data.get("message", "")
+        text, extra = (said["message"], said["extraInfo"]) if isinstance(said, dict) else ("", {})
+        return Failure(rank, failure.exitcode, text, extra.get("py_callstack", ""), failure.timestamp)
 
     @property
     def stopped_by(self) -> int | None:
