@@ -364,7 +364,7 @@ def test_sigterm_to_one_process_stops_the_run_with_a_checkpoint(told: str, tmp_p
         [sys.executable, "-m", "fullshard", *words], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 0, done.stderr
-    assert f"going on behind step {last}" in done.stdout
+    assert f"going on after step {last}" in done.stdout
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, last + 3))
     assert json.loads((run_dir / "manifest.json").read_text())["sittings"][0]["status"] == "stopped"
 
