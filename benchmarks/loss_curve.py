@@ -62,8 +62,7 @@ def learning_rate(step: int, steps: int) -> float:
 def train(rank: int, world: int, way: str, steps: int) -> list[float]:
     """The loss over all ranks of every step."""
     from fullshard.train.config import DataKeys
-    from fullshard.train.data import SampleOrder, read_corpus, tokenize, windows
-    from fullshard.train.tokenizer import ByteTokenizer
+    from fullshard.train.data import ByteTokenizer, SampleOrder, read_corpus, tokenize, windows
 
     tokenizer = ByteTokenizer()
     tokens = tokenize(read_corpus(DataKeys()), tokenizer, 0.1).train

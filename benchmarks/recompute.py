@@ -34,8 +34,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import facts
-from fullshard.train.model import Llama, LlamaShape
-from fullshard.train.recompute import recompute_blocks
+from fullshard.train.model import Llama, LlamaShape, recompute_blocks
 
 # The trainer's defaults; and what seed 002 speaks of: 32 layers, width 4096, 32 sequences of 2048 tokens (Llama-2-7B).
 TRAINER = LlamaShape(vocab=256, layers=4, dim=128, heads=4, kv_heads=2, ffn_dim=352, context=128)

@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.recompute import TRAINER, Kept, count
 from fullshard.engine import unit_of
-from fullshard.train.config_load import load_config
-from fullshard.train.sample import llama_shape
-from fullshard.train.shard import sharded_model
+from fullshard.train.config import load_config
+from fullshard.train.model import llama_shape, sharded_model
 from tests.harness.fake import fake_world
 
 SEQUENCES = 2

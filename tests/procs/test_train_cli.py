@@ -16,7 +16,7 @@ import torch
 
 from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
 from fullshard.cli import main
-from fullshard.train.config_load import load_config
+from fullshard.train.config import load_config
 from fullshard.train.data import read_corpus
 
 # Against a hang: on a machine with five times as many processes as cores a run takes a minute and more.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fullshard.train.config import Config
-from fullshard.train.console import SilentConsole
+from fullshard.train.console import Console
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
 from tests.harness.pool import pool
@@ -38,7 +38,7 @@ class _Records:
         self.lines.append(json.loads(record.to_json()))
 
 
-class _Console(SilentConsole):
+class _Console(Console):
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
@@ -73,7 +73,7 @@ def test_copies_that_differ_are_told_at_checkpoints() -> None:
 
 def _agrees(rank: int, config: Config) -> list[dict[str, Any]]:
     trainer = trainer_of(rank, config)
-    trainer.run(Outputs(SilentConsole(), records := _Records()), _Every())  # type: ignore[arg-type]
+    trainer.run(Outputs(Console(), records := _Records()), _Every())  # type: ignore[arg-type]
     return records.lines
 
 

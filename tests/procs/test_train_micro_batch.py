@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fullshard.train.config import Config
+from fullshard.train.folder import Checkpoints
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
-from fullshard.train.resume import Checkpoints
 from tests.harness.pool import pool
 from tests.procs.test_train_resume import FACTS, _figures, _Records
 from tests.procs.test_train_world import assert_equal, config_of, full, trainer_of

@@ -14,7 +14,7 @@ import torch
 
 from fullshard import ReplayError
 from fullshard.train.config import Config
-from fullshard.train.console import SilentConsole
+from fullshard.train.console import Console
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
 from tests.harness.pool import pool
@@ -110,7 +110,7 @@ def replaying(rank: int, config: Config, flips: bool) -> tuple[str, list[float],
     """What `Trainer.run` raises, its losses, and what it leaves; with `flips` one bit of a weight of rank 1 changes in
     the second of the two runs of step 4."""
     trainer = trainer_of(rank, config)
-    outputs = Outputs(SilentConsole())
+    outputs = Outputs(Console())
     losses: list[float] = []
     calls: list[int] = []
     outputs_step, step = outputs.console.step, trainer.step

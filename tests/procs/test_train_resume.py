@@ -20,10 +20,11 @@ import torch
 from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.train import process
-from fullshard.train.config import Config, ConfigError
-from fullshard.train.config_load import load_config
-from fullshard.train.console import SilentConsole
+from fullshard.train.config import Config, ConfigError, load_config
+from fullshard.train.console import Console
 from fullshard.train.folder import (
+    CHECKPOINTS,
+    Checkpoints,
     check_resumable,
     close_manifest,
     forget_steps_after,
@@ -36,7 +37,6 @@ from fullshard.train.launch import EXIT_STOPPED
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import MetricsFile, StepRecord, read_metrics
 from fullshard.train.process import Stopped, noting_stops
-from fullshard.train.resume import FOLDER, Checkpoints
 from tests.harness import tolerance
 from tests.harness.pool import pool
 from tests.procs.test_train_cli import children_of, command, environment, linux_only, metrics_of
@@ -70,7 +70,7 @@ def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int
     )
     newest = checkpoints.newest()
     after = 0 if newest is None else checkpoints.load(newest)
-    records = _Records(stop_at if rank == stop_rank else 0, Path(folder) / FOLDER)
+    records = _Records(stop_at if rank == stop_rank else 0, Path(folder) / CHECKPOINTS)
     stopped = 0
     try:
         with noting_stops(60.0):
@@ -90,7 +90,7 @@ class _Records(Outputs):
     "does."""
 
     def __init__(self, stop_at: int, folder: Path) -> None:
-        super().__init__(SilentConsole())
+        super().__init__(Console())
         self.folder, self.most = folder, 0
         self.records: list[StepRecord] = []
         self.stop_at = stop_at
@@ -118,7 +118,7 @@ def undisturbed(world: int) -> Ran:
 def goes_on(world: int, then: int, folder: Path, stop_at: int, stop_rank: int, *overrides: str) -> tuple[Ran, Ran]:
     first = pool(world).run(ran, config_of(*overrides), str(folder), stop_at, stop_rank, timeout=60)
     assert [one.stopped_after for one in first] == [stop_at] * world, "all ranks stop behind the same step"
-    assert checkpoint.is_complete(folder / FOLDER / f"step-{stop_at}")
+    assert checkpoint.is_complete(folder / CHECKPOINTS / f"step-{stop_at}")
     second = pool(then).run(ran, config_of(*overrides), str(folder), timeout=60)
     return first[0], second[0]
 
@@ -161,7 +161,7 @@ def test_it_goes_on_with_another_number_of_processes(world: int, then: int, tmp_
         assert ours[2] == pytest.approx(theirs[2], rel=allowed)
         assert (ours[6] or 0) == pytest.approx(theirs[6] or 0, rel=allowed)
     # At the moment of the stop nothing has been rounded yet: what was loaded is what was saved.
-    loaded = pool(then).run(_loaded, config_of(), str(tmp_path / FOLDER / "step-7"))[0]
+    loaded = pool(then).run(_loaded, config_of(), str(tmp_path / CHECKPOINTS / "step-7"))[0]
     for name, tensor in first.tensors.items():
         assert torch.equal(loaded[name], tensor), name
 
@@ -181,7 +181,7 @@ def _loaded(rank: int, config: Config, path: str) -> dict[str, torch.Tensor]:
 def test_what_a_kill_leaves_is_passed_over(tmp_path: Path) -> None:
     """Killed while it saved step 12, with step 6 whole: it goes on from there."""
     pool(2).run(ran, config_of(), str(tmp_path), 13, 0, timeout=60)
-    torn = tmp_path / FOLDER / "step-13"
+    torn = tmp_path / CHECKPOINTS / "step-13"
     (torn / "CURRENT").unlink()
     results = pool(2).run(ran, config_of(), str(tmp_path), timeout=60)
     assert results[0].figures == undisturbed(2).figures[12:]
@@ -196,7 +196,13 @@ def test_old_checkpoints_go_and_the_last_is_kept(asynchronous: str, tmp_path: Pa
     # On the way, too: the newest two, the multiples of six that are older, and one that is being made.
     assert 2 <= first.most <= 5
     # Two newest, and the multiples of six.
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["step-12", "step-18", "step-20", "step-6"]
+    kept = sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir())
+    assert kept == [
+        "step-12",
+        "step-18",
+        "step-20",
+        "step-6",
+    ]
     again = pool(1).run(ran, config, str(tmp_path))[0]
     assert again.figures == [] and again.stopped_after == 0
 
@@ -351,14 +357,14 @@ def test_sigterm_to_one_process_stops_the_run_with_a_checkpoint(told: str, tmp_p
     assert manifest["status"] == "stopped" and errors.count("\n") == 1
     assert f"stopped by SIGTERM after step {last}, with a checkpoint" in errors and f"--resume {run_dir}" in errors
     assert last == len(metrics_of(run_dir)) and last >= before
-    assert checkpoint.latest(run_dir / FOLDER) == run_dir / FOLDER / f"step-{last}"
-    checkpoint.verify(run_dir / FOLDER / f"step-{last}")
+    assert checkpoint.latest(run_dir / CHECKPOINTS) == run_dir / CHECKPOINTS / f"step-{last}"
+    checkpoint.verify(run_dir / CHECKPOINTS / f"step-{last}")
     words = ["train", "--resume", str(run_dir), "--set", f"training.steps={last + 2}"]
     done = subprocess.run(
         [sys.executable, "-m", "fullshard", *words], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 0, done.stderr
-    assert f"going on behind step {last}" in done.stdout
+    assert f"going on after step {last}" in done.stdout
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, last + 3))
     assert json.loads((run_dir / "manifest.json").read_text())["sittings"][0]["status"] == "stopped"
 

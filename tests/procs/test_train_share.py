@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import UnitInfo, inspect_units
+from fullshard import Report, UnitInfo, inspect_units, report
 from fullshard.train.config import Config
-from fullshard.train.table import StateBytes, expected_local, expected_unsharded, measured_local
 from tests.harness.pool import pool
 from tests.procs.test_train_world import config_of, trainer_of
 
@@ -41,7 +40,7 @@ class Seen(NamedTuple):
     moments: list[Moment]  # of the second step: the first one records the order
     between_steps: dict[str, int]
     after_validation: dict[str, int]
-    after_backward: StateBytes
+    after_backward: Report
     gradient_rows: dict[str, tuple[int, ...]]
     shapes: dict[str, tuple[int, ...]]
 
@@ -67,7 +66,7 @@ def observed(rank: int, config: Config) -> Seen:
     held = []
 
     def look_at_gradients() -> None:
-        held.append(measured_local(model, trainer.optimizer))
+        held.append(report(model, trainer.optimizer))
         for name, parameter in model.named_parameters():
             assert isinstance(parameter.grad, DTensor), name
             rows[name] = tuple(parameter.grad.to_local().shape)
@@ -102,16 +101,16 @@ def test_ranks_share_every_element(seen: list[Seen]) -> None:
 def test_storages_hold_the_share(seen: list[Seen]) -> None:
     """Parameters, gradients and AdamW state, counted from their storages, are half of the unsharded bytes."""
     for rank in seen:
-        expected = StateBytes(*map(sum, zip(*map(expected_local, rank.units), strict=True)))
-        unsharded = StateBytes(*map(sum, zip(*map(expected_unsharded, rank.units), strict=True)))
-        held, num_tensors = rank.after_backward, len(rank.shapes)
+        held, num_tensors = rank.after_backward.measured, len(rank.shapes)
         own_nbytes = sum(unit.local_numel * unit.storage_itemsize for unit in rank.units)
+        padded_nbytes = sum(unit.padded_local_numel * unit.storage_itemsize for unit in rank.units)
+        unsharded_nbytes = 4 * sum(unit.numel * unit.storage_itemsize for unit in rank.units)  # AdamW keeps two more
         # From the bare elements to the padded flat buffer: a shard's storage may or may not include its padding.
-        assert own_nbytes <= held.parameters <= expected.parameters
+        assert own_nbytes <= held.parameters <= padded_nbytes
         # A message of gradients also tells who has one: at most 16 bytes per tensor.
-        assert own_nbytes <= held.gradients <= expected.gradients + 16 * num_tensors
-        assert held.optimizer == expected.optimizer + 4 * num_tensors  # AdamW's step counters are float32 scalars
-        assert held.total < 0.52 * unsharded.total
+        assert own_nbytes <= held.gradients <= padded_nbytes + 16 * num_tensors
+        assert held.optimizer == 2 * own_nbytes + 4 * num_tensors  # AdamW's step counters are float32 scalars
+        assert held.parameters + held.gradients + held.optimizer < 0.52 * unsharded_nbytes
 
 
 def test_gradients_are_this_ranks_rows(seen: list[Seen]) -> None:

@@ -10,16 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard.train.config import Config
-from fullshard.train.config_load import load_config
-from fullshard.train.data import read_corpus, tokenize
+from fullshard.train.config import Config, load_config
+from fullshard.train.data import ByteTokenizer, read_corpus, tokenize
 from fullshard.train.loop import Trainer
 from fullshard.train.metrics import StepRecord
-from fullshard.train.model import Llama
+from fullshard.train.model import Llama, adamw, llama_shape, sharded_model
 from fullshard.train.process import World, data_parallel_mesh
-from fullshard.train.sample import llama_shape
-from fullshard.train.shard import adamw, sharded_model
-from fullshard.train.tokenizer import ByteTokenizer
 from tests.harness import tolerance
 from tests.harness.pool import pool
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fullshard import cli
-from fullshard.train.config_load import load_config
+from fullshard.train.config import load_config
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "fullshard"

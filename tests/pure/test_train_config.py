@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.train.config import Config, ConfigError
-from fullshard.train.config_load import key_names, load_config, to_toml
+from fullshard.train.config import Config, ConfigError, key_names, load_config, to_toml
 
 # The surface that scripts rely on: a new key is added here on purpose, a removed one is a breaking change.
 KEYS = """
@@ -202,6 +201,6 @@ def test_reading_a_config_needs_no_torch() -> None:
     program = (
         "import sys, types; p = types.ModuleType('fullshard'); "
         f"p.__path__ = [{str(Path(__file__).parents[2] / 'src' / 'fullshard')!r}]; sys.modules['fullshard'] = p\n"
-        "import fullshard.train.config_load\nassert 'torch' not in sys.modules"
+        "import fullshard.train.config\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -14,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter, read_safetensors
-from fullshard.train import console, optional, plot
-from fullshard.train.config import ConfigError
-from fullshard.train.config_load import load_config
+from fullshard.train import console, metrics
+from fullshard.train.config import ConfigError, load_config
 from fullshard.train.folder import close_manifest, discard_run_dir, make_run_dir, open_manifest, remove_parts
-from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, read_metrics
+from fullshard.train.metrics import MetricsFile, StepRecord, read_metrics
 
 
 def record(step: int, **changes: Any) -> StepRecord:
@@ -176,20 +176,20 @@ def test_a_missing_package_is_named_with_its_extra(
     """rich, tensorboard and matplotlib are niceties: one line says what is missing, and the run goes on without."""
     for package in ("rich", "tensorboard", "matplotlib"):
         monkeypatch.setitem(sys.modules, package, None)
-    assert not TensorBoard.installed() and not plot.installed()
+    assert not any(metrics.installed(package) for package in ("rich", "tensorboard", "matplotlib"))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert isinstance(console.console_for(0, log_every=1), console.PlainConsole)
     assert 'pip install "fullshard[ui]"' in capsys.readouterr().out
-    assert 'pip install "fullshard[tb]"' in optional.missing("tensorboard", "tb", "there are no files")
+    assert 'pip install "fullshard[tb]"' in metrics.missing("tensorboard", "tb", "there are no files")
 
 
 def test_an_error_inside_an_optional_package_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is there but broken is not "not installed"."""
     (tmp_path / "brokenpackage.py").write_text("import a_module_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
+    assert metrics.installed("brokenpackage") and not metrics.installed("no_such_package_at_all")
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
-        optional.find("brokenpackage")
-    assert optional.find("no_such_package_at_all") is None
+        importlib.import_module("brokenpackage")
 
 
 def test_plain_lines_come_when_they_should(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +232,6 @@ def test_the_bar_keeps_validations_as_lines(capsys: pytest.CaptureFixture[str]) 
 def test_the_curve_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "loss.png"
-    plot.draw_loss([json.loads(record(s, val_loss=4.0 if s == 2 else None).to_json()) for s in (1, 2, 3)], path)
+    console.draw_loss([json.loads(record(s, val_loss=4.0 if s == 2 else None).to_json()) for s in (1, 2, 3)], path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from fullshard import UnitInfo, __version__
+from fullshard import __version__, cli
+from fullshard.checkpoint.foreign import STYLES
 from fullshard.cli import main
 from fullshard.train import launch
-from fullshard.train.config import Config, ConfigError
-from fullshard.train.config_load import load_config
+from fullshard.train.config import Config, ConfigError, load_config
 from fullshard.train.folder import open_manifest
 from fullshard.train.launch import Failure
-from fullshard.train.table import add, expected_local, expected_unsharded, unit_table
+from tests.harness.source import SRC
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,33 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert ended.value.code == 0
         out = capsys.readouterr().out
         assert all(word in out for word in words)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["--help"], ["train", "--help"], ["checkpoint", "--help"], ["checkpoint", "export", "-h"]],
+)
+def test_help_and_version_need_no_torch(arguments: list[str]) -> None:
+    """So they answer at once. In a fresh interpreter; the package itself is a stub, whatever it imports."""
+    code = f"""
+import sys, types
+package = sys.modules["fullshard"] = types.ModuleType("fullshard")
+package.__path__, package.__version__ = [{str(SRC / "fullshard")!r}], {__version__!r}
+from fullshard.__main__ import main
+try:
+    main({arguments!r})
+except SystemExit as ended:
+    assert ended.code == 0
+heavy = sorted({{"torch", "numpy", "rich"}} & set(sys.modules))
+assert not heavy, f"imports {{heavy}}"
+"""
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and run.stdout, run.stderr
+
+
+def test_the_styles_of_names_are_those_of_the_converter() -> None:
+    """The command line has its own list, because that of the converter comes with torch."""
+    assert cli.STYLES == STYLES
 
 
 def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -195,34 +224,3 @@ def test_a_kill_signal_is_no_request_to_stop() -> None:
     assert KILLED.stopped_by is None
     assert (ENDED.stopped_by, TERMINATED.stopped_by) == (signal.SIGTERM, signal.SIGTERM)
     assert BUG.stopped_by is None
-
-
-def unit(name: str, module: str, numel: int, local: int, padded: int) -> UnitInfo:
-    return UnitInfo(
-        name=name,
-        module_class=module,
-        param_names=("w",),
-        num_params=1,
-        numel=numel,
-        local_numel=local,
-        padded_local_numel=padded,
-        storage_itemsize=4,
-        compute_itemsize=4,
-        reduce_itemsize=4,
-        world=2,
-        full_nbytes_live=0,
-    )
-
-
-def test_the_unit_table_adds_up() -> None:
-    """Equal neighbours are one line; 4 bytes each for parameter and gradient, 8 for AdamW; padding of all ranks."""
-    units = [unit("", "Llama", 1027, 514, 516), *(unit(f"layers.{i}", "Block", 1024, 512, 512) for i in range(3))]
-    table = unit_table(units, rank=0)
-    lines = {line.split("  ")[0].strip(): line.split() for line in table.splitlines()}
-    assert "layers.0 .. layers.2" in lines and "Block x3" in table
-    assert "4,099" in lines["sum"] and "3,072" in lines["layers.0 .. layers.2"]
-    assert lines["root"][-2:] == ["20", "B"]  # 2 * 516 - 1027 elements
-    assert expected_unsharded(units[0]) == (4108, 4108, 8216)
-    assert expected_local(units[0]) == (2064, 2064, 4112)
-    assert add(map(expected_unsharded, units)).total == 16 * 4099
-    assert len({len(line) for line in table.splitlines()[:-1]}) == 1

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fullshard.train.facts import flop_per_token, peak_flop_per_second
-from fullshard.train.model import Llama, LlamaShape, RMSNorm
-from fullshard.train.recompute import recompute_blocks
+from fullshard.train.config import SampleKeys
+from fullshard.train.data import ByteTokenizer
+from fullshard.train.metrics import peak_flop_per_second
+from fullshard.train.model import Llama, LlamaShape, RMSNorm, flop_per_token, recompute_blocks
 from fullshard.train.sample import generate
-from fullshard.train.tokenizer import ByteTokenizer
 
 SHAPE = LlamaShape(vocab=259, layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, context=16)
 
@@ -147,17 +147,8 @@ def test_generation_repeats_and_never_draws_specials() -> None:
     tokenizer, model = ByteTokenizer(), made()
 
     def text(seed: int, temperature: float = 1.0, model: Llama = model) -> str:
-        return generate(
-            model,
-            tokenizer,
-            prompt="ab",
-            num_tokens=30,
-            context=16,
-            temperature=temperature,
-            top_k=0,
-            seed=seed,
-            device=torch.device("cpu"),
-        )
+        keys = SampleKeys(prompt="ab", tokens=30, temperature=temperature, top_k=0)
+        return generate(model, tokenizer, keys, context=16, seed=seed)
 
     assert text(0) == text(0) != text(1)
     assert text(0, temperature=0) == text(1, temperature=0)

@@ -1,6 +1,7 @@
-"""The command `fullshard`: its parts, put together.
+"""The command `fullshard`: its arguments, and which part of the package answers.
 
-`train` and `generate` are the trainer's (`fullshard.train.cli`); `checkpoint` is here.
+`train` and `generate` are the trainer's (`fullshard.train.cli`); `fullshard.cli.checkpoint` is what `checkpoint` does.
+Arguments, help and version need no torch; a command imports it when it runs.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from .. import __version__
-from ..train import cli as train
-from . import checkpoint
+from fullshard import __version__
+from fullshard.train import cli as train
+
+STYLES = ("fullshard", "hf", "titan")  # of names of a Llama's parameters, as in `fullshard.checkpoint`
 
 _EPILOG = """\
-`fullshard COMMAND --help` tells more, with examples.
+`fullshard COMMAND --help` says more, with examples.
 
 exit codes: 0 well, 1 failed, 2 cannot be run as asked, 3 recognised and refused, 130 interrupted by Ctrl-C,
 143 by SIGTERM
@@ -33,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"fullshard {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_commands(commands)
-    checkpoint.add_commands(commands)
+    _add_checkpoint(commands)
     return top
 
 
@@ -41,10 +45,116 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
     arguments = parser().parse_args(argv)
     try:
-        return checkpoint.run(arguments) if arguments.command == "checkpoint" else train.run(arguments)
+        if arguments.command != "checkpoint":
+            return train.run(arguments)
+        from fullshard.cli import checkpoint
+
+        return checkpoint.run(arguments)
     except KeyboardInterrupt:
         print("fullshard: interrupted by SIGINT", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output is gone, `| head` for instance
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 1
+
+
+# ---- the arguments of `fullshard checkpoint` -------------------------------------------------------------------
+
+_CHECKPOINT_EXAMPLES = """\
+examples:
+  fullshard checkpoint inspect runs/x/checkpoints            what is there, in which format
+  fullshard checkpoint verify runs/x/checkpoints/step-100    read every byte, compare every checksum
+  fullshard checkpoint convert outputs/checkpoint/step-1000 ours      from torchtitan, Composer, DCP
+  fullshard checkpoint convert Llama-3.2-1B ours --names-from hf --names-to fullshard
+  fullshard checkpoint export ours there --to hf --only 'model.*' --strip model. --names-from fullshard --names-to hf
+  fullshard checkpoint export ours there --to dcp            a folder that torch.distributed.checkpoint loads
+
+exit codes: 0 well; 1 damaged or failed; 2 cannot be run as asked (nothing there, names do not fit, the target exists);
+3 recognised and refused (the text says the way out); 130 interrupted by Ctrl-C
+"""
+
+
+def _add_checkpoint(commands: Any) -> None:
+    """Add `checkpoint` and what is below it to the parser of the command line."""
+    top = commands.add_parser(
+        "checkpoint",
+        help="inspect, verify, convert and export checkpoints",
+        description="Checkpoints of fullshard, DCP (torchtitan, Composer), Hugging Face and torch.save.",
+        epilog=_CHECKPOINT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = top.add_subparsers(dest="action", required=True, metavar="{inspect,verify,convert,export}")
+
+    inspect = actions.add_parser("inspect", help="say what a checkpoint is and what is in it")
+    _path(inspect)
+    inspect.add_argument("--keys", action="store_true", help="every tensor, not the first 40 alone")
+
+    verify = actions.add_parser("verify", help="read every byte and compare every checksum that there is")
+    _path(verify)
+
+    into = actions.add_parser("convert", help="write a checkpoint of any format as one of fullshard")
+    _from_to(into)
+
+    export = actions.add_parser("export", help="write a checkpoint of any format for other programs")
+    _from_to(export)
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "dcp", "torch"),
+        help="hf: safetensors with index; dcp: torch.distributed.checkpoint; torch: one file of torch.save",
+    )
+    export.add_argument(
+        "--max-file-size", type=_size, default=5_000_000_000, metavar="SIZE", help="of hf files (default: 5GB)"
+    )
+    for action in (inspect, verify, into, export):
+        action.add_argument("--json", action="store_true", help="one JSON object on stdout, and no progress bar")
+        action.add_argument(
+            "--allow-torch-save",
+            action="store_true",
+            help="also read files of torch.save, which are pickles, through weights_only; trust where they come from",
+        )
+
+
+def _path(parser: argparse.ArgumentParser, metavar: str = "PATH") -> None:
+    parser.add_argument("path", type=Path, metavar=metavar, help="a checkpoint, or a folder of them: the newest")
+
+
+def _from_to(parser: argparse.ArgumentParser) -> None:
+    _path(parser, "FROM")
+    parser.add_argument("target", type=Path, metavar="TO", help="what to write")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="keys to take: 'model.*'")
+    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="keys to leave out")
+    parser.add_argument("--strip", default="", metavar="PREFIX", help="take this off the front of every key")
+    parser.add_argument(
+        "--unwrap", action="store_true", help="take module., _orig_mod., _checkpoint_wrapped_module. out of keys"
+    )
+    parser.add_argument("--names-from", choices=STYLES, help="whose names of a Llama's parameters the checkpoint has")
+    parser.add_argument("--names-to", choices=STYLES, help="whose names they get; includes --unwrap")
+    parser.add_argument(
+        "--head-dim",
+        type=int,
+        metavar="N",
+        help="elements of an attention head, to or from titan (default: what config.json beside the checkpoint says)",
+    )
+    parser.add_argument(
+        "--optimizer-names",
+        type=Path,
+        metavar="FILE",
+        help="for torch.save: names of the optimizer's parameters, one a line, in the order of their numbers",
+    )
+
+
+def _size(text: str) -> int:
+    """
+    >>> _size("5GB"), _size("2MiB"), _size("100")
+    (5000000000, 2097152, 100)
+    """
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+    number = text.rstrip("BbKkMmGgIi")
+    try:
+        value = int(float(number) * units[text[len(number) :].upper()])
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text}: expected a size such as 500MB, 5GB or 2GiB") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected more than nothing")
+    return value

@@ -1,7 +1,7 @@
-"""`fullshard train` and `fullshard generate`: what can be asked of them, and how they answer.
+"""`fullshard train` and `fullshard generate`: their arguments, and what they do. Help needs no torch.
 
-Exit codes: 0 the run ended well, 1 it failed, 2 the command or the configuration cannot be run, 75 it stopped behind a
-step when SIGTERM asked for it, with a checkpoint, 128 + n it was interrupted by signal n (130 for Ctrl-C).
+Exit codes: 0 the run ended well, 1 it failed, 2 the command or the configuration cannot be run, 75 it stopped after a
+step because of SIGTERM, with a checkpoint, 128 + n it was interrupted by signal n (130 for Ctrl-C).
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .config import AUTO, Config, ConfigError
-from .config_load import load_config, to_toml
+from fullshard.train.config import AUTO, Config, ConfigError, load_config, to_toml
 
 _NEWEST = object()
 
@@ -36,23 +34,12 @@ on), 130 interrupted by Ctrl-C, 143 by SIGTERM where there was nothing to save
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `train` or `generate` with `argv` (default: the process's own) and return the exit code."""
-    top = argparse.ArgumentParser(prog="fullshard")
-    add_commands(top.add_subparsers(dest="command", required=True, metavar="{train,generate}"))
-    try:
-        return run(top.parse_args(argv))
-    except KeyboardInterrupt:
-        print("fullshard: interrupted by SIGINT", file=sys.stderr)
-        return 130
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked and return the exit code."""
     try:
         return _train(arguments) if arguments.command == "train" else _generate(arguments)
     except ConfigError as error:
-        # Under torchrun every rank finds the same mistake; one tells it.
+        # Under torchrun every rank finds the same mistake; one prints it.
         if str(error) and os.environ.get("RANK", "0") == "0":
             print(f"fullshard: {error}", file=sys.stderr, flush=True)
         return 2
@@ -89,10 +76,7 @@ def add_commands(commands: Any) -> None:
         "--temperature", type=float, default=None, help="0 = always the most likely (default: the run's)"
     )
     generate.add_argument(
-        "--top-k",
-        type=_at_least_0,
-        default=None,
-        help="among the k most likely, 0 = all (default: the run's)",
+        "--top-k", type=_at_least_0, default=None, help="among the k most likely, 0 = all (default: the run's)"
     )
     generate.add_argument("--seed", type=_at_least_0, default=0, help="another seed gives another text (default: 0)")
 
@@ -105,10 +89,10 @@ def _at_least_0(text: str) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from . import launch
+    from fullshard.train import launch
 
     config = _config(arguments)
-    inside = launch.joined_from_outside()
+    inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # already one of several, so it starts no others
     if inside and not arguments.print_config:
         world = int(os.environ["WORLD_SIZE"])
         if arguments.nproc not in (None, world):
@@ -123,8 +107,8 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     if inside:
         return _be_one_of(config)
-    from .data import check_data
-    from .folder import make_run_dir
+    from fullshard.train.data import check_data
+    from fullshard.train.folder import make_run_dir
 
     check_data(config.data)
     run_dir = make_run_dir(config)
@@ -134,7 +118,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> Config:
     if arguments.resume is None:
         return load_config(arguments.config, arguments.set)
-    from .folder import is_run, newest_unfinished
+    from fullshard.train.folder import is_run, newest_unfinished
 
     if arguments.config is not None:
         raise ConfigError("--resume takes the configuration of the run: leave config.toml away, change keys with --set")
@@ -147,39 +131,35 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 def _automatic(config: Config, world: int) -> dict[str, str]:
     """What the automatic values mean on this machine."""
-    from . import launch
+    from fullshard.train.process import device_kind, threads_per_process
 
-    notes = {
-        "parallelism.data_parallel_shard_degree": config.parallelism.degrees(world)[1]
-        if config.parallelism.data_parallel_shard_degree == -1
-        else None,
-        "training.device": launch.device_kind(config) if config.training.device == "auto" else None,
-        "training.threads": None if config.training.threads else launch.threads_per_process(config, world),
-        "training.micro_batch": _automatic_micro_batch(config, world),
-        "model.ffn_dim": None if config.model.ffn_dim else config.ffn_dim,
-    }
-    return {key: f"here: {value}" for key, value in notes.items() if value is not None}
-
-
-def _automatic_micro_batch(config: Config, world: int) -> str | int | None:
-    found = config.micro_batch(world)
-    if config.training.micro_batch == AUTO:
-        return f"at most {found}"
-    return found if found != config.training.micro_batch else None
+    keys, size, notes = config.training, config.micro_batch(world), {}
+    if config.parallelism.data_parallel_shard_degree == -1:
+        notes["parallelism.data_parallel_shard_degree"] = str(config.parallelism.degrees(world)[1])
+    if keys.device == "auto":
+        notes["training.device"] = device_kind(config)
+    if not keys.threads:
+        notes["training.threads"] = str(threads_per_process(config, world))
+    if size != keys.micro_batch:
+        notes["training.micro_batch"] = f"at most {size}" if keys.micro_batch == AUTO else str(size)
+    if not config.model.ffn_dim:
+        notes["model.ffn_dim"] = str(config.ffn_dim)
+    return {key: f"here: {value}" for key, value in notes.items()}
 
 
 def _be_one_of(config: Config) -> int:
     """The life of one process of a run."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from . import launch
-    from .process import Interrupted, Stopped, joined_world, leave, stop_on_signals
+    from fullshard.train import launch
+    from fullshard.train.process import RUN_DIR, Interrupted, Stopped, joined_world, leave, stop_on_signals
 
     run_dir: Path | None = None
+    launched = RUN_DIR in os.environ  # by our launcher, which prints what ends its run
     stop_on_signals()
     try:
-        from .folder import sole_user
-        from .run import agreed_run_dir, train
+        from fullshard.train.folder import sole_user
+        from fullshard.train.run import agreed_run_dir, train
 
         with joined_world(config) as world:
             run_dir = agreed_run_dir(config, world)
@@ -187,9 +167,9 @@ def _be_one_of(config: Config) -> int:
                 train(config, world, run_dir)
         return 0
     except ConfigError as error:
-        if run_dir is None or launch.RUN_DIR not in os.environ:
+        if run_dir is None or not launched:
             raise
-        get_error_handler().record_exception(error)  # the launcher tells it
+        get_error_handler().record_exception(error)
         leave(launch.EXIT_USAGE)
     except Stopped as stop:
         if run_dir is not None and _speaks_for_the_run():
@@ -197,49 +177,34 @@ def _be_one_of(config: Config) -> int:
         leave(launch.EXIT_STOPPED)
     except Interrupted as stop:
         if run_dir is not None and _speaks_for_the_run():
-            launch.tell_end(run_dir, "interrupted", f"interrupted by {stop}")
+            launch.say_end(run_dir, "interrupted", f"interrupted by {stop}")
         leave(stop.exit_code)
     except Exception as error:
         get_error_handler().record_exception(error)
-        if launch.RUN_DIR not in os.environ:
+        if not launched:
             traceback.print_exc()
             if run_dir is not None and _speaks_for_the_run():
-                launch.tell_end(run_dir, "failed", f"{type(error).__name__}: {error}")
+                launch.say_end(run_dir, "failed", f"{type(error).__name__}: {error}")
         leave(launch.EXIT_FAILED)
-    raise AssertionError("not reached: leave() ends the process")
 
 
 def _speaks_for_the_run() -> bool:
-    """Our launcher tells how its run ended; rank 0 does so where there is none, or none any more."""
-    from . import launch
+    """Our launcher says how its run ended; rank 0 does so where there is none, or none any more."""
+    from fullshard.train.process import LAUNCHER_PID
 
-    alone = os.environ.get(launch.LAUNCHER_PID) != str(os.getppid())
-    return alone and os.environ["RANK"] == "0"
+    return os.environ.get(LAUNCHER_PID) != str(os.getppid()) and os.environ["RANK"] == "0"
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from .sample import generate, load_run
+    from fullshard.train.sample import generate, load_run
 
     try:
         model, tokenizer, config = load_run(arguments.run)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         raise ConfigError(str(error)) from None
-    keys = config.sample
-    temperature = keys.temperature if arguments.temperature is None else arguments.temperature
-    if temperature < 0:
-        raise ConfigError(f"--temperature {temperature}: expected at least 0; nearest valid: 0")
-    text = generate(
-        model,
-        tokenizer,
-        prompt=keys.prompt if arguments.prompt is None else arguments.prompt,
-        num_tokens=keys.tokens if arguments.tokens is None else arguments.tokens,
-        context=config.training.sequence_length,
-        temperature=temperature,
-        top_k=keys.top_k if arguments.top_k is None else arguments.top_k,
-        seed=arguments.seed,
-        device=torch.device("cpu"),
-    )
-    print(text)
+    given = {name: getattr(arguments, name) for name in ("prompt", "tokens", "temperature", "top_k")}
+    keys = replace(config.sample, **{name: value for name, value in given.items() if value is not None})
+    if keys.temperature < 0:
+        raise ConfigError(f"--temperature {keys.temperature}: expected at least 0; nearest valid: 0")
+    print(generate(model, tokenizer, keys, context=config.training.sequence_length, seed=arguments.seed))
     return 0

@@ -1,16 +1,22 @@
-"""Every key of a training run, with its default, its meaning and its limits.
+"""Every key of a training run, with its default, its meaning and its limits; reading them, and printing them.
 
 The tree is made of frozen dataclasses: one per TOML section, `Config` for the whole. A key carries its documentation
-and its limits as field metadata, so that the reader (`config_load`), `fullshard train --print-config` and the
-documentation all tell the same. Rules between keys are in `Config.check`, rules that need to know how many
-processes there are in `Config.check_world`; both raise `ConfigError`, whose text is one line that names the key, the
-value and the nearest valid one.
+and its limits as field metadata, so that the reader, `fullshard train --print-config` and the documentation say the
+same. Rules between keys are in `Config.check`, rules that need the number of processes in `Config.check_world`.
+
+Reading is strict: an unknown section or key, a value of another type, out of its limits or not among its choices
+raises `ConfigError`, whose text is one line that names the key, the value and the nearest valid one.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from dataclasses import dataclass, field
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -182,23 +188,21 @@ class SampleKeys:
 class Config:
     """The whole configuration. Valid in itself once `check` has passed; `check_world` adds the number of processes."""
 
-    run: RunKeys = field(default_factory=RunKeys)
-    model: ModelKeys = field(default_factory=ModelKeys)
-    training: TrainingKeys = field(default_factory=TrainingKeys)
-    optimizer: OptimizerKeys = field(default_factory=OptimizerKeys)
-    parallelism: ParallelismKeys = field(default_factory=ParallelismKeys)
-    precision: PrecisionKeys = field(default_factory=PrecisionKeys)
-    data: DataKeys = field(default_factory=DataKeys)
-    metrics: MetricsKeys = field(default_factory=MetricsKeys)
-    checkpoint: CheckpointKeys = field(default_factory=CheckpointKeys)
-    sample: SampleKeys = field(default_factory=SampleKeys)
+    run: RunKeys = RunKeys()
+    model: ModelKeys = ModelKeys()
+    training: TrainingKeys = TrainingKeys()
+    optimizer: OptimizerKeys = OptimizerKeys()
+    parallelism: ParallelismKeys = ParallelismKeys()
+    precision: PrecisionKeys = PrecisionKeys()
+    data: DataKeys = DataKeys()
+    metrics: MetricsKeys = MetricsKeys()
+    checkpoint: CheckpointKeys = CheckpointKeys()
+    sample: SampleKeys = SampleKeys()
 
     @property
     def ffn_dim(self) -> int:
         """The SwiGLU width with 0 resolved: 8/3 of dim keeps the parameter count of a plain 4·dim layer."""
-        if self.model.ffn_dim:
-            return self.model.ffn_dim
-        return -(-8 * self.model.dim // 3 // 32) * 32
+        return self.model.ffn_dim or -(-8 * self.model.dim // 3 // 32) * 32
 
     def check(self) -> None:
         """Rules between keys. Raises `ConfigError`."""
@@ -210,9 +214,8 @@ class Config:
             problem = f"must divide model.dim = {m.dim} into heads of even width"
             raise invalid("model.heads", m.heads, problem, _nearest(m.heads, heads))
         if m.heads % m.kv_heads:
-            divisors = [k for k in range(1, m.heads + 1) if m.heads % k == 0]
-            problem = f"must divide model.heads = {m.heads}"
-            raise invalid("model.kv_heads", m.kv_heads, problem, _nearest(m.kv_heads, divisors))
+            nearest = _nearest(m.kv_heads, _divisors(m.heads))
+            raise invalid("model.kv_heads", m.kv_heads, f"must divide model.heads = {m.heads}", nearest)
         if p.data_parallel_shard_degree == 0:
             raise invalid("parallelism.data_parallel_shard_degree", 0, "expected -1 (all) or at least 1", "-1")
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
@@ -224,9 +227,11 @@ class Config:
         degree = self.parallelism.data_parallel_shard_degree
         copies = self.parallelism.data_parallel_replicate_degree
         if world % copies:
-            divisors = [k for k in range(1, world + 1) if world % k == 0]
-            problem = f"must divide the {world} process(es) into equal groups"
-            raise invalid("parallelism.data_parallel_replicate_degree", copies, problem, _nearest(copies, divisors))
+            problem, nearest = (
+                f"must divide the {world} process(es) into equal groups",
+                _nearest(copies, _divisors(world)),
+            )
+            raise invalid("parallelism.data_parallel_replicate_degree", copies, problem, nearest)
         if degree not in (-1, world // copies):
             problem = f"there are {world} process(es)" + (f" for {copies} copies" if copies > 1 else "")
             key = "parallelism.data_parallel_shard_degree"
@@ -238,13 +243,16 @@ class Config:
         share, micro = batch // world, self.training.micro_batch
         if isinstance(micro, int) and micro and share % min(micro, share):
             problem = f"must divide the {share} sequences that each of {world} process(es) has of a step"
-            divisors = [k for k in range(1, share + 1) if share % k == 0]
-            raise invalid("training.micro_batch", micro, problem, _nearest(micro, divisors))
+            raise invalid("training.micro_batch", micro, problem, _nearest(micro, _divisors(share)))
 
     def micro_batch(self, world: int) -> int:
         """Sequences in one forward pass of each of `world` processes; with "auto", in the first one."""
         share, micro = self.training.global_batch // world, self.training.micro_batch
         return min(micro or share, share) if isinstance(micro, int) else share
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
 
 
 def _nearest(value: int, valid: list[int]) -> str:
@@ -254,3 +262,167 @@ def _nearest(value: int, valid: list[int]) -> str:
 def _nearest_corpus(value: str) -> str:
     # A bare file name is the likely mistake; anything that looks like a path is answered with the same path, prefixed.
     return show(f"path:{value}" if any(c in value for c in "./\\") else "builtin")
+
+
+# ---- reading and printing ---------------------------------------------------------------------------------------
+
+_TYPES: dict[str, tuple[type, str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a string"),
+}
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+# What people write from habit, and what it is called here. Used only to name the nearest valid choice.
+_SYNONYMS = {
+    **dict.fromkeys(("gpu", "nvidia"), "cuda"),
+    **dict.fromkeys(("bf16", "half", "mixed", "float16", "fp16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "single", "full"), "float32"),
+    **dict.fromkeys(("true", "on", "yes"), "always"),
+    **dict.fromkeys(("false", "off", "no"), "never"),
+    **dict.fromkeys(("byte", "utf-8", "utf8"), "bytes"),
+}
+
+
+def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
+    """Defaults, then the file, then the overrides (`section.key=value`) in order; checked.
+
+    Raises `ConfigError` for everything that is wrong with them, an unreadable file included.
+    """
+    config = Config()
+    for section, table in ({} if path is None else _read_toml(path)).items():
+        if section not in _sections():
+            raise _unknown(section, table, _sections(), "section")
+        if not isinstance(table, dict):
+            raise invalid(section, table, f"expected a section, written [{section}]")
+        for key, value in table.items():
+            config = _with_value(config, section, key, value)
+    for text in overrides:
+        config = _with_override(config, text)
+    config.check()
+    return config
+
+
+def to_toml(config: Config, *, notes: Mapping[str, str] | None = None) -> str:
+    """The configuration as TOML with each key's meaning beside it; `load_config` of it gives `config` again.
+
+    `notes` maps "section.key" to what an automatic value became here, for instance "here: 2".
+    """
+    lines: list[str] = []
+    for section in _sections():
+        lines.append(f"[{section}]")
+        keys = getattr(config, section)
+        for key in fields(keys):
+            note = (notes or {}).get(f"{section}.{key.name}")
+            doc = key.metadata["doc"] + (f" [{note}]" if note else "")
+            lines.append(f"{f'{key.name} = {show(getattr(keys, key.name))}':<40}  # {doc}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def key_names() -> list[str]:
+    """Every `section.key`, in the order of the file."""
+    return [f"{section}.{key.name}" for section in _sections() for key in fields(getattr(Config(), section))]
+
+
+def _sections() -> list[str]:
+    return [section.name for section in fields(Config)]
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _with_override(config: Config, text: str) -> Config:
+    name, equals, raw = text.partition("=")
+    section, _, key = name.strip().partition(".")
+    raw = raw.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set {text}: expected section.key=value, for example --set training.steps=20")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw  # a string: quotes need not survive the shell
+    if not isinstance(value, str) and _find_key(section, key, raw).type == "str":
+        value = raw
+    return _with_value(config, section, key, value)
+
+
+def _with_value(config: Config, section: str, key: str, value: Any) -> Config:
+    checked = _checked(f"{section}.{key}", _find_key(section, key, value), value)
+    return replace(config, **{section: replace(getattr(config, section), **{key: checked})})
+
+
+def _find_key(section: str, key: str, value: Any) -> Field[Any]:
+    keys = {found.name: found for found in fields(getattr(Config(), section))} if section in _sections() else {}
+    if key not in keys:
+        raise _unknown(f"{section}.{key}", value, key_names(), "key")
+    return keys[key]
+
+
+def _unknown(name: str, value: Any, valid: list[str], what: str) -> ConfigError:
+    if isinstance(value, dict):
+        head = f"[{name}]" if what == "section" else name
+    else:
+        head = f"{name} = {value if isinstance(value, str) else show(value)}"
+    # The last part decides where the section is right or merely forgotten: `training.stps`, `trainer.steps`.
+    same_key = [v for v in valid if v.rpartition(".")[2] == name.rpartition(".")[2]]
+    nearest = (same_key or difflib.get_close_matches(name, valid, n=1, cutoff=0.0))[0]
+    return ConfigError(f"{head}: there is no such {what}; nearest valid: {nearest}")
+
+
+def _checked(name: str, key: Field[Any], value: Any) -> Any:
+    """`value` in the key's type and within its limits."""
+    limits = key.metadata
+    words, choices = limits["words"], limits["choices"]
+    if isinstance(value, str) and value in words:
+        return value
+    kind, meaning = _TYPES[_kind(key)]
+    if kind is float and type(value) is int:
+        value = float(value)
+    has_type = type(value) is kind  # a bool is an int for isinstance
+    if not has_type:
+        expected = " or ".join([meaning, *map(show, words)])
+        raise invalid(name, value, f"expected {expected}", _nearest_value(key, value))
+    if choices and value not in choices:
+        nearest = _SYNONYMS.get(value.lower(), "")
+        if nearest not in choices:
+            nearest = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
+        raise invalid(name, value, f"expected one of {', '.join(map(show, choices))}", show(nearest))
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{name} = {value}: expected a finite number; nearest valid: {show(key.default)}")
+    least, above, most = limits["least"], limits["above"], limits["most"]
+    if least is not None and value < least:
+        raise invalid(name, value, f"expected at least {show(least)}", show(least))
+    if above is not None and value <= above:
+        raise invalid(name, value, f"expected more than {show(above)}", show(key.default))
+    if most is not None and value > most:
+        raise invalid(name, value, f"expected at most {show(most)}", show(most))
+    return value
+
+
+def _kind(key: Field[Any]) -> str:
+    """The type of a key as it is written, without the words that may stand for a number."""
+    return str(key.type).removesuffix(" | str") if key.metadata["words"] else str(key.type)
+
+
+def _nearest_value(key: Field[Any], value: Any) -> str:
+    """For a value of the wrong type: the same value in the right type where that is plain, else the default."""
+    kind, text = _kind(key), str(value).strip()
+    if isinstance(value, str) and (close := difflib.get_close_matches(value, key.metadata["words"], n=1)):
+        return show(close[0])
+    if kind == "int" and isinstance(value, float) and abs(value) < 2**53:
+        return str(round(value))
+    if kind == "int" and isinstance(value, str) and text.lstrip("-").isdigit():
+        return text
+    if kind == "bool" and text.lower() in (*_TRUE, *_FALSE):
+        return show(text.lower() in _TRUE)
+    if kind == "str" and isinstance(value, (int, float)):
+        return show(text.lower() if isinstance(value, bool) else text)
+    return show(key.default)

@@ -1,58 +1,56 @@
-"""What a person sees while the run goes: a progress bar on a terminal (with rich), plain lines everywhere else."""
+"""What a person sees of a run: lines or a progress bar, and the picture of the loss."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-from . import optional
-from .facts import in_units
-from .metrics import StepRecord
+from fullshard import Report
+from fullshard.train.metrics import StepRecord, in_units, installed, missing
 
 
-class Console(Protocol):
-    """The loop tells it everything; it decides what to show. Only rank 0 has one that shows anything."""
+class Console:
+    """Receives everything that may be shown. This one shows nothing, as on all ranks but 0."""
 
     def say(self, text: str) -> None:
         """A line (or several) that stays."""
-        ...
 
     def begin(self, steps: int, after: int = 0) -> None:
-        """Training up to step `steps` begins now, behind step `after`."""
-        ...
+        """Training up to step `steps` begins now, after step `after`."""
 
-    def step(self, record: StepRecord) -> None: ...
+    def step(self, record: StepRecord) -> None:
+        """A step was made."""
 
     def end(self) -> None:
-        """Training is over or broken off; safe to call twice."""
-        ...
+        """Training is over or has failed; safe to call twice."""
 
 
 def console_for(rank: int, log_every: int) -> Console:
+    """Nothing on ranks other than 0; a bar on a terminal where rich is installed; plain lines elsewhere."""
     if rank != 0:
-        return SilentConsole()
+        return Console()
     if sys.stdout.isatty():
-        if optional.find("rich") is not None:
+        if installed("rich"):
             return ProgressConsole()
-        print(optional.missing("rich", "ui", "there are lines instead of a progress bar"), flush=True)
+        print(missing("rich", "ui", "there are lines instead of a progress bar"), flush=True)
     return PlainConsole(log_every)
 
 
 def summary(record: StepRecord) -> str:
     """The figures of a step in one line, without the step number."""
-    parts = [f"loss {record.loss:.4f}"]
-    if record.val_loss is not None:
-        parts.append(f"val {record.val_loss:.4f}")
-    parts.append(f"grad_norm {record.grad_norm:.3f}")
-    parts += [
+    parts = [
+        f"loss {record.loss:.4f}",
+        "" if record.val_loss is None else f"val {record.val_loss:.4f}",
+        f"grad_norm {record.grad_norm:.3f}",
         f"mem {in_units(record.memory_bytes)}",
         f"{record.tokens_per_second:,.0f} tok/s",
         f"{record.tflop_per_second:.3g} TFLOP/s",
+        "" if record.mfu is None else f"MFU {record.mfu:.1%}",
     ]
-    if record.mfu is not None:
-        parts.append(f"MFU {record.mfu:.1%}")
-    return "  ".join(parts)
+    return "  ".join(filter(None, parts))
 
 
 def clock(seconds: float) -> str:
@@ -65,19 +63,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class SilentConsole:
-    """All ranks but 0."""
-
-    def say(self, text: str) -> None: ...
-
-    def begin(self, steps: int, after: int = 0) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class PlainConsole:
+class PlainConsole(Console):
     """One line every `log_every` steps, at the first and last step, and wherever a step validates."""
 
     def __init__(self, log_every: int) -> None:
@@ -90,24 +76,20 @@ class PlainConsole:
         self._steps, self._after, self._begun = steps, after, time.monotonic()
 
     def step(self, record: StepRecord) -> None:
-        last = record.step == self._steps
-        if record.step % self._log_every and record.step != self._after + 1 and not last and record.val_loss is None:
-            return
-        elapsed = time.monotonic() - self._begun
-        left = clock(elapsed / (record.step - self._after) * (self._steps - record.step))
-        width = len(str(self._steps))
-        self.say(f"step {record.step:>{width}}/{self._steps}  {summary(record)}  left {left}")
-
-    def end(self) -> None: ...
+        due = record.step % self._log_every == 0 or record.step in (self._after + 1, self._steps)
+        if due or record.val_loss is not None:
+            elapsed = time.monotonic() - self._begun
+            left = clock(elapsed / (record.step - self._after) * (self._steps - record.step))
+            width = len(str(self._steps))
+            self.say(f"step {record.step:>{width}}/{self._steps}  {summary(record)}  left {left}")
 
 
-class ProgressConsole:
+class ProgressConsole(Console):
     """Two lines that stay at the bottom, a bar and the newest figures; validations are lines above them."""
 
     def __init__(self) -> None:
         self._live: Any = None
         self._progress: Any = None
-        self._task: Any = None
 
     def say(self, text: str) -> None:
         if self._live is None:
@@ -116,31 +98,61 @@ class ProgressConsole:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, steps: int, after: int = 0) -> None:
-        progress, live = optional.find("rich.progress"), optional.find("rich.live")
-        assert progress is not None and live is not None
-        self._progress = progress.Progress(
-            progress.TextColumn("step {task.completed}/{task.total}"),
-            progress.BarColumn(bar_width=None),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(compact=True),
-            expand=True,
-        )
-        self._task = self._progress.add_task("", total=steps, completed=after)
-        self._live = live.Live(self._lines(""), transient=True)
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None), TextColumn("left"))
+        self._progress = Progress(*columns, TimeRemainingColumn(compact=True), expand=True)
+        self._progress.add_task("", total=steps, completed=after)
+        self._live = Live(self._lines(""), transient=True)
         self._live.start()
 
     def step(self, record: StepRecord) -> None:
         if record.val_loss is not None:
             self.say(f"step {record.step}  {summary(record)}")
-        self._progress.update(self._task, completed=record.step)
+        self._progress.update(self._progress.task_ids[0], completed=record.step)
         self._live.update(self._lines(summary(record)))
 
     def _lines(self, figures: str) -> Any:
-        console = optional.find("rich.console")
-        assert console is not None
-        return console.Group(self._progress, figures)
+        from rich.console import Group
+
+        return Group(self._progress, figures)
 
     def end(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def memory_lines(report: Report, unsharded_nbytes: int) -> list[str]:
+    """A line each for parameters, gradients and AdamW: measured, expected, and what it were unsharded.
+
+    `unsharded_nbytes`: of all parameters; gradients are as many, and AdamW keeps two values per element.
+    """
+    lines = []
+    for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+        measured, expected = getattr(report.measured, name), getattr(report.expected, name)
+        sides = ((measured, "measured"), (expected, "expected"), (copies * unsharded_nbytes, "unsharded"))
+        lines.append(f"{name:<10} " + ", ".join(f"{in_units(nbytes):>10} {what}" for nbytes, what in sides))
+    return lines
+
+
+def draw_loss(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw the training and validation loss of the records of `metrics.jsonl` into a PNG. Needs matplotlib."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # says on its first use that it builds a font cache
+    # The object, not pyplot: no global state, no window system.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([r["step"] for r in records], [r["loss"] for r in records], linewidth=1, label="training")
+    validated = [r for r in records if "val_loss" in r]
+    if validated:
+        label = f"validation (last {validated[-1]['val_loss']:.3f})"
+        axes.plot([r["step"] for r in validated], [r["val_loss"] for r in validated], "o-", markersize=4, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, dpi=120, format="png")
+    part.replace(path)

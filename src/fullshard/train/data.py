@@ -1,4 +1,4 @@
-"""The corpus, its split, and which samples belong to which step.
+"""The corpus, its tokens and their split, and which samples belong to which step.
 
 ```
 corpus file(s) -> documents -> tokens: BOS doc EOS BOS doc EOS ... -> [ training part | validation part ]
@@ -12,18 +12,22 @@ does not depend on how many ranks there are, and needs no state but the step num
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import optional
-from .config import ConfigError, DataKeys, invalid
-from .tokenizer import BPE_HINT, Tokenizer
+from fullshard.train.config import ConfigError, DataKeys, invalid
+from fullshard.train.metrics import installed
+
+BPE_HINT = 'data.tokenizer = "bpe" needs the package tokenizers: pip install "fullshard[bpe]"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +52,15 @@ def read_corpus(keys: DataKeys) -> Corpus:
         raise invalid("data.corpus", keys.corpus, f"cannot read it: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise invalid("data.corpus", keys.corpus, f"not UTF-8 text: byte {error.start} is {raw[error.start]}") from None
-    if path.suffix == ".jsonl":
-        documents = _jsonl_documents(keys, text)
-    else:
-        documents = (text,)
+    documents = _jsonl_documents(keys, text) if path.suffix == ".jsonl" else (text,)
     if not any(documents):
         raise invalid("data.corpus", keys.corpus, "there is no text in it")
     return Corpus(keys.corpus, documents, hashlib.sha256(raw).hexdigest(), len(raw))
 
 
 def _builtin() -> Corpus:
-    from pydoc_data.topics import (
-        topics,
-    )  # about 0.5 MB of English in every Python; the text differs by version
+    # About 0.5 MB of English in every Python; the text differs by version.
+    from pydoc_data.topics import topics
 
     documents = tuple(topics[name] for name in sorted(topics))
     raw = "".join(documents).encode()
@@ -91,6 +91,90 @@ def _jsonl_documents(keys: DataKeys, text: str) -> tuple[str, ...]:
     return tuple(documents)
 
 
+def check_data(keys: DataKeys) -> Corpus:
+    """Read the corpus and find out whether the tokenizer can be had, before any process is started."""
+    if keys.tokenizer == "bpe" and not installed("tokenizers"):
+        raise ConfigError(BPE_HINT)
+    return read_corpus(keys)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, then BOS, EOS, PAD; exactly reversible.
+
+    >>> ByteTokenizer().encode("né")
+    [110, 195, 169]
+    >>> ByteTokenizer().decode([256, 110, 195, 169, 257])
+    'né'
+    """
+
+    vocab, bos, eos, pad = 259, 256, 257, 258  # vocab: number of tokens, specials included
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text`, without specials."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens`; specials give no text, bytes that are not UTF-8 give U+FFFD."""
+        return bytes(t for t in tokens if t < 256).decode(errors="replace")
+
+    def token_nbytes(self) -> list[int]:
+        """For each token the number of UTF-8 bytes it stands for; 0 for specials. Makes bits per byte comparable."""
+        return [1] * 256 + [0] * 3
+
+
+class BPETokenizer:
+    """Byte-level BPE of the package `tokenizers`, from the JSON text that `train_bpe` returns; exactly reversible."""
+
+    def __init__(self, json_text: str) -> None:
+        self._bpe = _tokenizers().Tokenizer.from_str(json_text)
+        self.vocab: int = self._bpe.get_vocab_size()
+        self.bos, self.eos, self.pad = (self._bpe.token_to_id(t) for t in _SPECIALS)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._bpe.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
+
+    def token_nbytes(self) -> list[int]:
+        # Byte-level BPE spells every byte with one character of its own alphabet.
+        specials = {self.bos, self.eos, self.pad}
+        return [0 if t in specials else len(self._bpe.id_to_token(t)) for t in range(self.vocab)]
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
+
+_SPECIALS = ("<bos>", "<eos>", "<pad>")
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> str:
+    """Train byte-level BPE with `vocab` tokens on `texts`; the same texts give the same JSON.
+
+    Raises `ModuleNotFoundError`, naming the extra to install, where `tokenizers` is missing.
+    """
+    package = _tokenizers()
+    bpe = package.Tokenizer(package.models.BPE())
+    bpe.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(_SPECIALS),
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: any text can be encoded
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return str(bpe.to_str())
+
+
+def _tokenizers() -> Any:
+    if not installed("tokenizers"):
+        raise ModuleNotFoundError(BPE_HINT)
+    return importlib.import_module("tokenizers")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
     """Training and validation tokens, int32, each (num_tokens,)."""
@@ -109,6 +193,9 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -
     tokens = torch.tensor(stream, dtype=torch.int32)
     cut = len(tokens) - max(round(len(tokens) * validation_fraction), 2)
     return TokenSplit(tokens[:cut], tokens[cut:])
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------
 
 
 class SampleOrder:
@@ -174,10 +261,3 @@ def validation_windows(tokens: Tensor, sequence_length: int, limit: int, pad: in
         piece = tokens[i * sequence_length : (i + 1) * sequence_length + 1]
         rows[i, : len(piece)] = piece
     return rows[:, :-1], rows[:, 1:]
-
-
-def check_data(keys: DataKeys) -> Corpus:
-    """Read the corpus and find out whether the tokenizer can be had, before any process is started."""
-    if keys.tokenizer == "bpe" and optional.find("tokenizers") is None:
-        raise ConfigError(BPE_HINT)
-    return read_corpus(keys)

@@ -12,32 +12,41 @@
 
 A file is written under another name and renamed when it is whole, so a reader never sees half of one; metrics
 lines are each one append.
+
+A checkpoint holds model, AdamW and step. The order of samples is a function of (seed, step), random numbers of (seed,
+step, rank), the learning rate of the step: so a run that goes on from step 50 does what the undisturbed one did, bit
+for bit on as many processes, and on any other number with the same samples.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import fcntl
 import json
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from .. import __version__
-from .config import Config, ConfigError, invalid, show
-from .config_load import load_config, to_toml
-from .metrics import StepRecord, read_metrics
+from fullshard import MicroBatches, __version__, checkpoint
+from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter
+from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, key_names, load_config, show, to_toml
+from fullshard.train.metrics import StepRecord, read_metrics
+from fullshard.train.process import World
+
+CHECKPOINTS = "checkpoints"
 
 # What decides which numbers a run computes. Everything else may differ when it goes on.
 _FIXED_SECTIONS = ("model", "data", "precision", "optimizer")
-_FIXED_KEYS = ("global_batch", "sequence_length", "seed", "clip_norm")
+_FIXED_KEYS = ("training.global_batch", "training.sequence_length", "training.seed", "training.clip_norm")
 
 
 def make_run_dir(config: Config) -> Path:
@@ -55,7 +64,7 @@ def make_run_dir(config: Config) -> Path:
         check_resumable(path, config)
     elif taken:
         nearest = next(p for n in range(2, 10_000) if not (p := path.with_name(f"{path.name}-{n}")).exists())
-        raise invalid("run.dir", str(path), "the folder exists and is not empty", json.dumps(str(nearest)))
+        raise invalid("run.dir", str(path), "the folder exists and is not empty", show(str(nearest)))
     try:
         with sole_user(path):
             write_text(path / "config.toml", to_toml(config))
@@ -80,8 +89,7 @@ def write_text(path: Path, text: str) -> None:
 def open_manifest(run_dir: Path, facts: dict[str, Any]) -> None:
     """Begin `manifest.json`: versions, time, and what the caller knows of corpus, processes and units. Of a run that
     goes on `sittings` keeps how the ones before it went."""
-    path = run_dir / "manifest.json"
-    earlier = json.loads(path.read_text()) if path.exists() else None
+    earlier = read_manifest(run_dir)
     kept = ("status", "started", "ended", "last_step", "reason", "world")
     sittings = [*earlier.get("sittings", []), {k: earlier[k] for k in kept if k in earlier}] if earlier else []
     manifest = {
@@ -96,27 +104,34 @@ def open_manifest(run_dir: Path, facts: dict[str, Any]) -> None:
         "sittings": sittings,
         **facts,
     }
-    write_text(path, json.dumps(manifest, indent=2) + "\n")
+    _write_manifest(run_dir, manifest)
 
 
 def close_manifest(run_dir: Path, status: str, **facts: Any) -> None:
     """Give a manifest that says "running" its final status and further facts; one that is closed stays as it is."""
+    manifest = read_manifest(run_dir)
+    if manifest.get("status") == "running":
+        _write_manifest(run_dir, manifest | {"status": status, "ended": _now(), **facts})
+
+
+def read_manifest(run_dir: Path) -> dict[str, Any]:
+    """`manifest.json`; empty before there is one."""
     path = run_dir / "manifest.json"
-    if not path.exists():
-        return
-    manifest = json.loads(path.read_text())
-    if manifest["status"] == "running":
-        manifest |= {"status": status, "ended": _now(), **facts}
-        write_text(path, json.dumps(manifest, indent=2) + "\n")
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
+    write_text(run_dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def discard_run_dir(run_dir: Path) -> None:
     """Undo `make_run_dir` for a run that could not begin, so that its name is free again. A run that went on stays."""
-    if (run_dir / "manifest.json").exists():
+    if read_manifest(run_dir):
         return
     for name in ("config.toml", "tokenizer.json"):
         (run_dir / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # something else is in it: then it stays
+    with suppress(OSError):  # something else is in it: then it stays
         run_dir.rmdir()
 
 
@@ -139,24 +154,16 @@ def check_resumable(path: Path, config: Config) -> None:
         old = load_config(path / "config.toml")
     except ConfigError as error:
         raise ConfigError(f"run.dir = {show(str(path))}: its config.toml cannot be read: {error}") from None
-    for section in _FIXED_SECTIONS:
-        _check_equal(path, section, asdict(getattr(old, section)), asdict(getattr(config, section)))
-    before, now = asdict(old.training), asdict(config.training)
-    _check_equal(path, "training", {k: before[k] for k in _FIXED_KEYS}, {k: now[k] for k in _FIXED_KEYS})
-    manifest = path / "manifest.json"
-    if manifest.exists():
-        found = json.loads(manifest.read_text())
-        done = found.get("last_step", 0)
-        if found.get("status") == "completed" and done >= config.training.steps:
-            problem = f"the run in it ended well after {done} steps, and training.steps asks for no more"
-            raise invalid("run.dir", str(path), problem, json.dumps(str(path) + "-2"))
-
-
-def _check_equal(path: Path, section: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    for key, value in new.items():
-        if value != old[key]:
-            problem = f"the run in {path} has {show(old[key])}, and going on must not change it"
-            raise invalid(f"{section}.{key}", value, problem, show(old[key]))
+    for key in key_names():
+        before, now = attrgetter(key)(old), attrgetter(key)(config)
+        if before != now and (key in _FIXED_KEYS or key.partition(".")[0] in _FIXED_SECTIONS):
+            problem = f"the run in {path} has {show(before)}, and going on must not change it"
+            raise invalid(key, now, problem, show(before))
+    manifest = read_manifest(path)
+    done = manifest.get("last_step", 0)
+    if manifest.get("status") == "completed" and done >= config.training.steps:
+        problem = f"the run in it ended well after {done} steps, and training.steps asks for no more"
+        raise invalid("run.dir", str(path), problem, show(f"{path}-2"))
 
 
 def is_run(path: Path) -> bool:
@@ -166,19 +173,15 @@ def is_run(path: Path) -> bool:
 
 def newest_unfinished(folder: Path = Path("runs")) -> Path:
     """The newest run in `folder` that did not end well. Raises `ConfigError` where there is none."""
-    runs = [path for path in folder.glob("*") if is_run(path)] if folder.is_dir() else []
-    open_runs = []
-    for path in runs:
-        manifest = path / "manifest.json"
-        if not manifest.exists() or json.loads(manifest.read_text()).get("status") != "completed":
-            open_runs.append(path)
+    runs = filter(is_run, folder.glob("*"))
+    open_runs = [path for path in runs if read_manifest(path).get("status") != "completed"]
     if not open_runs:
         raise ConfigError(f"--resume: there is no unfinished run in {folder}/; name the folder of one, --resume FOLDER")
     return max(open_runs, key=lambda path: (path / "config.toml").stat().st_mtime_ns)
 
 
 def forget_steps_after(run_dir: Path, step: int) -> None:
-    """Drop the lines of `metrics.jsonl` behind `step`: those steps are made again."""
+    """Drop the lines of `metrics.jsonl` after `step`: those steps are made again."""
     path = run_dir / "metrics.jsonl"
     if path.exists():
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -186,7 +189,7 @@ def forget_steps_after(run_dir: Path, step: int) -> None:
 
 
 def last_record(run_dir: Path) -> StepRecord:
-    """The last line of `metrics.jsonl`, for a run that goes on behind its last step."""
+    """The last line of `metrics.jsonl`, for a run that goes on after its last step."""
     return StepRecord(**read_metrics(run_dir / "metrics.jsonl")[-1])
 
 
@@ -199,7 +202,106 @@ def sole_user(run_dir: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             problem = "another process is training in this folder"
-            raise invalid("run.dir", str(run_dir), problem, json.dumps(str(run_dir) + "-2")) from None
+            raise invalid("run.dir", str(run_dir), problem, show(f"{run_dir}-2")) from None
         yield
     finally:
         os.close(descriptor)
+
+
+# ---- what a run leaves in it: checkpoints and the model --------------------------------------------------------
+
+
+class Checkpoints:
+    """Those of one run, as each rank has them."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        keys: CheckpointKeys,
+        world: World,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        facts: dict[str, Any],
+        micro: MicroBatches | None = None,
+    ) -> None:
+        self.folder, self.keys, self.world = run_dir / CHECKPOINTS, keys, world
+        self.model, self.optimizer = model, optimizer
+        self.facts = facts  # what must be the same when the run goes on: the corpus, the seed
+        self.micro = micro if micro is not None and micro.search != "fixed" else None
+        self._under_way: Future[str] | None = None
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, by its step; what an interrupted save left is passed over. Rank 0 looks."""
+        found = checkpoint.latest(self.folder) if self.world.rank == 0 else None
+        (step,) = self.world.largest([-1.0 if found is None else float(found.name.removeprefix("step-"))])
+        return self.folder / f"step-{step:.0f}" if step >= 0 else None
+
+    def load(self, path: Path) -> int:
+        """Bring model and optimizer to where they were, and return the step. Collective.
+
+        Raises `CheckpointError`, and `RuntimeError` where the run was another one; then nothing has changed.
+        """
+        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        found = checkpoint.inspect(path)
+        held: dict[str, Any] = {
+            key.removeprefix("run."): entry.value for key, entry in found.values.items() if key.startswith("run.")
+        }
+        differ = [(key, held.get(key), value) for key, value in self.facts.items() if held.get(key) != value]
+        if differ:
+            wrong = [f"{key}: {there!r} there, {here!r} here" for key, there, here in differ]
+            raise RuntimeError(f"{path} is of another run: {'; '.join(wrong)}. Use the same data, or another run.dir")
+        state = {"model": model_state, "optimizer": optimizer_state}
+        checkpoint.load(state, checkpoint_id=path, allow_unexpected=("run.*",))
+        both = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
+        checkpoint.set_state_dict(self.model, self.optimizer, **both)
+        if self.micro is not None and held.get("micro_batch"):  # older runs have none
+            self.micro.load_state_dict({"size": held["micro_batch"], "fits": 0, "fails": 0})
+        return int(held["step"])
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether a checkpoint is made after `step` of `last`."""
+        return step == last or bool(self.keys.every and step % self.keys.every == 0)
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Make the checkpoint of `step`, and remove old ones. Collective. With `wait` it is whole when this returns;
+        without it may be written beside the next steps, and the save after it raises what failed."""
+        self._settle()
+        path = self.folder / f"step-{step}"
+        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        # What was found by failing, so that nobody has to fail again; 0: it was given.
+        found = 0 if self.micro is None else self.micro.size or 0
+        run = {**self.facts, "step": step, "world": self.world.size, "micro_batch": found}
+        state = {"model": model_state, "optimizer": optimizer_state, "run": run}
+        if self.keys.asynchronous and not wait:
+            self._under_way = checkpoint.async_save(state, checkpoint_id=path)
+            return
+        checkpoint.save(state, checkpoint_id=path)
+        self._retain()
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way."""
+        if self._under_way is not None:
+            pending, self._under_way = self._under_way, None
+            pending.result()
+            self._retain()
+
+    def _retain(self) -> None:
+        if self.world.rank == 0:
+            checkpoint.retain(self.folder, keep_last=self.keys.keep_last, keep_every=self.keys.keep_every or None)
+
+
+def save_model(run_dir: Path, model: nn.Module, *, rank: int) -> None:
+    """Write `model.safetensors`, a full state dict. Collective: every rank calls it.
+
+    Tensors are gathered one by one, and the full one is freed before the next is gathered: no rank ever holds more
+    than one full tensor for this.
+    """
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in state.items()]
+    made_by = {"made_by": f"fullshard {__version__}"}
+    with SafetensorsWriter(run_dir / "model.safetensors", entries, made_by) if rank == 0 else nullcontext() as file:
+        for name, value in state.items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if file is not None:
+                file.write(name, full)
+            del full

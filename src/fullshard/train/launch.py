@@ -1,4 +1,4 @@
-"""Starting the processes of a run with torchrun's elastic agent, and telling how they ended.
+"""Starting the processes of a run with torchrun's elastic agent, and saying how they ended.
 
 The agent starts one process per rank, watches them, and when one fails or a signal arrives ends all of them. Everything
 stays on this machine: the processes meet through a file, and gloo and NCCL are bound to the loopback interface.
@@ -6,33 +6,42 @@ stays on this machine: the processes meet through a file, and gloo and NCCL are 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .config import Config, ConfigError, invalid
-from .folder import close_manifest, discard_run_dir, remove_parts
-from .metrics import read_metrics
-from .wake import waking_stopped
-
-STORE_PATH = "FULLSHARD_STORE_PATH"  # set by the launcher: the file through which its processes meet
-LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
-RUN_DIR = "FULLSHARD_RUN_DIR"  # set by the launcher: the run folder, already made
+from fullshard.train.config import Config, ConfigError
+from fullshard.train.folder import close_manifest, discard_run_dir, read_manifest, remove_parts
+from fullshard.train.metrics import read_metrics
+from fullshard.train.process import (
+    LAUNCHER_PID,
+    RUN_DIR,
+    STOP_SIGNALS,
+    STOPPED,
+    STORE_PATH,
+    device_kind,
+    threads_per_process,
+)
 
 EXIT_FAILED = 1
-EXIT_STOPPED = 75  # told to stop, and did so behind a step, with a checkpoint (EX_TEMPFAIL of sysexits.h: try again)
-STOPPED = "stopped"  # the status of such a run
 EXIT_USAGE = 2  # and 128 + number of the signal for an interrupted run: 130 for Ctrl-C, 143 for SIGTERM
+EXIT_STOPPED = 75  # SIGTERM: stopped after a step, with a checkpoint (EX_TEMPFAIL of sysexits.h: try again)
 
 # What a process runs. SIGINT gets its plain meaning first, so that Ctrl-C during the import of torch ends the process
 # without a traceback; `process.stop_on_signals` takes over later. And where numpy is not installed, which is fine
@@ -41,23 +50,9 @@ _PROGRAM = """
 import signal, warnings
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-from fullshard.train.cli import main
+from fullshard.cli import main
 raise SystemExit(main())
 """
-
-
-def joined_from_outside() -> bool:
-    """Whether this process already is one of several (torchrun, or our own launcher): then it starts no others."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def device_kind(config: Config) -> str:
-    """ "cpu" or "cuda", as training.device says. Raises `ConfigError` for a device that is not there."""
-    wanted = config.training.device
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise invalid("training.device", "cuda", "PyTorch finds no CUDA device here", '"cpu"')
-    return "cuda" if available and wanted != "cpu" else "cpu"
 
 
 def num_processes(config: Config, asked: int | None) -> int:
@@ -76,20 +71,8 @@ def num_processes(config: Config, asked: int | None) -> int:
     return count
 
 
-def threads_per_process(config: Config, local_processes: int) -> int:
-    """training.threads, or the cores that this process may use divided by the processes on this machine."""
-    if config.training.threads:
-        return config.training.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // local_processes, 1)
-
-
 def launch(config: Config, run_dir: Path, world: int) -> int:
     """Run `world` processes to their end and return the exit code of the command. Prints one line when it is not 0."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     # The agent logs what it does on the way out; what is worth saying is said below, once.
     agent_log = logging.getLogger("torch.distributed.elastic")
     agent_log.addHandler(logging.NullHandler())
@@ -114,7 +97,7 @@ def launch(config: Config, run_dir: Path, world: int) -> int:
                 elastic_launch(agent, sys.executable)("-c", _PROGRAM, "train", str(run_dir / "config.toml"))
             return 0
         except SignalException as stop:
-            return _tell_stopped(run_dir) or _interrupted(run_dir, int(stop.sigval))
+            return _say_stopped(run_dir) or _interrupted(run_dir, int(stop.sigval))
         except ChildFailedError as error:
             return ended_badly(run_dir, [Failure.of(rank, f) for rank, f in error.failures.items()])
 
@@ -133,6 +116,46 @@ def _prepare_environment(config: Config, run_dir: Path, world: int, store: Path)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.checkpoint.grace_seconds) + 10))
 
 
+_LOOK_SECONDS = 0.5
+
+
+@contextmanager
+def waking_stopped() -> Iterator[None]:
+    """Inside, children that are stopped (SIGSTOP, a debugger that left) and have a SIGTERM waiting are woken.
+
+    A stopped process gets no signal but SIGKILL, which the agent sends half a minute after a process failed: half a
+    minute in which nothing happens. Woken, it ends as the others do. Linux; elsewhere the agent's half minute it is.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            for children in Path("/proc/self/task").glob("*/children"):
+                with suppress(OSError):  # a thread or a process that has ended meanwhile
+                    for pid in map(int, children.read_text().split()):
+                        if _is_stopped_and_asked_to_end(pid):
+                            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=look, name="fullshard: wakes stopped processes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _is_stopped_and_asked_to_end(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    # One bit for each signal that it was sent and did not get. Stopped by a debugger that is still there is "t".
+    waiting = re.search(r"^ShdPnd:\s*(\w+)$", status, flags=re.M)
+    stopped = re.search(r"^State:\s*T", status, flags=re.M)
+    return bool(stopped and waiting and int(waiting[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+# ---- how they ended --------------------------------------------------------------------------------------------
+
+
 class Failure(NamedTuple):
     """How one process ended badly."""
 
@@ -143,17 +166,16 @@ class Failure(NamedTuple):
     seconds: float  # when
 
     @staticmethod
-    def of(rank: int, failure: object) -> Failure:
-        data = getattr(failure, "error_file_data", {}).get("message", "")
-        text, extra = (data.get("message", ""), data.get("extraInfo", {})) if isinstance(data, dict) else ("", {})
-        when = float(extra.get("timestamp", getattr(failure, "timestamp", 0)))
-        return Failure(rank, getattr(failure, "exitcode", 1), text, extra.get("py_callstack", ""), when)
+    def of(rank: int, failure: ProcessFailure) -> Failure:
+        said = failure.error_file_data.get("message", "")
+        text, extra = (said["message"], said["extraInfo"]) if isinstance(said, dict) else ("", {})
+        return Failure(rank, failure.exitcode, text, extra.get("py_callstack", ""), failure.timestamp)
 
     @property
     def stopped_by(self) -> int | None:
         """The stop signal that this process obeyed, if that is how it ended."""
         number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128
-        return number if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else None
+        return number if number in STOP_SIGNALS else None
 
     @property
     def order(self) -> tuple[int, float]:
@@ -168,8 +190,8 @@ class Failure(NamedTuple):
 
 
 def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
-    """Find the cause among all that went wrong, tell it in one line, and return the exit code of the command."""
-    if any(f.exit_code == EXIT_STOPPED for f in failures) and (code := _tell_stopped(run_dir)):
+    """Find the cause among all that went wrong, print it in one line, and return the exit code of the command."""
+    if any(f.exit_code == EXIT_STOPPED for f in failures) and (code := _say_stopped(run_dir)):
         return code
     cause = min(failures, key=lambda f: f.order)
     if cause.exit_code == EXIT_USAGE:
@@ -185,14 +207,13 @@ def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
         what += " (out of memory?)" if cause.exit_code == -signal.SIGKILL else ""
     else:
         what = f"failed: {cause.message}" if cause.message else f"ended with code {cause.exit_code}"
-    tell_end(run_dir, "failed", f"rank {cause.rank} {what}")
+    say_end(run_dir, "failed", f"rank {cause.rank} {what}")
     return EXIT_FAILED
 
 
-def _tell_stopped(run_dir: Path) -> int:
-    """The exit code of a run that stopped with a checkpoint, which is told; 0 for one that did not."""
-    path = run_dir / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {}
+def _say_stopped(run_dir: Path) -> int:
+    """The exit code of a run that stopped with a checkpoint, after a line that says so; 0 for one that did not."""
+    manifest = read_manifest(run_dir)
     if manifest.get("status") != STOPPED:
         return 0
     remove_parts(run_dir)
@@ -202,11 +223,11 @@ def _tell_stopped(run_dir: Path) -> int:
 
 
 def _interrupted(run_dir: Path, signum: int) -> int:
-    tell_end(run_dir, "interrupted", f"interrupted by {signal.Signals(signum).name}")
+    say_end(run_dir, "interrupted", f"interrupted by {signal.Signals(signum).name}")
     return 128 + signum
 
 
-def tell_end(run_dir: Path, status: str, what: str) -> None:
+def say_end(run_dir: Path, status: str, what: str) -> None:
     """Close the folder of a run that did not end well, and say so in one line."""
     remove_parts(run_dir)
     path = run_dir / "metrics.jsonl"

@@ -22,22 +22,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import MicroBatches, ReplayError, check_gradients, checkpoint, clip_grad_norm_, find_drift, replay
-from .config import AUTO, Config
-from .console import Console
-from .data import SampleOrder, TokenSplit, validation_windows, windows
-from .facts import flop_per_token, memory_nbytes, peak_flop_per_second
-from .metrics import MetricsFile, StepRecord, TensorBoard, bits_per_byte
-from .model import Llama
-from .process import Stopped, World, stop_requested
-from .resume import Checkpoints
-from .shard import as_fsdp, compute_dtype
-from .table import StateBytes, measured_local
-from .tokenizer import Tokenizer
+import fullshard
+from fullshard import checkpoint
+from fullshard.train.config import AUTO, Config
+from fullshard.train.console import Console
+from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_windows, windows
+from fullshard.train.folder import Checkpoints
+from fullshard.train.metrics import MetricsFile, StepRecord, TensorBoard, memory_nbytes, peak_flop_per_second
+from fullshard.train.model import Llama, as_fsdp, compute_dtype, flop_per_token
+from fullshard.train.process import Stopped, World, stop_requested
 
 
 class Loss(NamedTuple):
-    """A loss over some text: the sum, and over what."""
+    """A loss over some text: the sum, and over what.
+
+    >>> round(Loss(math.log(256) * 10, 10, 10).bits_per_byte, 9)
+    8.0
+    """
 
     nats: float
     tokens: int
@@ -49,7 +50,7 @@ class Loss(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
-        return bits_per_byte(self.nats, self.nbytes)
+        return self.nats / self.nbytes / math.log(2) if self.nbytes else 0.0
 
 
 class Outcome(NamedTuple):
@@ -57,7 +58,7 @@ class Outcome(NamedTuple):
 
     last: StepRecord | None  # None where no step was left to make
     seconds: float
-    held: StateBytes  # parameters, gradients and optimizer of this rank, counted after the first step's update
+    held: fullshard.Report  # parameters, gradients and optimizer of this rank, counted after the first step's update
 
 
 @dataclass(slots=True)
@@ -69,24 +70,21 @@ class Outputs:
     tensorboard: TensorBoard | None = None
 
     def step(self, record: StepRecord) -> None:
-        if self.metrics is not None:
-            self.metrics.write(record)
-        if self.tensorboard is not None:
-            self.tensorboard.write(record)
+        for file in (self.metrics, self.tensorboard):
+            if file is not None:
+                file.write(record)
         self.console.step(record)
         if record.nonfinite is not None:
             self.console.say(f"step {record.step}: {record.nonfinite}")
         if record.drift is not None:
-            self.console.say(
-                f"step {record.step}: ranks differ; the checkpoint has what one of them has: {record.drift}"
-            )
+            differ = f"ranks differ; the checkpoint has what one of them has: {record.drift}"
+            self.console.say(f"step {record.step}: {differ}")
 
     def close(self) -> None:
         self.console.end()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        for file in (self.tensorboard, self.metrics):
+            if file is not None:
+                file.close()
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -113,7 +111,7 @@ class Trainer:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         keys = config.training
         self.share = keys.global_batch // world.size
-        self.micro = MicroBatches(
+        self.micro = fullshard.MicroBatches(
             model,
             size=config.micro_batch(world.size),
             search="halve" if keys.micro_batch == AUTO else "fixed",
@@ -130,7 +128,7 @@ class Trainer:
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
         # Random numbers of a step are those of (seed, step, rank): the same after a stop as without one.
         self.random = checkpoint.RandomState(keys.seed, world.rank)
-        self.held = StateBytes(0, 0, 0)
+        self.held: fullshard.Report | None = None
         self.stopped_by = 0  # the signal that some rank got before the last step's figures were summed
 
     @property
@@ -139,74 +137,64 @@ class Trainer:
         return self.micro.size or self.share
 
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
-        """All steps behind step `after`, with checkpoints between them.
+        """All steps after step `after`, with checkpoints between them.
 
         Raises `FloatingPointError`, before the update, when loss or gradient is not finite (`training.nonfinite`);
-        `ReplayError` when a step that was made twice differs (`training.replay_every`); and `Stopped` when a rank was
-        told to stop: behind a step, the same one on all ranks, with its checkpoint made.
+        `ReplayError` when a step that was made twice differs (`training.replay_every`); and `Stopped` when a rank got
+        SIGTERM: after a step, the same one on all ranks, with its checkpoint made.
         """
         begun = time.monotonic()
-        steps = self.config.training.steps
+        steps, every = self.config.training.steps, self.config.training.replay_every
         outputs.console.begin(steps, after)
         record = None
         for step in range(after + 1, steps + 1):
-            record = self.replayed(step) if self._replay_due(step) else self.step(step)
-            saves = checkpoints is not None and bool(self.stopped_by or checkpoints.due(step, steps))
-            if saves:
-                record = replace(record, drift=self._drift())
-            outputs.step(record)
-            if checkpoints is not None and saves:
-                checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
-            if self.stopped_by and checkpoints is not None:
+            record = self.replayed(step) if every and step % every == 0 else self.step(step)
+            if checkpoints is None or not (self.stopped_by or checkpoints.due(step, steps)):
+                outputs.step(record)
+                continue
+            outputs.step(replace(record, drift=self._drift()))
+            checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
+            if self.stopped_by:
                 raise Stopped(self.stopped_by, step)
-        if not self.held.total:
-            self.held = measured_local(self.model, self.optimizer)
-        return Outcome(record, time.monotonic() - begun, self.held)
+        return Outcome(record, time.monotonic() - begun, self.held or fullshard.report(self.model, self.optimizer))
 
     def _drift(self) -> str | None:
         """What ranks should have the same of and have not, before that of one goes into a checkpoint. Collective."""
-        return "; ".join(f"{drift.kind} {drift}" for drift in find_drift(self.model)) or None
-
-    def _replay_due(self, step: int) -> bool:
-        every = self.config.training.replay_every
-        return every > 0 and step % every == 0
+        return "; ".join(f"{drift.kind} {drift}" for drift in fullshard.find_drift(self.model)) or None
 
     def replayed(self, step: int) -> StepRecord:
         """The step, made twice from the same state. Raises `ReplayError` where they differ in a bit, on any rank."""
-        sizes = []
+        records: list[StepRecord] = []
 
-        def once() -> StepRecord:
-            record = self.step(step)
-            sizes.append(self.micro_batch)
-            return record
+        def once() -> None:
+            records.append(self.step(step))
 
-        found = replay(once, self.model, self.optimizer, on_difference="return")
+        found = fullshard.replay(once, self.model, self.optimizer, on_difference="return")
+        first, second = records
         # Micro-batches of another size, for which there was no memory the second time, add up in another order.
-        if not found.ok and sizes[0] == sizes[1]:
-            raise ReplayError(found)
-        record: StepRecord = found.value
-        return record
+        if not found.ok and first.micro_batch == second.micro_batch:
+            raise fullshard.ReplayError(found)
+        return second
 
     def step(self, step: int) -> StepRecord:
         begun = time.monotonic()
         keys = self.config.training
         self.random.begin(step)
+        lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, step)
+            group["lr"] = lr
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
         # Before clipping, which spreads one NaN over all gradients.
-        check = check_gradients(self.model, nats, on_nonfinite="count")
-        norm = float(clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
-        # What some rank was told travels with the figures, so that all stop behind the same step.
+        check = fullshard.check_gradients(self.model, nats, on_nonfinite="count")
+        norm = float(fullshard.clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
+        # A stop that some rank was asked for travels with the figures, so that all stop after the same step.
         nats, nbytes, signals = self.world.total([nats, nbytes, float(stop_requested() != 0)])
         self.stopped_by = signal.SIGTERM if signals else 0
         tokens = keys.global_batch * keys.sequence_length
         loss = Loss(nats, tokens, round(nbytes))
         # A norm may overflow that finite gradients have.
         finite = check.ok and math.isfinite(norm)
-        nonfinite = None
-        if not finite:
-            nonfinite = f"loss is {loss.per_token}, gradient norm is {norm}; {check}"
+        nonfinite = None if finite else f"loss is {loss.per_token}, gradient norm is {norm}; {check}"
         if nonfinite is not None and keys.nonfinite == "raise":
             raise FloatingPointError(
                 f"step {step}: {nonfinite}. Nothing was updated. A lower optimizer.lr or a longer "
@@ -214,20 +202,18 @@ class Trainer:
             )
         if finite or keys.nonfinite == "count":
             self.optimizer.step()
-            if not self.held.total:
-                self.held = measured_local(self.model, self.optimizer)
+            if self.held is None:
+                self.held = fullshard.report(self.model, self.optimizer)
         self.optimizer.zero_grad()
         seconds = time.monotonic() - begun
-        validated = self._validation_due(step)
-        val = self.validate() if validated else None
-        flop_per_second = tokens * self.flop_per_token / seconds
-        peak = self.peak_flop_per_second
+        val = self.validate() if step % self.config.metrics.eval_every == 0 or step == keys.steps else None
+        flop_per_second, peak = tokens * self.flop_per_token / seconds, self.peak_flop_per_second
         return StepRecord(
             step=step,
             loss=loss.per_token,
             bits_per_byte=loss.bits_per_byte,
             grad_norm=norm,
-            lr=learning_rate(self.config, step),
+            lr=lr,
             tokens=step * tokens,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
@@ -240,9 +226,6 @@ class Trainer:
             val_bits_per_byte=val.bits_per_byte if val else None,
             nonfinite=nonfinite,
         )
-
-    def _validation_due(self, step: int) -> bool:
-        return step % self.config.metrics.eval_every == 0 or step == self.config.training.steps
 
     def _backward(self, starts: list[int]) -> tuple[float, float]:
         """Gradients of this rank's share of the windows; the share's summed loss in nats, and its bytes of text."""

@@ -1,15 +1,31 @@
-"""What each step leaves behind: a line of JSON always, TensorBoard files where that package is installed."""
+"""What is recorded of each step, and what the figures come from: memory and the peak rates of devices.
+
+A step is a line of JSON always, and scalars of TensorBoard where that is installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
+import resource
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import optional
+import torch
+
+
+def installed(package: str) -> bool:
+    """Whether an optional package is there. One that is there and broken raises when it is imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def missing(package: str, extra: str, consequence: str) -> str:
+    """The one line about a missing package: `missing("rich", "ui", "plain lines instead of a progress bar")`."""
+    return f'{package} is not installed, so {consequence}; to have it: pip install "fullshard[{extra}]"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +40,9 @@ class StepRecord:
     tokens: int  # trained so far
     seconds: float  # this step, without validation
     tokens_per_second: float
-    tflop_per_second: float  # see `facts.flop_per_token`
+    tflop_per_second: float  # see `model.flop_per_token`
     mfu: float | None  # part of the devices' peak rate; None where the peak is not known
-    memory_bytes: int  # rank 0, see `facts.memory_nbytes`
+    memory_bytes: int  # rank 0, see `memory_nbytes`
     micro_batch: int = 0  # most sequences in one forward pass of a process; with "auto", what was found
     samples: str = ""  # a digest of which windows of the corpus the step saw
     val_loss: float | None = None  # nats per token, after the update; None where this step does not validate
@@ -36,7 +52,7 @@ class StepRecord:
 
     def to_json(self) -> str:
         """One line. Validation fields are there only where the step validated, `drift` and `nonfinite` only where
-        something is to be told; figures that are not finite are null."""
+        there is something to say; figures that are not finite are null."""
         optional_fields = ("val_loss", "val_bits_per_byte", "drift", "nonfinite")
         fields = {k: v for k, v in asdict(self).items() if v is not None or k not in optional_fields}
         return json.dumps(without_nan(fields), allow_nan=False)
@@ -51,41 +67,30 @@ def without_nan(fields: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
-def bits_per_byte(nats: float, nbytes: float) -> float:
-    """`nats` of loss spent on `nbytes` of text, in bits per byte.
-
-    >>> round(bits_per_byte(math.log(256) * 10, 10), 9)
-    8.0
-    """
-    return nats / nbytes / math.log(2) if nbytes else 0.0
-
-
 class MetricsFile:
     """`metrics.jsonl`: each record is one append of a whole line, so the file is whole whenever the process ends."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: StepRecord) -> None:
-        os.write(self._descriptor, (record.to_json() + "\n").encode())
+        self._file.write((record.to_json() + "\n").encode())
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 class TensorBoard:
     """The same figures as TensorBoard scalars."""
 
     def __init__(self, folder: Path, first_step: int = 1) -> None:
-        """Figures from `first_step` on that an earlier run left are dropped."""
-        optional.silence_tensorboard()
-        module = optional.find("torch.utils.tensorboard")
-        assert module is not None
-        self._writer: Any = module.SummaryWriter(log_dir=str(folder), purge_step=first_step)
+        """Drop the figures from `first_step` on that an earlier run left."""
+        # TensorBoard's fall-back for the missing TensorFlow, and its C++ libraries, would talk.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+        from torch.utils.tensorboard import SummaryWriter
 
-    @staticmethod
-    def installed() -> bool:
-        return optional.find("tensorboard") is not None
+        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=first_step)
 
     def write(self, record: StepRecord) -> None:
         for name, value in asdict(record).items():
@@ -100,3 +105,65 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, in order; NaN for a figure that was not finite."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: math.nan if v is None and k in _MAY_BE_NULL else v for k, v in fields.items()} for fields in records]
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------
+
+# Dense peak rates in TFLOP/s from the vendors' data sheets: (part of the device's name, bfloat16, float32 without
+# TF32). The first match counts, so longer names come first.
+_PEAK_TFLOPS = (
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100", 989.0, 67.0),
+    ("H200", 989.0, 67.0),
+    ("GH200", 989.0, 67.0),
+    ("B200", 2250.0, 75.0),
+    ("A100", 312.0, 19.5),
+    ("A800", 312.0, 19.5),
+    ("L40S", 362.0, 91.6),
+    ("L4", 121.0, 30.3),
+    ("A10G", 70.0, 35.0),
+)
+
+
+def peak_flop_per_second(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What one device can do at best in `dtype`, or None where it is not known (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, bfloat16, float32 in _PEAK_TFLOPS:
+        if part in name:
+            return (bfloat16 if dtype == torch.bfloat16 else float32) * 1e12
+    return None
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """Memory in use now: the allocator's on an accelerator, resident pages of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    except OSError:  # no /proc: the peak is the best there is
+        return peak_memory_nbytes(device)
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """The highest value of `memory_nbytes` so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes on Linux, bytes on macOS
+
+
+def in_units(nbytes: float) -> str:
+    """Bytes for people, in powers of 1024.
+
+    >>> in_units(812), in_units(1536), in_units(3 * 2**20)
+    ('812 B', '1.5 KiB', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -1,7 +1,11 @@
 """A Llama-like language model: RMSNorm, rotary positions, SwiGLU, grouped-query attention, tied or untied embeddings.
 
-Plain PyTorch. This file knows nothing of sharding, processes or devices: whoever shards it hands `init_weights` an
-`Assign` that knows how to put a full value on a sharded parameter.
+The model is plain PyTorch. `sharded_model` below it is the whole use of `fully_shard`:
+
+```
+meta device: Llama, no memory -> recompute_blocks -> fully_shard each block, then the root
+             -> to_empty: each rank allocates its shards -> init_weights: each full value drawn, own rows kept
+```
 
 Letters in shapes: B sequences, T positions, D model width, H query heads, K key/value heads, E width of one head,
 F feed-forward width, V vocabulary.
@@ -11,14 +15,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
-Assign = Callable[[Tensor, Tensor], None]  # (parameter or buffer, its full value): make the former hold the latter
+from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.train.config import Config, OptimizerKeys, PrecisionKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +51,6 @@ class LlamaShape:
         return self.dim // self.heads
 
 
-def assign_plain(target: Tensor, value: Tensor) -> None:
-    """`Assign` of an ordinary model: copy, casting to the target's dtype and device."""
-    with torch.no_grad():
-        target.copy_(value)
-
-
-class Init:
-    """Draws initial values, each parameter from a generator of its own.
-
-    The generator's seed is a hash of (seed, parameter name), so a value depends on neither the order in which modules
-    are initialised nor on what else the model holds, and every process draws the same full value. One full value
-    exists at a time.
-    """
-
-    def __init__(self, seed: int = 0, assign: Assign = assign_plain, prefix: str = "") -> None:
-        self.seed, self.assign, self.prefix = seed, assign, prefix
-
-    def child(self, name: str) -> Init:
-        return Init(self.seed, self.assign, f"{self.prefix}{name}.")
-
-    def normal(self, name: str, parameter: Tensor, std: float) -> None:
-        """Normal with deviation `std`, cut at three deviations."""
-        digest = hashlib.sha256(f"{self.seed}:{self.prefix}{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        value = torch.empty(parameter.shape, dtype=torch.float32)
-        nn.init.trunc_normal_(value, std=std, a=-3 * std, b=3 * std, generator=generator)
-        self.assign(parameter, value)
-
-    def ones(self, parameter: Tensor) -> None:
-        self.assign(parameter, torch.ones(parameter.shape, dtype=torch.float32))
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight; the mean is taken in float32 whatever the input's dtype."""
 
@@ -85,9 +63,6 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.type_as(x) * self.weight
-
-    def init_weights(self, init: Init) -> None:
-        init.ones(self.weight)
 
 
 class Attention(nn.Module):
@@ -132,16 +107,12 @@ class Attention(nn.Module):
         low, high = x.float().chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
 
-    def init_weights(self, init: Init, *, out_std: float) -> None:
-        std = self.shape.dim**-0.5
-        for name, linear in (("wq", self.wq), ("wk", self.wk), ("wv", self.wv)):
-            init.normal(f"{name}.weight", linear.weight, std)
-        init.normal("wo.weight", self.wo.weight, out_std)
+    def init_rope(self) -> None:
         half = self.shape.head_dim // 2
         frequency = self.shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(self.shape.context, dtype=torch.float64)[:, None] * frequency
-        init.assign(self.rope_cos, angle.cos().float())
-        init.assign(self.rope_sin, angle.sin().float())
+        self.rope_cos.copy_(angle.cos())
+        self.rope_sin.copy_(angle.sin())
 
 
 class FeedForward(nn.Module):
@@ -156,12 +127,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, F) -> (B, T, D)
         result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return result
-
-    def init_weights(self, init: Init, *, out_std: float) -> None:
-        std = self.gate.in_features**-0.5
-        init.normal("gate.weight", self.gate.weight, std)
-        init.normal("up.weight", self.up.weight, std)
-        init.normal("down.weight", self.down.weight, out_std)
 
 
 class Block(nn.Module):
@@ -178,13 +143,6 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x))
         x = x + self.ffn(self.ffn_norm(x))
         return x
-
-    def init_weights(self, init: Init, *, residual_scale: float) -> None:
-        dim, ffn_dim = self.ffn.gate.in_features, self.ffn.gate.out_features
-        self.attention_norm.init_weights(init.child("attention_norm"))
-        self.attention.init_weights(init.child("attention"), out_std=residual_scale * dim**-0.5)
-        self.ffn_norm.init_weights(init.child("ffn_norm"))
-        self.ffn.init_weights(init.child("ffn"), out_std=residual_scale * ffn_dim**-0.5)
 
 
 class Llama(nn.Module):
@@ -210,17 +168,114 @@ class Llama(nn.Module):
         # Tied: the one weight is used twice by the module that owns it, so no two modules share a parameter.
         return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
 
-    def init_weights(self, seed: int = 0, *, assign: Assign = assign_plain) -> None:
-        """Give every parameter and buffer its initial value, a function of (seed, its name) alone."""
-        init = Init(seed, assign)
-        # Logits of deviation 1/4, so that the first loss is close to ln V: the model begins with no opinion.
-        logits_std = self.shape.dim**-0.5 / 4
-        init.normal("embedding.weight", self.embedding.weight, logits_std)
-        # Each block adds two terms to the residual stream; this keeps the sum's size independent of depth.
-        residual_scale = 1 / math.sqrt(2 * self.shape.layers)
-        for index, block in enumerate(self.layers):
-            assert isinstance(block, Block)
-            block.init_weights(init.child(f"layers.{index}"), residual_scale=residual_scale)
-        self.norm.init_weights(init.child("norm"))
-        if self.output is not None:
-            init.normal("output.weight", self.output.weight, logits_std)
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Give every parameter and buffer its initial value, a function of (seed, its name) alone.
+
+        Matrices are normal with deviation 1/sqrt(their input width), cut at three deviations. Each parameter has a
+        generator of its own, seeded by a hash of (seed, name): a value depends neither on the order of modules nor on
+        what else the model holds, and every process draws the same full value. One full value exists at a time, and
+        nothing is sent: of a sharded parameter each rank keeps its own rows.
+        """
+        scales = {
+            "embedding": 1 / 4,  # logits of deviation 1/4: the first loss is close to ln V, the model has no opinion
+            "output": 1 / 4,
+            # Each block adds two terms to the residual stream; this keeps the sum's size independent of depth.
+            "wo": 1 / math.sqrt(2 * self.shape.layers),
+            "down": 1 / math.sqrt(2 * self.shape.layers),
+        }
+        for name, parameter in self.named_parameters():
+            value = torch.ones(parameter.shape, dtype=torch.float32)
+            if parameter.ndim == 2:
+                std = scales.get(name.split(".")[-2], 1.0) * parameter.shape[1] ** -0.5
+                digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+                nn.init.trunc_normal_(value, std=std, a=-3 * std, b=3 * std, generator=generator)
+            value = value.to(parameter.device)
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(value)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.init_rope()
+
+
+def flop_per_token(shape: LlamaShape, num_params: int) -> float:
+    """Floating-point operations per trained token: 6·N + 6·L·T·D.
+
+    N is the number of parameters that multiply activations (all but an untied token embedding, which is only looked
+    up): 2 operations each in forward, 4 in backward. Attention adds, per layer and token, 2·T·D for the scores and
+    2·T·D for the weighted sum, three times that with backward, and half of it because it is causal. Recomputed
+    activations are not counted: this is the work that the model asks for, not the work that was done.
+    """
+    multiplied = num_params if shape.tie_embeddings else num_params - shape.vocab * shape.dim
+    return 6.0 * multiplied + 6.0 * shape.layers * shape.context * shape.dim
+
+
+# ---- the sharded model -----------------------------------------------------------------------------------------
+
+_RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": False}
+_DTYPES: dict[str, torch.dtype | None] = {
+    "default": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def llama_shape(config: Config, vocab: int) -> LlamaShape:
+    """The shape of the model that `config` describes, for a tokenizer of `vocab` tokens."""
+    keys = asdict(config.model) | {"ffn_dim": config.ffn_dim}
+    return LlamaShape(vocab=vocab, context=config.training.sequence_length, **keys)
+
+
+def recompute_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Make each block's forward keep only its inputs and run again in backward. Names and classes stay as they are.
+
+    Applied before `fully_shard`, so the recomputation happens inside the unit: while backward works on a block its full
+    parameters are there anyway, and the second run needs no second gather.
+    """
+    for block in blocks:
+        forward: Callable[..., Any] = block.forward
+        # An attribute of the instance goes before the class's method, also after a later change of the class.
+        # The blocks draw no random numbers, so there is no generator state to keep and restore.
+        block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.device) -> Llama:
+    """The model with its initial values, sharded over `mesh`. The values depend on training.seed, not on the mesh."""
+    with torch.device("meta"):
+        model = Llama(llama_shape(config, vocab))
+    if config.training.recompute == "block":
+        recompute_blocks(model.layers)
+    keys = config.precision
+    policy = MixedPrecisionPolicy(param_dtype=_DTYPES[keys.param], reduce_dtype=_DTYPES[keys.reduce])
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=_RESHARD[config.parallelism.reshard_after_forward])
+    for block in model.layers:
+        shard(block, mp_policy=policy)
+    # The output dtype is the root's alone: what blocks return is read by the next block, in the dtype of compute.
+    shard(model, mp_policy=replace(policy, output_dtype=_DTYPES[keys.output]))
+    model.to_empty(device=device)
+    model.init_weights(config.training.seed)
+    return model
+
+
+def as_fsdp(model: nn.Module) -> FSDPModule:
+    """The same object under the type that `fully_shard` gave it."""
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def compute_dtype(keys: PrecisionKeys) -> torch.dtype:
+    return _DTYPES[keys.param] or torch.float32
+
+
+def adamw(model: nn.Module, keys: OptimizerKeys) -> torch.optim.AdamW:
+    """AdamW over the sharded parameters; matrices are decayed, norm weights are not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": keys.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # foreach: one call for all parameters of a kind, where torch's choice for the CPU is several per parameter.
+    return torch.optim.AdamW(groups, lr=keys.lr, betas=(keys.beta1, keys.beta2), eps=keys.eps, foreach=True)

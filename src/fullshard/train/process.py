@@ -1,4 +1,4 @@
-"""One process of a run: how it joins the others, how it is told to stop, and how it says that it failed.
+"""One process of a run: how it joins the others, how it stops, and how it ends when it fails.
 
 A process finds its rank in the environment, whoever started it: `fullshard train` itself (`launch`) or torchrun.
 """
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,49 +26,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Partial
 
-from .config import Config
-from .launch import LAUNCHER_PID, STORE_PATH, device_kind, threads_per_process
+from fullshard.train.config import Config, invalid
+
+# Set by the launcher: the file through which its processes meet, its own number, and the run folder, already made.
+STORE_PATH, LAUNCHER_PID, RUN_DIR = "FULLSHARD_STORE_PATH", "FULLSHARD_LAUNCHER_PID", "FULLSHARD_RUN_DIR"
+
+STOPPED = "stopped"  # the status of a run that SIGTERM stopped, with a checkpoint
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 4.0
 
 
-@dataclass(slots=True)
-class _Stop:
-    """What SIGTERM does. While steps are taken it is noted, and the step is finished; else it ends the process."""
-
-    noting: bool = False
-    signum: int = 0  # of the signal that was noted
-    grace_seconds: float = 60.0
-
-
-_stop = _Stop()
+def device_kind(config: Config) -> str:
+    """ "cpu" or "cuda", as training.device says. Raises `ConfigError` for a device that is not there."""
+    wanted = config.training.device
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise invalid("training.device", "cuda", "PyTorch finds no CUDA device here", '"cpu"')
+    return "cuda" if available and wanted != "cpu" else "cpu"
 
 
-@contextmanager
-def noting_stops(grace_seconds: float) -> Iterator[None]:
-    """Inside, SIGTERM ends nothing: `stop_requested` tells of it. A process that is still there `grace_seconds` later
-    is ended all the same."""
-    _stop.signum, _stop.grace_seconds, _stop.noting = 0, grace_seconds, True
-    try:
-        yield
-    finally:
-        _stop.noting = False
-
-
-def stop_requested() -> int:
-    """The signal by which this process was told to stop after the step, 0 without one."""
-    return _stop.signum
-
-
-class Store(Protocol):
-    """What is used of torch's stores; their own type has no public name."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def set_timeout(self, timeout: timedelta) -> None: ...
+def threads_per_process(config: Config, local_processes: int) -> int:
+    """training.threads, or the cores that this process may use divided by the processes on this machine."""
+    if config.training.threads:
+        return config.training.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // local_processes, 1)
 
 
 class World(NamedTuple):
@@ -78,7 +61,7 @@ class World(NamedTuple):
     size: int
     device: torch.device
     mesh: DeviceMesh  # all processes: (shard), or (replicate, shard)
-    store: Store  # small strings between the processes, for what must be said before training
+    store: Any  # one of torch's stores: small strings between the processes, for what they share before training
 
     def total(self, values: list[float]) -> list[float]:
         """The sum of each value over all processes, in float64. Collective."""
@@ -90,10 +73,8 @@ class World(NamedTuple):
 
     def _combine(self, values: list[float], operation: str) -> list[float]:
         local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        combined: list[float] = (
-            DTensor.from_local(local, self.mesh, [Partial(operation)] * self.mesh.ndim).full_tensor().tolist()
-        )
-        return combined
+        combined = DTensor.from_local(local, self.mesh, [Partial(operation)] * self.mesh.ndim).full_tensor()
+        return [float(value) for value in combined.tolist()]
 
     def agree(self, what: str, value: str) -> None:
         """Raise `RuntimeError` on every process whose `value` is not rank 0's."""
@@ -142,14 +123,17 @@ def data_parallel_mesh(config: Config, kind: str, size: int) -> DeviceMesh:
     return init_device_mesh(kind, (copies, shard), mesh_dim_names=("replicate", "shard"))
 
 
-def _store(size: int) -> Any:  # one of torch's stores
+def _store(size: int) -> Any:
     if STORE_PATH in os.environ:
         return FileStore(os.environ[STORE_PATH], size)
     return next(iter(rendezvous("env://")))[0]
 
 
+# ---- stopping --------------------------------------------------------------------------------------------------
+
+
 class Stopped(BaseException):
-    """The run stopped where it was asked to, behind a step, with a checkpoint. Not an `Exception`, as `Interrupted`."""
+    """The run stopped after a step, with a checkpoint, because of a signal. Not an `Exception`, as `Interrupted`."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, with a checkpoint")
@@ -157,15 +141,39 @@ class Stopped(BaseException):
 
 
 class Interrupted(BaseException):
-    """This process was told to stop. Not an `Exception`: nothing between the signal and `main` may swallow it."""
+    """A signal ends this process. Not an `Exception`: nothing between the signal and `main` may swallow it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
-        self.signum = signum
+        self.exit_code = 128 + signum
 
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signum
+
+@dataclass(slots=True)
+class _Stop:
+    """What SIGTERM does. While steps are taken it is noted, and the step is finished; else it ends the process."""
+
+    noting: bool = False
+    signum: int = 0  # of the signal that was noted
+    grace_seconds: float = 60.0
+
+
+_stop = _Stop()
+
+
+@contextmanager
+def noting_stops(grace_seconds: float) -> Iterator[None]:
+    """Inside, SIGTERM ends nothing: `stop_requested` returns it. A process that is still there `grace_seconds` later
+    ends all the same."""
+    _stop.signum, _stop.grace_seconds, _stop.noting = 0, grace_seconds, True
+    try:
+        yield
+    finally:
+        _stop.noting = False
+
+
+def stop_requested() -> int:
+    """The signal after which this process stops at the end of the step, 0 without one."""
+    return _stop.signum
 
 
 def stop_on_signals() -> None:
@@ -196,21 +204,19 @@ def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
 
 def _watch(read_end: int, launcher: int) -> None:
     deadline, code = math.inf, 0
-    while time.monotonic() < deadline:
-        readable, _, _ = select.select([read_end], [], [], min(1.0, max(deadline - time.monotonic(), 0.0)))
-        if readable:
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([read_end], [], [], min(1.0, left))[0]:
             for received in os.read(read_end, 64):
                 if received in STOP_SIGNALS:
                     noted = _stop.noting and received == signal.SIGTERM
                     until = time.monotonic() + (_stop.grace_seconds if noted else _GRACE_SECONDS)
-                    if until < deadline:
-                        deadline, code = until, 128 + received
+                    deadline, code = min((deadline, code), (until, 128 + received))
         elif launcher and deadline == math.inf and os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGTERM)
     os._exit(code)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End this process now. Skips the interpreter's tear-down, which may wait for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,26 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from .. import inspect_units
-from . import optional, plot
-from .artifacts import save_model
-from .config import Config, ConfigError
-from .console import Console, clock, console_for
-from .data import Corpus, TokenSplit, read_corpus, tokenize
-from .facts import in_units, peak_memory_nbytes
-from .folder import close_manifest, forget_steps_after, last_record, make_run_dir, open_manifest, write_text
-from .launch import RUN_DIR, STOPPED
-from .loop import Outcome, Outputs, Trainer
-from .metrics import MetricsFile, TensorBoard, read_metrics, without_nan
-from .model import Llama
-from .process import Stopped, World, noting_stops
-from .resume import FOLDER, Checkpoints
-from .sample import generate
-from .shard import adamw, as_fsdp, sharded_model
-from .table import add, expected_local, expected_unsharded, memory_lines, unit_table
-from .tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
+from fullshard import UnitInfo, inspect_units, report
+from fullshard.train import data, folder, metrics
+from fullshard.train.config import Config, ConfigError
+from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
+from fullshard.train.loop import Outcome, Outputs, Trainer
+from fullshard.train.metrics import in_units
+from fullshard.train.model import adamw, as_fsdp, sharded_model
+from fullshard.train.process import RUN_DIR, STOPPED, Stopped, World, noting_stops
+from fullshard.train.sample import generate
 
 _NO_DIR = "-"  # not "": who gets an empty value from a TCPStore waits for ever
 
@@ -35,43 +24,41 @@ _NO_DIR = "-"  # not "": who gets an empty value from a TCPStore waits for ever
 def train(config: Config, world: World, run_dir: Path) -> None:
     """Train, validate, save, draw and sample. Collective: every rank calls it; rank 0 writes and speaks."""
     console = console_for(world.rank, config.metrics.log_every)
-    corpus = read_corpus(config.data)
+    corpus = data.read_corpus(config.data)
     world.agree("SHA-256 of the corpus", corpus.sha256)
     tokenizer = _tokenizer(config, world, corpus, run_dir)
-    split = tokenize(corpus, tokenizer, config.data.validation_fraction)
+    split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
     model = sharded_model(config, tokenizer.vocab, world.mesh, world.device)
     optimizer = adamw(model, config.optimizer)
+    units = inspect_units(model)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
-    _introduce(console, world, corpus, split, model)
-    facts = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
-    checkpoints = Checkpoints(run_dir, config.checkpoint, world, model, optimizer, facts, trainer.micro)
-    after = _resumed(console, world, checkpoints)
+    console.say(
+        f"{corpus.name}: {corpus.nbytes:,} bytes, SHA-256 {corpus.sha256[:12]}.., "
+        f"{len(split.train):,} training and {len(split.validation):,} validation tokens"
+    )
+    console.say(str(report(model, optimizer)))
+    same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
+    checkpoints = folder.Checkpoints(run_dir, config.checkpoint, world, model, optimizer, same, trainer.micro)
+    after, newest = 0, checkpoints.newest()
+    if newest is not None:
+        after = checkpoints.load(newest)
+        console.say(f"going on after step {after}, from {newest}")
     outputs = Outputs(console)
     if world.rank == 0:
-        forget_steps_after(run_dir, after)
-        open_manifest(run_dir, {**_facts(config, world, corpus, split, model), "resumed_after_step": after})
+        folder.forget_steps_after(run_dir, after)
+        folder.open_manifest(run_dir, {**_facts(config, world, corpus, split, units), "resumed_after_step": after})
         outputs = _outputs(config, console, run_dir, after)
     try:
         with noting_stops(config.checkpoint.grace_seconds):
             outcome = trainer.run(outputs, checkpoints, after=after)
     except Stopped as stop:
         if world.rank == 0:
-            close_manifest(run_dir, STOPPED, reason=str(stop), last_step=stop.step)
+            folder.close_manifest(run_dir, STOPPED, reason=str(stop), last_step=stop.step)
         world.total([0.0])  # nobody leaves before it is written: the first that ends is the end of all
         raise
     finally:
         outputs.close()
-    _finish(config, world, console, run_dir, model, tokenizer, outcome)
-
-
-def _resumed(console: Console, world: World, checkpoints: Checkpoints) -> int:
-    """The step behind which the run begins: that of the newest whole checkpoint, which is loaded; 0 without one."""
-    newest = checkpoints.newest()
-    if newest is None:
-        return 0
-    step = checkpoints.load(newest)
-    console.say(f"going on behind step {step}, from {newest}")
-    return step
+    _finish(trainer, console, run_dir, tokenizer, outcome)
 
 
 def agreed_run_dir(config: Config, world: World) -> Path:
@@ -83,7 +70,7 @@ def agreed_run_dir(config: Config, world: World) -> Path:
         return Path(os.environ[RUN_DIR])
     if world.rank == 0:
         try:
-            path = make_run_dir(config)
+            path = folder.make_run_dir(config)
         except ConfigError:
             world.store.set("run.dir", _NO_DIR)
             raise
@@ -95,44 +82,35 @@ def agreed_run_dir(config: Config, world: World) -> Path:
     return Path(answer)
 
 
-def _tokenizer(config: Config, world: World, corpus: Corpus, run_dir: Path) -> Tokenizer:
+def _tokenizer(config: Config, world: World, corpus: data.Corpus, run_dir: Path) -> data.Tokenizer:
     """The tokenizer; a BPE is trained by rank 0 alone and sent to the others."""
     if config.data.tokenizer == "bytes":
-        return ByteTokenizer()
+        return data.ByteTokenizer()
     if world.rank == 0:
-        json_text = train_bpe(corpus.documents, config.data.bpe_vocab)
-        write_text(run_dir / "tokenizer.json", json_text)
+        json_text = data.train_bpe(corpus.documents, config.data.bpe_vocab)
+        folder.write_text(run_dir / "tokenizer.json", json_text)
         world.store.set("tokenizer", json_text)
-    return BPETokenizer(world.store.get("tokenizer").decode())
-
-
-def _introduce(console: Console, world: World, corpus: Corpus, split: TokenSplit, model: nn.Module) -> None:
-    units = inspect_units(model)
-    console.say(
-        f"{corpus.name}: {corpus.nbytes:,} bytes, SHA-256 {corpus.sha256[:12]}.., "
-        f"{len(split.train):,} training and {len(split.validation):,} validation tokens"
-    )
-    console.say(unit_table(units, world.rank))
+    return data.BPETokenizer(world.store.get("tokenizer").decode())
 
 
 def _outputs(config: Config, console: Console, run_dir: Path, after: int) -> Outputs:
-    outputs = Outputs(console, MetricsFile(run_dir / "metrics.jsonl"))
-    if config.metrics.tensorboard:
-        if TensorBoard.installed():
-            outputs.tensorboard = TensorBoard(run_dir / "tensorboard", after + 1)
-        else:
-            console.say(optional.missing("tensorboard", "tb", "there are no TensorBoard files"))
+    outputs = Outputs(console, metrics.MetricsFile(run_dir / "metrics.jsonl"))
+    if config.metrics.tensorboard and metrics.installed("tensorboard"):
+        outputs.tensorboard = metrics.TensorBoard(run_dir / "tensorboard", after + 1)
+    elif config.metrics.tensorboard:
+        console.say(metrics.missing("tensorboard", "tb", "there are no TensorBoard files"))
     return outputs
 
 
-def _facts(config: Config, world: World, corpus: Corpus, split: TokenSplit, model: nn.Module) -> dict[str, Any]:
-    units = inspect_units(model)
+def _facts(
+    config: Config, world: World, corpus: data.Corpus, split: data.TokenSplit, units: tuple[UnitInfo, ...]
+) -> dict[str, Any]:
     return {
         "world": {
             "processes": world.size,
             "copies": config.parallelism.degrees(world.size)[0],
             "device": world.device.type,
-            "backend": _backend(world),
+            "backend": "nccl" if world.device.type == "cuda" else "gloo",
         },
         "corpus": {
             "name": corpus.name,
@@ -148,57 +126,48 @@ def _facts(config: Config, world: World, corpus: Corpus, split: TokenSplit, mode
     }
 
 
-def _backend(world: World) -> str:
-    return "nccl" if world.device.type == "cuda" else "gloo"
-
-
-def _finish(
-    config: Config,
-    world: World,
-    console: Console,
-    run_dir: Path,
-    model: Llama,
-    tokenizer: Tokenizer,
-    outcome: Outcome,
-) -> None:
-    units = inspect_units(model)
-    expected, unsharded = add(map(expected_local, units)), add(map(expected_unsharded, units))
-    peak = round(world.largest([peak_memory_nbytes(world.device)])[0])
-    save_model(run_dir, model, rank=world.rank)
-    text = _sample(config, world, model, tokenizer) if _is_finite(outcome) else ""
+def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.Tokenizer, outcome: Outcome) -> None:
+    config, world = trainer.config, trainer.world
+    nbytes = sum(unit.numel * unit.storage_itemsize for unit in inspect_units(trainer.model))
+    peak = round(world.largest([metrics.peak_memory_nbytes(world.device)])[0])
+    folder.save_model(run_dir, trainer.model, rank=world.rank)
+    last = outcome.last
+    # A model of NaN has no likely next token.
+    finite = last is None or last.val_loss is None or math.isfinite(last.val_loss)
+    text = _sample(trainer, tokenizer) if finite and config.sample.tokens else ""
     if world.rank != 0:
         return
-    last = outcome.last or last_record(run_dir)
-    files = ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors", FOLDER]
+    last = last or folder.last_record(run_dir)
+    records = metrics.read_metrics(run_dir / "metrics.jsonl")
+    files = ["metrics.jsonl", "config.toml", "manifest.json", "model.safetensors", folder.CHECKPOINTS]
     console.say("")
-    for line in memory_lines(expected, unsharded, outcome.held):
+    for line in memory_lines(outcome.held, nbytes):
         console.say(f"rank 0: {line}")
     console.say(f"peak memory of a process: {in_units(peak)}")
     if text:
-        write_text(run_dir / "sample.txt", text + "\n")
+        folder.write_text(run_dir / "sample.txt", text + "\n")
         files.append("sample.txt")
         console.say(f"\nsample of generated text:\n{text}\n")
-    if config.metrics.plot:
-        if plot.installed():
-            plot.draw_loss(read_metrics(run_dir / "metrics.jsonl"), run_dir / "loss.png")
-            files.append("loss.png")
-        else:
-            console.say(optional.missing("matplotlib", "plot", "there is no loss.png"))
+    if config.metrics.plot and metrics.installed("matplotlib"):
+        draw_loss(records, run_dir / "loss.png")
+        files.append("loss.png")
+    elif config.metrics.plot:
+        console.say(metrics.missing("matplotlib", "plot", "there is no loss.png"))
     assert last.val_loss is not None and last.val_bits_per_byte is not None  # the last step always validates
-    nonfinite = [record["step"] for record in read_metrics(run_dir / "metrics.jsonl") if "nonfinite" in record]
+    nonfinite = [record["step"] for record in records if "nonfinite" in record]
     losses = {"loss": last.loss, "val_loss": last.val_loss, "val_bits_per_byte": last.val_bits_per_byte}
-    close_manifest(
+    folder.close_manifest(
         run_dir,
         "completed",
         last_step=last.step,
         seconds=outcome.seconds,
-        **without_nan(losses),
+        **metrics.without_nan(losses),
         nonfinite_steps=len(nonfinite),
         memory={
             "peak_process_bytes": peak,
-            "rank0_measured": outcome.held._asdict(),
-            "rank0_expected": expected._asdict(),
-            "unsharded": unsharded._asdict(),
+            "rank0_measured": asdict(outcome.held.measured),
+            "rank0_expected": asdict(outcome.held.expected),
+            "unsharded": {"parameters": nbytes, "gradients": nbytes, "optimizer": 2 * nbytes},
         },
     )
     if nonfinite:
@@ -212,25 +181,10 @@ def _finish(
     console.say(f'generate:   fullshard generate {run_dir} --prompt "{config.sample.prompt}"')
 
 
-def _is_finite(outcome: Outcome) -> bool:
-    """Whether the model can still tell anything: one of NaN has no likely next token."""
-    return outcome.last is None or outcome.last.val_loss is None or math.isfinite(outcome.last.val_loss)
-
-
-def _sample(config: Config, world: World, model: Llama, tokenizer: Tokenizer) -> str:
+def _sample(trainer: Trainer, tokenizer: data.Tokenizer) -> str:
     """Text from the sharded model. Collective; the text is the same everywhere, and used on rank 0."""
-    if not config.sample.tokens:
-        return ""
-    text = generate(
-        model,
-        tokenizer,
-        prompt=config.sample.prompt,
-        num_tokens=config.sample.tokens,
-        context=config.training.sequence_length,
-        temperature=config.sample.temperature,
-        top_k=config.sample.top_k,
-        seed=config.training.seed,
-        device=world.device,
-    )
-    as_fsdp(model).reshard()
+    keys = trainer.config.training
+    sample, device = trainer.config.sample, trainer.world.device
+    text = generate(trainer.model, tokenizer, sample, context=keys.sequence_length, seed=keys.seed, device=device)
+    as_fsdp(trainer.model).reshard()
     return text

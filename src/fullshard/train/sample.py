@@ -8,39 +8,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.foreign.safetensors_file import read_safetensors
-from .config import Config
-from .config_load import load_config
-from .model import Llama, LlamaShape
-from .tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
+from fullshard.train.config import Config, SampleKeys, load_config
+from fullshard.train.data import BPETokenizer, ByteTokenizer, Tokenizer
+from fullshard.train.model import Llama, llama_shape
 
 
 @torch.no_grad()
 def generate(
     model: Callable[[Tensor], Tensor],  # tokens (1, T) -> logits (1, T, V)
     tokenizer: Tokenizer,
+    keys: SampleKeys,
     *,
-    prompt: str,
-    num_tokens: int,
     context: int,  # the model sees at most this many last tokens
-    temperature: float,
-    top_k: int,
     seed: int,
-    device: torch.device,
+    device: torch.device | str = "cpu",
 ) -> str:
-    """The prompt and what follows it, always `num_tokens` tokens long.
+    """The prompt and what follows it, always `keys.tokens` tokens long.
 
-    Exactly `num_tokens` forward passes are made, whatever is drawn: a sharded model needs the same number of them on
+    Exactly `keys.tokens` forward passes are made, whatever is drawn: a sharded model needs the same number of them on
     every rank, and so BOS, EOS and PAD, which could end a text, are never drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     never = torch.tensor([tokenizer.bos, tokenizer.eos, tokenizer.pad])
-    tokens = [tokenizer.bos, *tokenizer.encode(prompt)]
-    for _ in range(num_tokens):
+    tokens = [tokenizer.bos, *tokenizer.encode(keys.prompt)]
+    for _ in range(keys.tokens):
         seen = torch.tensor([tokens[-context:]], device=device)
         logits = model(seen)[0, -1].float().cpu()
         logits[never] = -torch.inf
-        tokens.append(_draw(logits, temperature, top_k, generator))
+        tokens.append(_draw(logits, keys.temperature, keys.top_k, generator))
     return tokenizer.decode(tokens)
 
 
@@ -51,23 +47,6 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     probabilities = (logits / temperature).softmax(-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def llama_shape(config: Config, vocab: int) -> LlamaShape:
-    """The shape of the model that `config` describes, for a tokenizer of `vocab` tokens."""
-    m = config.model
-    return LlamaShape(
-        vocab=vocab,
-        layers=m.layers,
-        dim=m.dim,
-        heads=m.heads,
-        kv_heads=m.kv_heads,
-        ffn_dim=config.ffn_dim,
-        context=config.training.sequence_length,
-        tie_embeddings=m.tie_embeddings,
-        rope_theta=m.rope_theta,
-        norm_eps=m.norm_eps,
-    )
 
 
 def load_run(run_dir: Path) -> tuple[Llama, Tokenizer, Config]:
