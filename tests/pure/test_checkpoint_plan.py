@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.errors import CheckpointMismatch
-from fullshard.checkpoint.merge import merge
 from fullshard.checkpoint.plan import (
     Box,
     Cut,
@@ -21,6 +20,7 @@ from fullshard.checkpoint.plan import (
     choose_writers,
     coverage_problem,
     local_box,
+    merge,
     overlap,
     row_major,
     takes,
@@ -70,7 +70,7 @@ def test_parts_are_those_of_chunk_and_cover_the_tensor(case: CutTensor) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9])
-def test_an_axis_may_cut_behind_one_to_its_right(rows: int) -> None:
+def test_an_axis_may_cut_after_one_to_its_right(rows: int) -> None:
     """FSDP over tensor parallelism: tensor parallelism (right) cuts first, and `_StridedShard` on the left says so."""
     found = {}
     for data, model in itertools.product(range(2), range(3)):
@@ -80,7 +80,7 @@ def test_an_axis_may_cut_behind_one_to_its_right(rows: int) -> None:
         inner = local_box(piece.lengths, (2,), (data,), [Cut(0)])
         assert found[data, model] == Box((piece.offsets[0] + inner.offsets[0],), inner.lengths)
     assert coverage_problem((rows,), found.values()) is None
-    with pytest.raises(ValueError, match="behind 3 pieces"):
+    with pytest.raises(ValueError, match="after 3 pieces"):
         local_box((rows,), (2, 2), (0, 0), [Cut(0, pieces=3), Cut(0)])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fullshard.checkpoint as ours
 from fullshard.checkpoint.errors import CheckpointMismatch
-from fullshard.checkpoint.foreign import Chosen, Source, convert, llama, open_source
+from fullshard.checkpoint.formats import Chosen, Source, convert, llama, open_source
 from fullshard.cli import main
 from fullshard.train.model import Llama, LlamaShape
 from tests.harness.behaviours import behaviour
@@ -157,7 +157,7 @@ class _Counting(Source):
     def __init__(self, count: int) -> None:
         import weakref
 
-        from fullshard.checkpoint.foreign import TensorInfo
+        from fullshard.checkpoint.formats import TensorInfo
 
         self.tensors = {f"t{i}": TensorInfo((f"t{i}",), "float32", (100,)) for i in range(count)}
         self.living: weakref.WeakSet[Tensor] = weakref.WeakSet()

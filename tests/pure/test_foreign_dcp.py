@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError
-from fullshard.checkpoint.foreign.dcp import DcpSource, FlatParameterCheckpoint, ShardedTensorCheckpoint
-from fullshard.checkpoint.foreign.dcp_index import NotDcp, index_of
-from fullshard.checkpoint.foreign.detect import RefusedCheckpoint, UnknownCheckpoint, detect
-from fullshard.checkpoint.foreign.pickle_tree import PickleRefused
+from fullshard.checkpoint.formats import FlatParameterCheckpoint, ShardedTensorCheckpoint
+from fullshard.checkpoint.formats.convert import RefusedCheckpoint, UnknownCheckpoint, detect
+from fullshard.checkpoint.formats.dcp import DcpSource, NotDcp, index_of
+from fullshard.checkpoint.formats.pickle_tree import PickleRefused
 from fullshard.checkpoint.plan import Box
 from tests.harness.behaviours import behaviour
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter, read_safetensors
+from fullshard.checkpoint.formats.hf import Entry, SafetensorsWriter, read_safetensors
 from fullshard.train import console, optional, plot
 from fullshard.train.config import ConfigError
 from fullshard.train.config_load import load_config

@@ -10,10 +10,9 @@ Read in this order: `manifest` (what is in a checkpoint), `directory` (how it be
 part), `saving`, `loading`. docs/checkpoints.md says what is promised.
 """
 
-from .api import CheckpointWriter as CheckpointWriter
-from .api import TensorSpec as TensorSpec
+from .api import RandomState as RandomState
 from .api import async_save as async_save
-from .api import close as close
+from .api import derived_seed as derived_seed
 from .api import inspect as inspect
 from .api import is_complete as is_complete
 from .api import latest as latest
@@ -22,6 +21,7 @@ from .api import open_checkpoint as open_checkpoint
 from .api import retain as retain
 from .api import save as save
 from .api import verify as verify
+from .background import close as close
 from .errors import CheckpointBusy as CheckpointBusy
 from .errors import CheckpointDamaged as CheckpointDamaged
 from .errors import CheckpointError as CheckpointError
@@ -29,8 +29,8 @@ from .errors import CheckpointIOError as CheckpointIOError
 from .errors import CheckpointMismatch as CheckpointMismatch
 from .errors import CheckpointNotFound as CheckpointNotFound
 from .manifest import Manifest as Manifest
-from .random_state import RandomState as RandomState
-from .random_state import derived_seed as derived_seed
+from .plan import TensorSpec as TensorSpec
+from .saving import CheckpointWriter as CheckpointWriter
 from .state import get_state_dict as get_state_dict
 from .state import set_state_dict as set_state_dict
 

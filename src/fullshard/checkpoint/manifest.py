@@ -7,20 +7,29 @@
      "values":  [{"key": "step", "path": ["step"], "value": 7}],
      "files":   [{"name": "data-00000.safetensors", "nbytes": 548, "header_nbytes": 512, "header_crc32": "0d4b6a1f"}]}
 
-`range` is of bytes in the file; `crc32` has 8 digits for each `block_nbytes` of it.
+`range` is of bytes in the file; `crc32` has 8 digits for each `block_nbytes` of it. What is no tensor is a value, which
+comes back as what it was, types included: None, bool, int, finite float, str and list are themselves; every JSON object
+is a tag, so nothing is ambiguous:
+
+    {"float": "nan"}                 also "inf", "-inf"
+    {"tuple": [1, 2]}
+    {"dict": [["lr", 0.1], [3, 1]]}  pairs, because keys need not be strings
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ..layout import itemsize, known_dtypes
 from .errors import CheckpointDamaged
-from .plan import Box, coverage_problem, whole
-from .values import Json, Value, decode, encode
+from .plan import Box, KeyPath, TensorSpec, coverage_problem, key_of, whole
+
+Value: TypeAlias = "None | bool | int | float | str | list[Value] | tuple[Value, ...] | dict[object, Value]"
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
 FORMAT = "fullshard-checkpoint"
 SCHEMA = 1
@@ -32,8 +41,6 @@ BLOCK_NBYTES = 1 << 20
 _INT64 = 1 << 63
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
 _SAVE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
-
-Path = tuple[str | int, ...]
 
 
 class Chunk(NamedTuple):
@@ -49,10 +56,14 @@ class Chunk(NamedTuple):
 class TensorEntry(NamedTuple):
     """A tensor. `dtype`: torch's name without `torch.`; `chunks` cover `shape`, each element once."""
 
-    path: Path
+    path: KeyPath
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.path, self.dtype, self.shape)
 
     @property
     def key(self) -> str:
@@ -60,13 +71,13 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return whole(self.shape).numel * itemsize(self.dtype)
+        return self.spec.nbytes
 
 
 class ValueEntry(NamedTuple):
     """What is no tensor."""
 
-    path: Path
+    path: KeyPath
     value: Value
 
     @property
@@ -102,15 +113,6 @@ class Manifest(NamedTuple):
     @property
     def keys(self) -> list[str]:
         return sorted([*self.tensors, *self.values])
-
-
-def key_of(path: Path) -> str:
-    """The name of what is at `path` of a nested state dict: strings are keys of dicts, numbers positions in lists.
-
-    >>> key_of(("optimizer", "param_groups", 0, "lr"))
-    'optimizer.param_groups.0.lr'
-    """
-    return ".".join(map(str, path))
 
 
 def blocks_of(nbytes: int, block_nbytes: int) -> int:
@@ -329,7 +331,7 @@ class _Reader:
             raise _Wrong(f"{what}: expected {', '.join(names)}, found {str(found)[:200]}")
         return raw
 
-    def path(self, fields: dict[str, Json]) -> Path:
+    def path(self, fields: dict[str, Json]) -> KeyPath:
         raw = self.items(fields["path"], "path")
         path = tuple(part if isinstance(part, str) else self.number(part, "a position in a list", 0) for part in raw)
         if not path or key_of(path) != fields["key"]:
@@ -364,3 +366,92 @@ class _Reader:
         if len(made) != len(entries):
             raise _Wrong("a key twice")
         return made
+
+
+# ---- values ----------------------------------------------------------------------------------------------------
+
+# Deeper nesting is no state of a training; it bounds the recursion of whoever reads.
+MAX_DEPTH = 32
+_KEYS = (str, bool, int, float, type(None), tuple)
+
+
+def encode(value: object, depth: int = 0) -> Json:
+    """`value` as JSON. Raises `TypeError` for what only a pickle could hold, `ValueError` for what is nested too deep.
+
+    >>> encode({"betas": (0.9, float("inf"))})
+    {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"expected at most {MAX_DEPTH} levels of lists and dicts, found more")
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return int(value)  # a subclass (IntEnum) would come back as the number as well
+        case float():
+            return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+        case list():
+            return [encode(item, depth + 1) for item in value]
+        case tuple():
+            return {"tuple": [encode(item, depth + 1) for item in value]}
+        case Mapping():
+            for key in value:
+                if not isinstance(key, _KEYS):
+                    raise TypeError(f"expected keys of str, int, float, bool, None or tuples of them, found {key!r}")
+            return {"dict": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()]}
+    kind = type(value).__qualname__
+    raise TypeError(f"expected a tensor, or None, bool, int, float, str, list, tuple or dict, found {kind}")
+
+
+def decode(value: Json, depth: int = 0) -> Value:
+    """What was encoded. Raises `ValueError` for JSON that `encode` does not make."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} levels of lists and dicts")
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case list():
+            return [decode(item, depth + 1) for item in value]
+        case {"float": ("nan" | "inf" | "-inf") as text, **rest} if not rest:
+            return float(text)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(decode(item, depth + 1) for item in items)
+        case {"dict": list(pairs), **rest} if not rest:
+            return _decode_dict(pairs, depth)
+    raise ValueError(f"a value that no save writes: {str(value)[:80]}")
+
+
+def _decode_dict(pairs: list[Json], depth: int) -> dict[object, Value]:
+    made: dict[object, Value] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"expected a pair of key and value, found {str(pair)[:80]}")
+        key = decode(pair[0], depth + 1)
+        try:
+            known = key in made
+        except TypeError:
+            known = True
+        if known:
+            raise ValueError(f"a key twice, or one that cannot be a key: {str(pair[0])[:80]}")
+        made[key] = decode(pair[1], depth + 1)
+    return made
+
+
+def kind_of(value: object) -> str:
+    """What values of equal kind may take the place of each other when state is loaded.
+
+    >>> kind_of(0) == kind_of(0.5), kind_of([1]) == kind_of((1,)), kind_of("0") == kind_of(0)
+    (True, True, False)
+    """
+    match value:
+        case None:
+            return "None"
+        case bool() | int() | float():
+            return "number"
+        case str():
+            return "str"
+        case list() | tuple():
+            return "sequence"
+    return "dict"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from fullshard.checkpoint.foreign import (
+from fullshard.checkpoint.formats import (
     REFUSALS,
     STYLES,
     UNWRAPPED,

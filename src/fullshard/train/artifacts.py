@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import __version__
-from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter
+from fullshard.checkpoint.formats.hf import Entry, SafetensorsWriter
 
 
 def save_model(run_dir: Path, model: nn.Module, *, rank: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
+from fullshard.checkpoint.formats.hf import read_safetensors
 from fullshard.train.config import Config
 from fullshard.train.config_load import load_config
 from fullshard.train.model import Llama, LlamaShape

@@ -10,7 +10,15 @@ from typing import Any
 
 from ..comm import Messenger
 from ..guard import RanksDisagree, shown_ranks, variants
-from .errors import CheckpointError, CheckpointMismatch, describe, rebuild
+from .errors import (
+    CheckpointBusy,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointIOError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    io_error,
+)
 
 Message = dict[str, Any]
 
@@ -102,3 +110,40 @@ def _failure(messages: list[Message], failed: list[int]) -> Message:
 
 def _encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
+
+
+# ---- errors as text, from one rank to the others ---------------------------------------------------------------
+
+_CLASSES = {
+    kind.__name__: kind
+    for kind in (CheckpointError, CheckpointDamaged, CheckpointNotFound, CheckpointIOError, CheckpointBusy)
+}
+
+
+def describe(error: Exception) -> dict[str, object]:
+    """`error` as JSON, for `rebuild` on other ranks."""
+    if isinstance(error, CheckpointMismatch):
+        parts = {"what": error.what, "problems": error.problems, "remedy": error.remedy}
+        return {"kind": "CheckpointMismatch", **parts}
+    if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+        error = io_error(error, "the operating system refused")
+    kind = type(error).__name__
+    if kind not in _CLASSES:
+        return {"kind": "CheckpointError", "text": f"{kind}: {error}", "errno": 0}
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error.strerror if number and isinstance(error, OSError) else error)
+    return {"kind": kind, "text": text, "errno": number or 0}
+
+
+def rebuild(described: dict[str, object], rank: int | None) -> CheckpointError:
+    """The error of another rank (`rank`: its number in the group, to be named) or of all of them (None)."""
+    where = "" if rank is None else f"rank {rank}: "
+    if described["kind"] == "CheckpointMismatch":
+        problems, remedy = described["problems"], str(described["remedy"])
+        assert isinstance(problems, list)
+        return CheckpointMismatch(f"{where}{described['what']}", problems, remedy)
+    kind, number = _CLASSES[str(described["kind"])], described["errno"]
+    text = f"{where}{described['text']}"
+    if number and issubclass(kind, OSError):
+        return kind(number, text)
+    return kind(text)

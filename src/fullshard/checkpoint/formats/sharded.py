@@ -20,23 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...comm import alone, messenger, whole_of
+from ..agreement import Message, agree
 from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
-from ..manifest import Manifest, TensorEntry, ValueEntry, key_of
-from ..merge import matches
-from ..plan import Box, whole
-from ..state import Optimizers, get_state_dict, set_state_dict
-from ..tensors import dtype_name
-from ..together import Message, agree
-from ..tree import flatten
-from ..values import encode
-from .convert import open_source, reason
+from ..manifest import Manifest, TensorEntry, ValueEntry, encode
+from ..plan import Box, key_of, matches, whole
+from ..state import Optimizers, dtype_name, flatten, get_state_dict, set_state_dict
+from .convert import open_source, reason, regrouped
 from .hf import DEFAULT_MAX_NBYTES, entries_of, write_hf
-from .names import Chosen, Renaming
-from .numbered import HINT
-from .ours import regrouped
+from .names import HINT, Chosen, Renaming
 from .source import Source, TensorInfo, place
-from .torch_write import write_torch
+from .torch_file import write_torch
 
 
 def load_into(
@@ -232,7 +226,7 @@ def load_full(
     The file is mapped and each rank reads its rows: nothing is sent, and beside the model there is one rank's part of
     the state. All or nothing, as `load_into`. `allow_torch_save`: the file is a pickle, read through `weights_only`;
     say True for files that you trust. `optimizer_names`: what the numbers stand for in a file that has
-    `optimizer.state_dict()` as torch gives it; `foreign.optimizer_names(model, optimizers)` where that program built
+    `optimizer.state_dict()` as torch gives it; `formats.optimizer_names(model, optimizers)` where that program built
     its optimizer in the same order. The optimizer need not have stepped.
     """
     state = _training_state(model, optimizers)
