@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..comm import Messenger
 from ..guard import RanksDisagree, shown_ranks, variants
@@ -96,13 +96,14 @@ def _failure(messages: list[Message], failed: list[int]) -> Message:
     if all(error["kind"] == CheckpointMismatch.__name__ for error in errors):
         by_problem: dict[str, list[int]] = {}
         for rank, error in zip(failed, errors, strict=True):
-            for problem in dict.fromkeys(error["problems"]):
+            for problem in dict.fromkeys(error["args"][1]):
                 by_problem.setdefault(problem, []).append(rank)
-        whose = {
-            problem: "" if len(ranks) == len(messages) else f" (on {shown_ranks(ranks)})"
+        found = [
+            problem if len(ranks) == len(messages) else f"{problem} (on {shown_ranks(ranks)})"
             for problem, ranks in by_problem.items()
-        }
-        return {"error": {**first, "problems": [problem + ranks for problem, ranks in whose.items()]}, "ranks": []}
+        ]
+        what, _, remedy = first["args"]
+        return {"error": {**first, "args": [what, found, remedy]}, "ranks": []}
     first = next(error for error in errors if error["kind"] != CheckpointMismatch.__name__)
     alike = [rank for rank, error in zip(failed, errors, strict=True) if error == first]
     return {"error": first, "ranks": alike if len(alike) < len(messages) else []}
@@ -116,34 +117,33 @@ def _encode(message: Message) -> bytes:
 
 _CLASSES = {
     kind.__name__: kind
-    for kind in (CheckpointError, CheckpointDamaged, CheckpointNotFound, CheckpointIOError, CheckpointBusy)
+    for kind in (
+        *(CheckpointError, CheckpointMismatch, CheckpointDamaged),
+        *(CheckpointNotFound, CheckpointIOError, CheckpointBusy),
+    )
 }
 
 
-def describe(error: Exception) -> dict[str, object]:
+def describe(error: Exception) -> Message:
     """`error` as JSON, for `rebuild` on other ranks."""
-    if isinstance(error, CheckpointMismatch):
-        parts = {"what": error.what, "problems": error.problems, "remedy": error.remedy}
-        return {"kind": "CheckpointMismatch", **parts}
     if isinstance(error, OSError) and not isinstance(error, CheckpointError):
         error = io_error(error, "the operating system refused")
     kind = type(error).__name__
     if kind not in _CLASSES:
-        return {"kind": "CheckpointError", "text": f"{kind}: {error}", "errno": 0}
-    number = error.errno if isinstance(error, OSError) else None
-    text = str(error.strerror if number and isinstance(error, OSError) else error)
-    return {"kind": kind, "text": text, "errno": number or 0}
+        return {"kind": CheckpointError.__name__, "args": [f"{kind}: {error}"]}
+    if isinstance(error, CheckpointMismatch):
+        return {"kind": kind, "args": [error.what, error.problems, error.remedy]}
+    return {"kind": kind, "args": [error.errno, error.strerror] if _has_errno(error) else [str(error)]}
 
 
-def rebuild(described: dict[str, object], rank: int | None) -> CheckpointError:
+def rebuild(described: Message, rank: int | None) -> CheckpointError:
     """The error of another rank (`rank`: its number in the group, to be named) or of all of them (None)."""
-    where = "" if rank is None else f"rank {rank}: "
-    if described["kind"] == "CheckpointMismatch":
-        problems, remedy = described["problems"], str(described["remedy"])
-        assert isinstance(problems, list)
-        return CheckpointMismatch(f"{where}{described['what']}", problems, remedy)
-    kind, number = _CLASSES[str(described["kind"])], described["errno"]
-    text = f"{where}{described['text']}"
-    if number and issubclass(kind, OSError):
-        return kind(number, text)
-    return kind(text)
+    args = list(described["args"])
+    if rank is not None:
+        text = 1 if isinstance(args[0], int) else 0  # after an errno
+        args[text] = f"rank {rank}: {args[text]}"
+    return _CLASSES[described["kind"]](*args)
+
+
+def _has_errno(error: Exception) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and bool(error.errno)

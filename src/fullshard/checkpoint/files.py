@@ -17,11 +17,11 @@ import fcntl
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from typing import Self
 
 from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError, io_error
-from .manifest import blocks_of, is_file_name
+from .manifest import is_file_name
 
 # Of one call to the operating system.
 _PIECE_NBYTES = 8 << 20
@@ -50,17 +50,14 @@ def of_blocks(buffer: Buffer, block_nbytes: int) -> tuple[int, ...]:
     return tuple(crc32(buffer[i : i + block_nbytes]) for i in range(0, len(buffer), block_nbytes))
 
 
-def compare(buffer: Buffer, expected: Sequence[int], block_nbytes: int, where: str, start: int) -> None:
-    """Raise `CheckpointDamaged` unless `buffer`, from byte `start` of the file `where`, has the checksums expected."""
-    assert len(expected) == blocks_of(len(buffer), block_nbytes)
-    for index, crc in enumerate(of_blocks(buffer, block_nbytes)):
-        if crc != expected[index]:
-            first = start + index * block_nbytes
-            last = min(first + block_nbytes, start + len(buffer))
-            raise CheckpointDamaged(
-                f"{where}: bytes {first} to {last} are not those that were saved (checksum {expected[index]:08x} "
-                f"expected, {crc:08x} found); load an older checkpoint, or restore this file"
-            )
+def compare(block: Buffer, expected: int, where: str, start: int) -> None:
+    """Raise `CheckpointDamaged` unless `block`, from byte `start` of the file `where`, has the checksum expected."""
+    found = crc32(block)
+    if found != expected:
+        raise CheckpointDamaged(
+            f"{where}: bytes {start} to {start + len(block)} are not those that were saved (checksum {expected:08x} "
+            f"expected, {found:08x} found); load an older checkpoint, or restore this file"
+        )
 
 
 # ---- directories and files -------------------------------------------------------------------------------------
@@ -77,11 +74,30 @@ def doing(what: str) -> Iterator[None]:
         raise io_error(error, what) from error
 
 
-class Folder:
-    """An open directory. `path`: what it is called in errors. Closed at the end of a `with` block."""
+class _Descriptor:
+    """A file or directory that is open, until `close` or the end of a `with` block. `path`: its name in errors."""
 
     def __init__(self, path: str, fd: int) -> None:
         self.path, self.fd = path, fd
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def sync(self) -> None:
+        """Let what was written, made, renamed and removed outlast a loss of power."""
+        os.fsync(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Folder(_Descriptor):
+    """An open directory."""
 
     @classmethod
     def open(cls, path: str) -> Folder:
@@ -93,17 +109,6 @@ class Folder:
         self._checked(name)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         return Folder(f"{self.path}/{name}", os.open(name, flags, dir_fd=self.fd))
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
-
-    def __enter__(self) -> Folder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
 
     # ---- looking -------------------------------------------------------------------------------------------
 
@@ -181,10 +186,6 @@ class Folder:
         """One that is empty."""
         os.rmdir(self._checked(name), dir_fd=self.fd)
 
-    def sync(self) -> None:
-        """Let what was made, renamed and removed in it outlast a loss of power."""
-        os.fsync(self.fd)
-
     def lock(self, name: str) -> int | None:
         """Hold the lock file `name` until the descriptor returned is closed, or this process ends, however it does.
 
@@ -213,11 +214,12 @@ class Folder:
         return name
 
 
-class ReadFile:
-    """An open plain file of `nbytes`. Closed at the end of a `with` block."""
+class ReadFile(_Descriptor):
+    """A plain file of `nbytes`."""
 
     def __init__(self, path: str, fd: int, nbytes: int) -> None:
-        self.path, self.fd, self.nbytes = path, fd, nbytes
+        super().__init__(path, fd)
+        self.nbytes = nbytes
 
     def read_into(self, buffer: Buffer, start: int) -> None:
         """Fill `buffer` from byte `start` on; `CheckpointDamaged` when the file ends before."""
@@ -230,24 +232,11 @@ class ReadFile:
                 )
             done += count
 
-    def close(self) -> None:
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
 
-    def __enter__(self) -> ReadFile:
-        return self
+class WriteFile(_Descriptor):
+    """A new file, written from the beginning to the end; `nbytes` are written."""
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class WriteFile:
-    """A new file, written from the beginning to the end. Closed at the end of a `with` block."""
-
-    def __init__(self, path: str, fd: int) -> None:
-        self.path, self.fd = path, fd
-        self.nbytes = 0
+    nbytes = 0
 
     def write(self, buffer: Buffer) -> None:
         """All of `buffer` after what was written."""
@@ -267,18 +256,3 @@ class WriteFile:
             found.append(crc32(block))
             self.write(block)
         return tuple(found)
-
-    def sync(self) -> None:
-        """Let it outlast a loss of power."""
-        os.fsync(self.fd)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
-
-    def __enter__(self) -> WriteFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensor_like, local_of
 from ..comm import Messenger
-from ..layout import itemsize
 from . import files
 from .agreement import Message, agree
 from .directory import Pointer, open_folder, proven, read_current
@@ -312,51 +311,29 @@ class Reader:
         return made
 
     def _fill(self, made: Tensor, entry: TensorEntry, take: Take) -> None:
-        chunk, size, block = entry.chunks[take.part], itemsize(entry.dtype), self.manifest.block_nbytes
         region = made
         for dim, (start, length) in enumerate(zip(take.target, take.lengths, strict=True)):
             region = region.narrow(dim, start, length)
-        if take.contiguous and region.is_contiguous():
-            self._read_bytes(bytes_of(region), chunk, take.first * size, entry.key)
-            return
-        # What has to be read: whole blocks, since they are what has a checksum.
-        first = take.first * size // block
-        last = -(-take.stop * size // block)
-        start, stop = first * block, min(last * block, chunk.nbytes)
-        buffer = torch.empty(stop - start, dtype=torch.uint8)
-        self._read_blocks(bytes_of(buffer), chunk, first, last, entry.key)
-        # Elements begin at a multiple of their size: blocks are multiples of every itemsize.
-        elements = buffer.view(made.dtype)
-        region.copy_(elements.as_strided(take.lengths, take.strides, take.first - start // size))
+        direct = take.contiguous and region.is_contiguous()
+        held = region if direct else torch.empty(take.stop - take.first, dtype=made.dtype)
+        self._read_bytes(bytes_of(held), entry.chunks[take.part], take.first * made.itemsize, entry.key)
+        if not direct:
+            region.copy_(held.as_strided(take.lengths, take.strides))
 
     def _read_bytes(self, buffer: memoryview, chunk: Chunk, start: int, key: str) -> None:
-        """Fill `buffer` from byte `start` of a chunk. Blocks of which it takes all are read into it, the first and the
-        last one beside it where it takes a part of them."""
-        block = self.manifest.block_nbytes
-        stop = start + len(buffer)
-        # Blocks `inner` to `outer` lie in the buffer; the last one of a chunk is shorter.
-        inner = -(-start // block)
-        outer = max(inner, -(-stop // block) if stop == chunk.nbytes else stop // block)
-        if inner < outer:
-            self._read_blocks(buffer[inner * block - start : outer * block - start], chunk, inner, outer, key)
-        for index in sorted({start // block, (stop - 1) // block} - set(range(inner, outer))):
-            first, last = index * block, min((index + 1) * block, chunk.nbytes)
-            whole = memoryview(bytearray(last - first))
-            self._read_blocks(whole, chunk, index, index + 1, key)
-            begin, end = max(start, first), min(stop, last)
-            buffer[begin - start : end - start] = whole[begin - first : end - first]
-
-    def _read_blocks(self, buffer: memoryview, chunk: Chunk, first: int, last: int, key: str) -> None:
-        """Blocks `first` to `last` of a chunk into `buffer`, compared."""
-        block = self.manifest.block_nbytes
-        file = self.file(chunk.file)
-        start = chunk.start + first * block
+        """Fill `buffer` from byte `start` of a chunk. Whole blocks are read, since they are what has a checksum: one of
+        which a part is wanted is read beside the buffer."""
+        block, stop, file = self.manifest.block_nbytes, start + len(buffer), self.file(chunk.file)
         with doing(f"reading {file.path} for {key}"):
-            for index in range(first, last):
-                offset = (index - first) * block
-                piece = buffer[offset : offset + min(block, chunk.nbytes - index * block)]
-                file.read_into(piece, start + offset)
-                files.compare(piece, chunk.crcs[index : index + 1], block, f"{file.path}: {key}", start + offset)
+            for index in range(start // block, -(-stop // block)):
+                first, last = index * block, min((index + 1) * block, chunk.nbytes)
+                inside = start <= first and last <= stop
+                piece = buffer[first - start : last - start] if inside else memoryview(bytearray(last - first))
+                file.read_into(piece, chunk.start + first)
+                files.compare(piece, chunk.crcs[index], f"{file.path}: {key}", chunk.start + first)
+                if not inside:
+                    begin, end = max(start, first), min(stop, last)
+                    buffer[begin - start : end - start] = piece[begin - first : end - first]
 
     # ---- files ---------------------------------------------------------------------------------------------
 
@@ -401,13 +378,13 @@ class Reader:
         known = {MANIFEST_NAME, *(file.name for file in self.manifest.files)}
         if foreign := sorted(set(self.folder.names()) - known):
             raise CheckpointDamaged(f"{self.folder.path}: expected the files of the manifest, found also {foreign}")
-        stored = [(chunk, key) for key, entry in self.manifest.tensors.items() for chunk in entry.chunks]
-        buffer = bytes_of(torch.empty(self.manifest.block_nbytes, dtype=torch.uint8))
         for number in range(len(self.manifest.files)):
             self.file(number)
+        stored = [(chunk, key) for key, entry in self.manifest.tensors.items() for chunk in entry.chunks]
+        block = bytes_of(torch.empty(self.manifest.block_nbytes, dtype=torch.uint8))
         for chunk, key in sorted(stored, key=lambda one: (one[0].file, one[0].start)):
-            for index in range(len(chunk.crcs)):
-                self._read_blocks(buffer, chunk, index, index + 1, key)
+            for start in range(0, chunk.nbytes, len(block)):
+                self._read_bytes(block[: chunk.nbytes - start], chunk, start, key)
 
     def sizes_problem(self) -> str | None:
         """Why data files cannot be whole, by their sizes alone; None when they may be."""
