@@ -16,7 +16,7 @@ from fullshard.checkpoint.errors import CheckpointMismatch
 from fullshard.checkpoint.plan import (
     Box,
     Cut,
-    Held,
+    Holding,
     choose_writers,
     coverage_problem,
     local_box,
@@ -150,7 +150,7 @@ def test_boxes_say_what_they_are() -> None:
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5))
 def test_replicas_are_written_once_and_spread(sizes: list[int], world: int) -> None:
     """What all ranks hold: each by one of them, and no rank has more than its share and one part."""
-    held = [[Held(f"t{i}", whole((size,)), size) for i, size in enumerate(sizes)] for _ in range(world)]
+    held = [[Holding(f"t{i}", whole((size,)), size) for i, size in enumerate(sizes)] for _ in range(world)]
     chosen = choose_writers(held)
     assert sorted(i for indices in chosen for i in indices) == [i for i, size in enumerate(sizes) if size]
     loads = [sum(sizes[i] for i in indices) for indices in chosen]
@@ -158,7 +158,7 @@ def test_replicas_are_written_once_and_spread(sizes: list[int], world: int) -> N
 
 
 def test_a_shard_is_written_by_its_holder() -> None:
-    held = [[Held("a", Box((rank,), (1,)), 4), Held("b", whole((2,)), 8)] for rank in range(2)]
+    held = [[Holding("a", Box((rank,), (1,)), 4), Holding("b", whole((2,)), 8)] for rank in range(2)]
     assert choose_writers(held) == [[0, 1], [0]]
 
 

@@ -71,7 +71,7 @@ class LoadOptions:
 
 
 @dataclass
-class Wanted:
+class Request:
     """What one rank takes from a checkpoint: of each stored tensor the part of it, and where it goes."""
 
     # By key of the checkpoint: tied weights may take one stored tensor twice.
@@ -91,7 +91,7 @@ class LoadJob:
     def __init__(self, path: str, messenger: Messenger, options: LoadOptions) -> None:
         self.path, self.messenger, self.options = os.path.abspath(path), messenger, options
         self.what = f"loading {self.path}"
-        self._tree, self._wanted = Tree(), Wanted()
+        self._tree, self._wanted = Tree(), Request()
         self._staged: list[Tensor] = []
 
     def run(self, state_dict: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class LoadJob:
         return self._match(state_dict)
 
     def _match(self, state_dict: dict[str, Any]) -> Message:
-        self._tree, self._wanted = flatten(state_dict), Wanted()
+        self._tree, self._wanted = flatten(state_dict), Request()
         wanted, manifest = self._wanted, self._manifest
         wanted.problems += self._tree.problems
         for leaf in [*self._tree.tensors.values(), *self._tree.values.values()]:
@@ -226,7 +226,7 @@ class LoadJob:
                     data.read(entry, part.box, self._staged[index])
 
 
-def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor], source: str = "") -> None:
+def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "") -> None:
     """Copy what was read to where it belongs; nothing in here is expected to fail. `source`: the save that it is of."""
     with torch.inference_mode(False), torch.no_grad():
         for (_, part), tensor in zip(wanted.tensors, staged, strict=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ..layout import itemsize
 from .errors import CheckpointMismatch
@@ -70,6 +70,13 @@ class Box(NamedTuple):
     def __str__(self) -> str:
         """As it is written in Python: `[0:2, 3:5]`."""
         return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.lengths, strict=True))}]"
+
+
+def are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether `value`, which a file holds, is a list or tuple of offsets or lengths."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value
+    )
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -169,7 +176,7 @@ def coverage_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 # ---- saving ----------------------------------------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """A part of one tensor that one rank holds. `nbytes` of it in memory order."""
 
     key: str
@@ -187,7 +194,7 @@ class Holdings(NamedTuple):
     """`held[rank]`: the parts of that rank, in its own order. `values`: path, and the rank that sends it."""
 
     tensors: dict[str, TensorSpec]
-    held: list[list[Held]]
+    held: list[list[Holding]]
     values: dict[str, tuple[KeyPath, int]]
 
 
@@ -201,7 +208,7 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
     # With the rank that named them first.
     tensors, values = dict[str, tuple[TensorSpec, int]](), dict[str, tuple[KeyPath, int, str]]()
     boxes = dict[str, dict[Box, int]]()
-    held: list[list[Held]] = [[] for _ in messages]
+    held: list[list[Holding]] = [[] for _ in messages]
     for rank, message in enumerate(messages):
         for path, dtype, shape, raw in message["tensors"]:
             spec = TensorSpec(tuple(path), dtype, tuple(shape))
@@ -218,7 +225,7 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
             # With `take_first` another rank's is taken, whatever this one has.
             if nbytes and boxes.setdefault(key, {}).setdefault(box, rank) != rank and matches(key, take_first):
                 nbytes = 0
-            held[rank].append(Held(key, box, nbytes))
+            held[rank].append(Holding(key, box, nbytes))
         for path, digest in message["values"]:
             key = key_of(path)
             _, first, known_digest = values.setdefault(key, (tuple(path), rank, digest))
@@ -235,13 +242,13 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
     return Holdings({key: spec for key, (spec, _) in tensors.items()}, held, found)
 
 
-def choose_writers(held: Sequence[Sequence[Held]]) -> list[list[int]]:
+def choose_writers(held: Sequence[Sequence[Holding]]) -> list[list[int]]:
     """For each rank, which of the parts it holds it writes (indices into `held[rank]`, rising).
 
     A part that several ranks hold is written by one of them, so that bytes are spread evenly: large parts are given
     first, each to the holder that has least. Empty parts are written by nobody.
 
-    >>> a, b = Held("a", whole((4,)), 16), Held("b", whole((2,)), 8)
+    >>> a, b = Holding("a", whole((4,)), 16), Holding("b", whole((2,)), 8)
     >>> choose_writers([[a, b], [a, b]])
     [[0], [1]]
     """

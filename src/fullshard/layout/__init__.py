@@ -1,9 +1,8 @@
-"""Pure arithmetic of sharding: one parameter, one unit, two layouts of a tensor, and bytes.
+"""Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
 Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
 (one parameter), `pack` (one unit), `chunks` (its gradients in messages), `gather` (direct or packed), `narrow` (what is
-kept between forward and backward), `nodes` (reductions in two hops), `region` (two layouts of
-one tensor), `memory` (expected bytes), `budget` (what fits into so many), `structure` (what a model is, as a list that
+kept between forward and backward), `nodes` (reductions in two hops), `memory` (expected bytes), `budget` (what fits into so many), `structure` (what a model is, as a list that
 ranks compare).
 """
 
@@ -40,10 +39,6 @@ from .pack import Pack as Pack
 from .pack import Segment as Segment
 from .pack import align_numel as align_numel
 from .pack import align_up as align_up
-from .region import BoxRoute as BoxRoute
-from .region import Route as Route
-from .region import box_routes as box_routes
-from .region import routes as routes
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ...layout import known_dtypes
 from ..errors import CheckpointDamaged, CheckpointError
-from ..plan import Box, KeyPath, coverage_problem, overlap, whole
+from ..plan import Box, KeyPath, are_sizes, coverage_problem, overlap, whole
 from ..state import dtype_of, nested
 from .pickle_tree import Call, Name, read_pickle, show
 from .source import ShardedTensorCheckpoint, Source, TensorInfo, mapped, place, refuse_flat_parameters, within
@@ -141,11 +141,11 @@ def _spans(places: dict[Any, Any]) -> _Spans:
     for where, what in places.items():
         index, info = _fields(where, "MetadataIndex"), _fields(what, "_StorageInfo")
         key, offset = index.get("fqn"), index.get("offset")
-        file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        file, span = info.get("relative_path"), (info.get("offset"), info.get("length"))
         if not isinstance(key, str):
             raise NotDcp(f"a place in its table is for {show(key)}, expected the name of a tensor")
-        if not isinstance(file, str) or not _is_size(start) or not _is_size(length):
-            place = f"{show(file)}, {show(start)}, {show(length)}"
+        if not isinstance(file, str) or not are_sizes(span):
+            place = ", ".join(map(show, (file, *span)))
             raise NotDcp(f"the place of {key} is {place}: expected a file, an offset and a length")
         if info.get("transform_descriptors"):
             raise NotDcp(
@@ -154,7 +154,7 @@ def _spans(places: dict[Any, Any]) -> _Spans:
             )
         if not all(c.isascii() and (c.isalnum() or c in "._-") for c in file) or file[:1] in ("", ".") or file[200:]:
             raise NotDcp(f"it names the file {file[:200]!r}: expected a plain name in its own directory")
-        found[key, () if offset is None else _sizes(offset, f"an offset of {key}")] = Span(file, start, length)
+        found[key, () if offset is None else _sizes(offset, f"an offset of {key}")] = Span(file, *span)
     return found
 
 
@@ -202,13 +202,9 @@ def _fields(note: Any, kind: str) -> dict[str, Any]:
 
 def _sizes(note: Any, what: str) -> tuple[int, ...]:
     found = note.args[0] if isinstance(note, Call) and note.name == "torch.Size" and len(note.args) == 1 else note
-    if not isinstance(found, list | tuple) or len(found) > _MAX_DIMS or not all(map(_is_size, found)):
+    if not are_sizes(found) or len(found) > _MAX_DIMS:
         raise NotDcp(f"{what} is {show(found)}, expected sizes")
     return tuple(found)
-
-
-def _is_size(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 # ---- reading -------------------------------------------------------------------------------------------------

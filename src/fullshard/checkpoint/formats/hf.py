@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointDamaged, CheckpointNotFound
 from ..manifest import MAX_NBYTES, is_file_name, parse_json
-from ..plan import Box, row_major
+from ..plan import Box, are_sizes, row_major
 from ..safetensors import DTYPE_NAMES, HeaderEntry, header
 from ..state import bytes_of, dtype_name, dtype_of, on_host
 from .source import Source, TensorInfo, tensor_of
@@ -147,7 +147,7 @@ class SafetensorsFile:
         dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise CheckpointDamaged(f"{self.path}: {name} has dtype {dtype!r:.40}; known are {', '.join(_DTYPES)}")
-        if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+        if not are_sizes(shape) or not are_sizes(span) or len(span) != 2:
             raise CheckpointDamaged(f"{self.path}: {name} has shape {shape!r:.80} at bytes {span!r:.80}")
         return span[0], span[1], TensorInfo((name,), _DTYPES[dtype], tuple(shape))
 
@@ -156,12 +156,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """All tensors of the file, on the CPU, owned by the caller. Raises `ValueError` for a file that is not whole."""
     file = SafetensorsFile(path)
     return {name: file.read(name) for name in file.tensors}
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value
-    )
 
 
 # ---- a folder of files ---------------------------------------------------------------------------------------

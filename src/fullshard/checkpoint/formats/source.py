@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..api import open_checkpoint, verify
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from ..plan import Box, KeyPath, TensorSpec, whole
-from ..state import dtype_of
+from ..plan import Box, KeyPath, TensorSpec, key_of, whole
+from ..state import dtype_name, dtype_of
 
 TensorInfo = TensorSpec  # a tensor that a source has
 
@@ -60,6 +60,35 @@ class Source(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class LeavesSource(Source):
+    """A state dict in memory as a source: leaves by their paths, tensors and values."""
+
+    def __init__(self, path: Path, leaves: Iterable[tuple[KeyPath, Any]]) -> None:
+        self.path = path
+        self._leaves: dict[str, Any] = {}
+        self.tensors, self.values = {}, {}
+        for leaf, value in leaves:
+            key = key_of(leaf)
+            if key in self._leaves:
+                raise CheckpointDamaged(f"{path}: two entries would be {key}")
+            self._leaves[key] = value
+            if isinstance(value, Tensor):
+                self.tensors[key] = TensorInfo(leaf, dtype_name(value.dtype), tuple(value.shape))
+            else:
+                self.values[key] = leaf
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        tensor: Tensor = self._leaves[key].detach()
+        full = whole(tensor.shape)
+        return place(tensor, full, full if box is None else box).clone(memory_format=torch.contiguous_format)
+
+    def value(self, key: str) -> Any:
+        return self._leaves[key]
+
+    def close(self) -> None:
+        self._leaves.clear()
 
 
 class OursSource(Source):

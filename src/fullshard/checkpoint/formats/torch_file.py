@@ -21,11 +21,11 @@ from torch import Tensor
 from ...layout import itemsize, known_dtypes
 from ..errors import CheckpointDamaged, CheckpointError
 from ..files import crc32
-from ..plan import Box, KeyPath, key_of, whole
-from ..state import bytes_of, dtype_name, dtype_of, nested, on_host
+from ..plan import Box, KeyPath, are_sizes, whole
+from ..state import bytes_of, dtype_of, nested, on_host
 from .names import with_names
 from .pickle_tree import Call, Name, PickleRefused, Reference, read_pickle, show
-from .source import ShardedTensorCheckpoint, Source, TensorInfo, place, refuse_flat_parameters, tensor_of
+from .source import LeavesSource, ShardedTensorCheckpoint, Source, TensorInfo, refuse_flat_parameters, tensor_of
 
 # The classes of torch that stand for storages. Newer dtypes have none: their tensors are rebuilt from bytes, the dtype
 # beside them.
@@ -66,7 +66,7 @@ class ArchiveDamaged(CheckpointDamaged):
 # ---- whole files, through torch ------------------------------------------------------------------------------
 
 
-class TorchSource(Source):
+class TorchSource(LeavesSource):
     """The file `path`, mapped into memory, so that what is not asked for is not read.
 
     `allow`: False refuses every such file. They are pickles; torch's `weights_only` reader builds tensors and plain
@@ -78,7 +78,6 @@ class TorchSource(Source):
     kind = "torch"
 
     def __init__(self, path: Path, *, allow: bool, optimizer_names: Sequence[str] | None = None) -> None:
-        self.path = path
         names = names_in(path)
         if any(name.startswith(_SHARDED_TENSOR) for name in names):
             raise ShardedTensorCheckpoint(
@@ -103,29 +102,8 @@ class TorchSource(Source):
             raise TorchSaveRefused(f"{path} cannot be read through weights_only: {first}") from None
         if not isinstance(root, dict):
             raise TorchSaveRefused(f"{path}: expected a state dict, found a {type(root).__name__}")
-        self._leaves: dict[str, Any] = {}
-        self.tensors, self.values = {}, {}
-        for leaf, value in leaves(with_names(root, optimizer_names, path)):
-            key = key_of(leaf)
-            if key in self._leaves:
-                raise CheckpointDamaged(f"{path}: two entries would be {key}")
-            self._leaves[key] = value
-            if isinstance(value, Tensor):
-                self.tensors[key] = TensorInfo(leaf, dtype_name(value.dtype), tuple(value.shape))
-            else:
-                self.values[key] = leaf
+        super().__init__(path, leaves(with_names(root, optimizer_names, path)))
         refuse_flat_parameters(path, self.tensors)
-
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        tensor: Tensor = self._leaves[key].detach()
-        full = whole(tensor.shape)
-        return place(tensor, full, full if box is None else box).clone(memory_format=torch.contiguous_format)
-
-    def value(self, key: str) -> Any:
-        return self._leaves[key]
-
-    def close(self) -> None:
-        self._leaves.clear()
 
 
 class _Everything(set[str]):
@@ -256,9 +234,9 @@ class TorchArchive:
         if dtype is not None and not with_dtype:
             dtype = _STORAGES.get(dtype.removesuffix("Storage"))
         shape = shape.args[0] if isinstance(shape, Call) and shape.name == "torch.Size" and shape.args else shape
-        if dtype not in known_dtypes() or not isinstance(key, str) or not _are_sizes(shape) or not _are_sizes(strides):
+        if dtype not in known_dtypes() or not isinstance(key, str) or not are_sizes(shape) or not are_sizes(strides):
             raise ArchiveDamaged(f"{self.where}: a tensor of an unknown kind ({show(kind)})")
-        if not _are_sizes((start,)) or len(shape) != len(strides):
+        if not are_sizes((start,)) or len(shape) != len(strides):
             raise ArchiveDamaged(f"{self.where}: a tensor of shape {shape} and stride {strides} from {show(start)}")
         return TensorNote(key, TensorInfo((), str(dtype), tuple(shape)), start, tuple(strides))
 
@@ -307,32 +285,26 @@ class TorchArchive:
         raise PickleRefused(f"{self.where}: a key is {show(key)}, expected text or a number")
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value
-    )
-
-
 # ---- writing -------------------------------------------------------------------------------------------------
 
 _ALIGNMENT = 64  # of a storage in the file, as torch has it, so that a mapped tensor is aligned
 _PIECE = 1 << 24
 
 
-class _Announced:
+class _Announcement:
     """A tensor that will be written as the storage `number`."""
 
     def __init__(self, info: TensorInfo, number: int) -> None:
         self.info, self.number = info, number
 
 
-class _Storage(_Announced):
+class _Storage(_Announcement):
     """Its storage, in the pickle."""
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _Announced):
+        if not isinstance(value, _Announcement):
             return NotImplemented
         # How torch pickles a tensor of this dtype; only what it is made of changes.
         dtype = dtype_of(value.info.dtype)
@@ -376,7 +348,7 @@ def write_torch(target: Path, source: Source, read: Callable[[str], Tensor]) -> 
 def _write(archive: zipfile.ZipFile, file: io.BufferedWriter, source: Source, read: Callable[[str], Tensor]) -> None:
     """The pickle first, of tensors that are announced and not there, and then one storage after the other."""
     found: dict[KeyPath, Any] = {
-        info.path: _Announced(info, number) for number, info in enumerate(source.tensors.values())
+        info.path: _Announcement(info, number) for number, info in enumerate(source.tensors.values())
     }
     found |= {path: source.value(key) for key, path in source.values.items()}
     data = io.BytesIO()
