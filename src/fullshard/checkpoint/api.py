@@ -22,7 +22,7 @@ from .background import background
 from .directory import LOCK_NAME, POINTER_NAME, generations, open_folder, read_current, read_pointer, remove_generation
 from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 from .files import Folder, doing
-from .loading import CheckpointReader, LoadJob, LoadOptions, Reader, Rename
+from .loading import CheckpointReader, LoadJob, LoadOptions, Rename
 from .manifest import Manifest
 from .saving import SaveJob, snapshot
 from .state import flatten
@@ -131,8 +131,8 @@ def is_complete(checkpoint_id: Location) -> bool:
     """Whether a save to `checkpoint_id` ended and all its files are there, by their sizes; `verify` reads them, too."""
     path = _location("is_complete", checkpoint_id)
     try:
-        with open_checkpoint(path) as opened:
-            return opened.reader.sizes_problem() is None
+        with open_checkpoint(path) as found:
+            return found.sizes_problem() is None
     except (CheckpointError, OSError):
         return False
 
@@ -140,9 +140,9 @@ def is_complete(checkpoint_id: Location) -> bool:
 def verify(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
     """Read every byte of a checkpoint and compare it with its checksum. One process by itself. Raises what is wrong:
     `CheckpointDamaged`, `CheckpointNotFound`."""
-    with doing(f"verifying {checkpoint_id}"), open_checkpoint(checkpoint_id, manifest_sha256=manifest_sha256) as opened:
-        opened.reader.verify()
-        return opened.manifest
+    with doing(f"verifying {checkpoint_id}"), open_checkpoint(checkpoint_id, manifest_sha256=manifest_sha256) as found:
+        found.verify()
+        return found.manifest
 
 
 def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> CheckpointReader:
@@ -154,7 +154,7 @@ def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = No
             generation = folder.sub(found.pointer.generation)
         except FileNotFoundError:
             raise CheckpointDamaged(f"{path}: its generation {found.pointer.generation} went away") from None
-    return CheckpointReader(Reader(generation, found.manifest))
+    return CheckpointReader(generation, found.manifest)
 
 
 # ---- several checkpoints in one folder -------------------------------------------------------------------------

@@ -219,7 +219,7 @@ class LoadJob:
 
     def _read_some(self, pointer: Pointer, indices: Sequence[int]) -> None:
         with doing(self.what), open_folder(self.path) as folder:
-            with Reader(folder.sub(pointer.generation), self._manifest) as data:
+            with CheckpointReader(folder.sub(pointer.generation), self._manifest) as data:
                 for index in indices:
                     entry, part = self._wanted.tensors[index]
                     assert part.box is not None
@@ -277,8 +277,12 @@ def _may_cast(a: str, b: str) -> bool:
 # ---- reading ---------------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """The data of one generation. `folder` is open, and closed with the reader."""
+class CheckpointReader:
+    """One generation of a checkpoint, read by one process, tensor by tensor; every byte that it returns was checked.
+    `folder` is open, and closed with the reader.
+
+    Memory is bounded by the largest tensor, not by the checkpoint.
+    """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -286,7 +290,7 @@ class Reader:
         # Files whose size and header were looked at.
         self._proven: set[int] = set()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -297,7 +301,22 @@ class Reader:
             self._open.popitem()[1].close()
         self.folder.close()
 
-    # ---- tensors -------------------------------------------------------------------------------------------
+    # ---- tensors and values --------------------------------------------------------------------------------
+
+    def tensor(self, key: str, box: Box | None = None) -> Tensor:
+        """A stored tensor, or `box` of it: on the host, contiguous, owned by the caller. `KeyError` for no such key."""
+        entry = self.manifest.tensors[key]
+        return self.read(entry, whole(entry.shape) if box is None else box)
+
+    def value(self, key: str) -> Value:
+        """What is stored under a key that is no tensor. `KeyError` for no such key."""
+        return self.manifest.values[key].value
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, nested as it was saved, with full tensors: for small checkpoints."""
+        leaves: dict[KeyPath, Any] = {entry.path: self.tensor(key) for key, entry in self.manifest.tensors.items()}
+        leaves |= {entry.path: entry.value for entry in self.manifest.values.values()}
+        return nested(leaves)
 
     def read(self, entry: TensorEntry, box: Box, into: Tensor | None = None) -> Tensor:
         """`box` of a tensor: contiguous, on the host, in the stored dtype, owned by the caller.
@@ -396,38 +415,3 @@ class Reader:
             if nbytes != entry.nbytes:
                 return f"{entry.name}: expected {entry.nbytes} bytes, found {nbytes}"
         return None
-
-
-class CheckpointReader:
-    """A checkpoint that one process reads, tensor by tensor. Every byte that is returned was checked."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.reader.manifest
-
-    def tensor(self, key: str, box: Box | None = None) -> Tensor:
-        """A stored tensor, or `box` of it: on the host, contiguous, owned by the caller. `KeyError` for no such key."""
-        entry = self.manifest.tensors[key]
-        return self.reader.read(entry, whole(entry.shape) if box is None else box)
-
-    def value(self, key: str) -> Value:
-        """What is stored under a key that is no tensor. `KeyError` for no such key."""
-        return self.manifest.values[key].value
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, nested as it was saved, with full tensors: for small checkpoints."""
-        leaves: dict[KeyPath, Any] = {entry.path: self.tensor(key) for key, entry in self.manifest.tensors.items()}
-        leaves |= {entry.path: entry.value for entry in self.manifest.values.values()}
-        return nested(leaves)
-
-    def close(self) -> None:
-        self.reader.close()
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

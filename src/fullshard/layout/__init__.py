@@ -2,8 +2,8 @@
 
 Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
 (one parameter), `pack` (one unit), `chunks` (its gradients in messages), `gather` (direct or packed), `narrow` (what is
-kept between forward and backward), `nodes` (reductions in two hops), `memory` (expected bytes), `budget` (what fits into so many), `structure` (what a model is, as a list that
-ranks compare).
+kept between forward and backward), `nodes` (reductions in two hops), `memory` (expected bytes), `budget` (what fits
+into so many), `structure` (what a model is, as a list that ranks compare).
 """
 
 from .budget import Candidate as Candidate
