@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import mmap
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -174,15 +174,27 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 @dataclass
 class Leaf:
-    """A tensor or a value at `path`, and how another value is put in its place."""
+    """A tensor or a value at `path`: `container[name]`."""
 
     path: KeyPath
     value: Any
-    put: Callable[[Any], None]
+    container: Any
+    name: str | int
 
     @property
     def key(self) -> str:
         return key_of(self.path)
+
+    def put(self, value: Any) -> None:
+        """Let `value` take the place of what is there."""
+        held = self.container[self.name]
+        if isinstance(held, dict) and type(held) is not dict and isinstance(value, dict):
+            # A Counter stays one: the object that the program gave, with the contents that were saved.
+            held.clear()
+            for name, item in value.items():
+                held[name] = item
+        else:
+            self.container[self.name] = value
 
 
 @dataclass
@@ -214,7 +226,7 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
     """The leaves of `state_dict`. Never raises for what is in it: `problems` lists that."""
     tree = Tree()
 
-    def descend(path: KeyPath, value: Any, put: Callable[[Any], None]) -> None:
+    def descend(path: KeyPath, container: Any, name: str | int, value: Any) -> None:
         if _is_stateful(value):
             if isinstance(value, torch.optim.Optimizer):
                 tree.problems.append(
@@ -227,35 +239,33 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
             except Exception as error:
                 tree.problems.append(f"{key_of(path)}: its state_dict() raised {type(error).__name__}: {error}")
                 return
-            descend_dict(path, state)
+            descend_all(path, state, list(state.items()))
             tree.stateful.append((value, state))
-        elif isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        elif isinstance(value, OpenState) or (
+            isinstance(value, dict) and value and all(isinstance(key, str) for key in value)
+        ):
             if isinstance(value, OpenState):
                 tree.open.append((path, value))
-            descend_dict(path, value)
-        elif isinstance(value, OpenState):
-            tree.open.append((path, value))
-        elif isinstance(value, list) and any(map(_holds_tensor, value)):
-            for index, item in enumerate(value):
-                descend((*path, index), item, _setter(value, index))
+            descend_all(path, value, list(value.items()))
+        elif isinstance(value, list) and any(map(holds_tensor, value)):
+            descend_all(path, value, list(enumerate(value)))
         else:
-            leaf(path, value, put)
+            leaf(Leaf(path, value, container, name))
 
-    def descend_dict(path: KeyPath, value: dict[str, Any]) -> None:
-        for key, item in list(value.items()):
-            descend((*path, key), item, _setter(value, key))
+    def descend_all(path: KeyPath, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for name, item in items:
+            descend((*path, name), container, name, item)
 
-    def leaf(path: KeyPath, value: Any, put: Callable[[Any], None]) -> None:
-        key = key_of(path)
-        problem = _problem(path, value)
+    def leaf(found: Leaf) -> None:
+        key, problem = found.key, _problem(found.path, found.value)
         if key in tree.tensors or key in tree.values:
             problem = "a second entry whose path has the same spelling; rename one of the two keys"
         if problem:
             tree.problems.append(f"{key}: {problem}")
         else:
-            (tree.tensors if isinstance(value, Tensor) else tree.values)[key] = Leaf(path, value, put)
+            (tree.tensors if isinstance(found.value, Tensor) else tree.values)[key] = found
 
-    descend_dict((), state_dict)
+    descend_all((), state_dict, list(state_dict.items()))
     return tree
 
 
@@ -266,7 +276,7 @@ def _problem(path: KeyPath, value: Any) -> str | None:
         return "expected a name that is text, found half of a surrogate pair in it"
     if isinstance(value, Tensor):
         return None
-    if _holds_tensor(value):
+    if holds_tensor(value):
         return (
             f"expected tensors in dicts with string keys and in lists, found one in a {type(value).__name__}"
             f"{' with other keys' if isinstance(value, dict) else ''}, where it could not be loaded in place"
@@ -278,20 +288,6 @@ def _problem(path: KeyPath, value: Any) -> str | None:
     return None
 
 
-def _setter(container: Any, key: str | int) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
-        held = container[key]
-        if isinstance(held, dict) and type(held) is not dict and isinstance(value, dict):
-            # A Counter stays one: the object that the program gave, with the contents that were saved.
-            held.clear()
-            for name, item in value.items():
-                held[name] = item
-        else:
-            container[key] = value
-
-    return put
-
-
 def _is_stateful(value: Any) -> bool:
     return (
         not isinstance(value, (dict, Tensor))
@@ -300,15 +296,16 @@ def _is_stateful(value: Any) -> bool:
     )
 
 
-def _holds_tensor(value: Any, depth: int = 0) -> bool:
+def holds_tensor(value: Any, depth: int = 0) -> bool:
+    """Whether a tensor, or an object with a state dict, is somewhere in `value`."""
     if isinstance(value, Tensor):
         return True
     if depth > 64:  # circular, which encode() refuses with words
         return False
     if isinstance(value, dict):
-        return any(_holds_tensor(item, depth + 1) for item in value.values())
+        return any(holds_tensor(item, depth + 1) for item in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_holds_tensor(item, depth + 1) for item in value)
+        return any(holds_tensor(item, depth + 1) for item in value)
     return _is_stateful(value)
 
 

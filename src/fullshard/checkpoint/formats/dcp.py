@@ -274,7 +274,7 @@ class DcpSource(Source):
 
     def _archive(self, key: str, span: Span) -> TorchArchive:
         path = self.path / span.file
-        return TorchArchive(mapped(path, span.offset, span.length), f"{path}, {key}")
+        return TorchArchive(*mapped(path, span.offset, span.length), f"{path}, {key}")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

@@ -145,8 +145,8 @@ def refuse_flat_parameters(path: Path, keys: Iterable[str]) -> None:
 # ---- bytes of files ------------------------------------------------------------------------------------------
 
 
-def mapped(path: Path, offset: int, length: int) -> mmap.mmap:
-    """The file `path`, no link, mapped up to byte `offset + length`. It may begin before `offset`: maps begin with a
+def mapped(path: Path, offset: int, length: int) -> tuple[mmap.mmap, int]:
+    """The file `path`, no link, mapped up to byte `offset + length`, and where `offset` is in the map: maps begin with a
     page. Raises `CheckpointNotFound` or, where those bytes are not there, `CheckpointDamaged`."""
     if path.is_symlink() or not path.is_file():
         what = "a link" if path.is_symlink() else "something that is no file" if path.exists() else "no file"
@@ -157,7 +157,7 @@ def mapped(path: Path, offset: int, length: int) -> mmap.mmap:
             raise CheckpointDamaged(f"{path}: expected at least {stop:,} bytes, found {nbytes:,}: it was cut short")
         first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         # A private copy that nobody writes: torch wants memory that could be written.
-        return mmap.mmap(file.fileno(), stop - first, access=mmap.ACCESS_COPY, offset=first)
+        return mmap.mmap(file.fileno(), stop - first, access=mmap.ACCESS_COPY, offset=first), offset - first
 
 
 def tensor_of(

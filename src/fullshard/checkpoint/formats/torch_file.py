@@ -22,7 +22,7 @@ from ...layout import itemsize, known_dtypes
 from ..errors import CheckpointDamaged, CheckpointError
 from ..files import crc32
 from ..plan import Box, KeyPath, are_sizes, whole
-from ..state import bytes_of, dtype_of, nested, on_host
+from ..state import bytes_of, dtype_of, holds_tensor, nested, on_host
 from .names import with_names
 from .pickle_tree import Call, Name, PickleRefused, Reference, read_pickle, show
 from .source import LeavesSource, ShardedTensorCheckpoint, Source, TensorInfo, refuse_flat_parameters, tensor_of
@@ -143,17 +143,11 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, dict) and (value or not path) and all(isinstance(key, str) for key in value):
         for key, item in value.items():
             yield from leaves(item, (*path, key))
-    elif isinstance(value, list | tuple) and _has_tensor(value):
+    elif isinstance(value, list | tuple) and holds_tensor(value):
         for i, item in enumerate(value):
             yield from leaves(item, (*path, i))
     else:
         yield path, value
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor)
 
 
 # ---- archives, without loading -------------------------------------------------------------------------------
@@ -169,12 +163,12 @@ class TensorNote(NamedTuple):
 
 
 class TorchArchive:
-    """The archive at the end of `data`, compared with its checksums first. The pickle goes through `pickle_tree`, so
-    nothing of it is run, and of a storage only what is asked for is copied. `where`: what errors call it. Raises
-    `ArchiveDamaged`."""
+    """The archive in `data` from byte `begin` to the end, compared with its checksums first. The pickle goes through
+    `pickle_tree`, so nothing of it is run, and of a storage only what is asked for is copied. `where`: what errors call
+    it. Raises `ArchiveDamaged`."""
 
-    def __init__(self, data: mmap.mmap, where: str) -> None:
-        self._data, self.where = memoryview(data), where
+    def __init__(self, data: mmap.mmap, begin: int, where: str) -> None:
+        self._data, self._begin, self.where = memoryview(data), begin, where
         try:
             infos = zipfile.ZipFile(data).infolist()  # type: ignore[call-overload]  # a map reads, seeks and tells
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
@@ -197,7 +191,8 @@ class TorchArchive:
                 f"{self.where}: {info.filename} is compressed or encrypted, which torch.save does not do"
             )
         head = self._data[info.header_offset :][:30]
-        if len(head) < 30 or bytes(head[:4]) != b"PK\x03\x04":
+        # Before `begin` is another archive, which `zipfile` finds where the end of this one is damaged.
+        if info.header_offset < self._begin or len(head) < 30 or bytes(head[:4]) != b"PK\x03\x04":
             raise ArchiveDamaged(f"{self.where}: {info.filename} does not begin where the archive says")
         start = info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         record = self._data[start : start + info.file_size]
