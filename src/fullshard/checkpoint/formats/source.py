@@ -146,8 +146,8 @@ def refuse_flat_parameters(path: Path, keys: Iterable[str]) -> None:
 
 
 def mapped(path: Path, offset: int, length: int) -> tuple[mmap.mmap, int]:
-    """The file `path`, no link, mapped up to byte `offset + length`, and where `offset` is in the map: maps begin with a
-    page. Raises `CheckpointNotFound` or, where those bytes are not there, `CheckpointDamaged`."""
+    """The file `path`, no link, mapped up to byte `offset + length`, and where `offset` is in the map: maps begin with
+    a page. Raises `CheckpointNotFound` or, where those bytes are not there, `CheckpointDamaged`."""
     if path.is_symlink() or not path.is_file():
         what = "a link" if path.is_symlink() else "something that is no file" if path.exists() else "no file"
         raise CheckpointNotFound(f"{path}: expected a file of the checkpoint, found {what}")
