@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.common import TINY, ModelShape, on_ranks, paired_ratio, print_json
-from fullshard.checkpoint import checksums
+from fullshard.checkpoint import files
 
 WAYS = ("fullshard", "no checksums", "dcp", "torch.save", "safetensors")
 PARTS = ("save", "load", "blocked")
@@ -115,12 +115,12 @@ class NoChecksums(Fullshard):
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
     """Every checksum is 0, in files and in what they are compared with."""
-    original = checksums.crc32
-    checksums.crc32 = lambda _: 0
+    original = files.crc32
+    files.crc32 = lambda _: 0
     try:
         yield
     finally:
-        checksums.crc32 = original
+        files.crc32 = original
 
 
 class Dcp(Way):
@@ -296,7 +296,7 @@ def report(mebibytes: int, world: int, answers: list[dict[str, Any]]) -> dict[st
         print(f"  {way:13}" + "".join(f"{cell:>12}" for cell in cells), flush=True)
         rows[way] = row
     cost = ratio(seconds, "fullshard", "no checksums", "save")
-    by = "isal" if checksums.FAST else "zlib"
+    by = "isal" if files.FAST else "zlib"
     print(f"\nchecksums, by {by}: a save takes {cost:.3f} of what it takes without")
     return {"mebibytes": mebibytes, "world": world, "ways": rows, "checksums_by": by, "checksums_cost": cost - 1}
 

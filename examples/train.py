@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard
-from fullshard.checkpoint import foreign
+from fullshard.checkpoint import formats
 
 # ---- the model: it knows nothing of sharding -----------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ def save_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 
 
 def load_dtensor(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Every rank maps the file and keeps its rows; nothing is sent (`foreign.load_full` does this, and checks more)."""
+    """Every rank maps the file and keeps its rows; nothing is sent (`formats.load_full` does this, and checks more)."""
     full = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     parameters = dict(model.named_parameters())
 
@@ -172,7 +172,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
     new = path.with_name(f"{path.name}.new")
     if dist.get_rank() == 0:
         new.unlink(missing_ok=True)  # of a run that was killed here
-    foreign.export_full(state, new, "torch")
+    formats.export_full(state, new, "torch")
     if dist.get_rank() == 0:
         os.replace(new, path)
     dist.barrier()

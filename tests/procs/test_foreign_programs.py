@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor, nn
 
 from fullshard import checkpoint, fully_shard
-from fullshard.checkpoint.foreign import (
+from fullshard.checkpoint.formats import (
     Chosen,
     FlatParameterCheckpoint,
     RefusedCheckpoint,

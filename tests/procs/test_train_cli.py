@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
+from fullshard.checkpoint.formats.hf import read_safetensors
 from fullshard.cli import main
 from fullshard.train.config import load_config
 from fullshard.train.data import read_corpus

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fullshard import checkpoint
-from fullshard.checkpoint import CheckpointDamaged, checksums
+from fullshard.checkpoint import CheckpointDamaged, files
 from fullshard.checkpoint.files import ReadFile
 from fullshard.checkpoint.manifest import BLOCK_NBYTES
 from fullshard.checkpoint.plan import Box, whole
-from fullshard.checkpoint.tensors import _OWN_MAP_NBYTES, bytes_of, staging
+from fullshard.checkpoint.state import _OWN_MAP_NBYTES, bytes_of, staging
 from tests.harness.behaviours import behaviour
 
 
@@ -28,8 +28,8 @@ def test_every_implementation_gives_the_crc_32_of_zlib() -> None:
     for size in (0, 1, 15, 16, 255, 256, 257, 5000, 1 << 20, (1 << 20) + 1, 3 << 20):
         for start in (0, 1, 7):
             part = memoryview(data)[start : start + size]
-            assert checksums.crc32(part) == zlib.crc32(part), (start, size)
-    assert checksums.FAST == (find_spec("isal") is not None), "what is installed is used"
+            assert files.crc32(part) == zlib.crc32(part), (start, size)
+    assert files.FAST == (find_spec("isal") is not None), "what is installed is used"
 
 
 def test_the_package_is_used_where_it_is_and_not_missed_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,9 +37,9 @@ def test_the_package_is_used_where_it_is_and_not_missed_where_not(monkeypatch: p
     there.crc32 = lambda data: 7
     monkeypatch.setitem(sys.modules, "isal", types.ModuleType("isal"))
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", there)
-    assert checksums._fastest() == (there.crc32, True)
+    assert files._fastest() == (there.crc32, True)
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
-    assert checksums._fastest() == (zlib.crc32, False)
+    assert files._fastest() == (zlib.crc32, False)
 
 
 def large() -> Tensor:
@@ -58,11 +58,11 @@ def test_fast_and_slow_checksums_write_the_same(tmp_path: Path, monkeypatch: pyt
     found = {}
     for fast in (False, True):
         # What is slow is computed beside the writing, what is fast on the way.
-        monkeypatch.setattr(checksums, "FAST", fast)
+        monkeypatch.setattr(files, "FAST", fast)
         checkpoint.save(state, checkpoint_id=tmp_path / str(fast), no_dist=True)
         found[fast] = checkpoint.inspect(tmp_path / str(fast)).tensors
     assert found[True] == found[False]
-    monkeypatch.setattr(checksums, "crc32", zlib.crc32)
+    monkeypatch.setattr(files, "crc32", zlib.crc32)
     (chunk,) = found[True]["w"].chunks
     data = bytes_of(large())
     assert chunk.crcs == tuple(zlib.crc32(data[i : i + BLOCK_NBYTES]) for i in range(0, len(data), BLOCK_NBYTES))

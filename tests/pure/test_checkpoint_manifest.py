@@ -18,13 +18,14 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     TensorEntry,
     ValueEntry,
+    decode,
+    encode,
     is_file_name,
     parse,
     to_bytes,
 )
 from fullshard.checkpoint.plan import Box, whole
-from fullshard.checkpoint.safetensors import Stored, file_order, header, save_id_of
-from fullshard.checkpoint.values import decode, encode
+from fullshard.checkpoint.safetensors import FilePart, data_header, file_order, save_id_of
 
 SAVE_ID = "0123456789abcdef" * 2
 
@@ -244,13 +245,13 @@ def test_json_that_no_save_writes_is_refused(value: Any) -> None:
 
 def test_headers_are_those_of_safetensors() -> None:
     parts = [
-        Stored("b", "bool", 1, (3,), whole((3,))),
-        Stored("w", "float32", 4, (4, 2), Box((2, 0), (2, 2))),
-        Stored("z", "complex64", 8, (2,), whole((2,))),
+        FilePart("b", "bool", 1, (3,), whole((3,))),
+        FilePart("w", "float32", 4, (4, 2), Box((2, 0), (2, 2))),
+        FilePart("z", "complex64", 8, (2,), whole((2,))),
     ]
     order = file_order(parts)
     assert [parts[i].key for i in order] == ["z", "w", "b"], "large elements first: all begin where their dtype may"
-    head = header([parts[i] for i in order], SAVE_ID, "data-00000.safetensors")
+    head = data_header([parts[i] for i in order], SAVE_ID, "data-00000.safetensors")
     assert len(head) % 8 == 0 and int.from_bytes(head[:8], "little") == len(head) - 8
     found = json.loads(head[8:])
     assert found["w[2:4, 0:2]"] == {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 32]}
@@ -259,8 +260,8 @@ def test_headers_are_those_of_safetensors() -> None:
 
 
 def test_two_parts_of_one_name_are_refused() -> None:
-    part = Stored("w[0:1]", "bool", 1, (1,), whole((1,)))
+    part = FilePart("w[0:1]", "bool", 1, (1,), whole((1,)))
     with pytest.raises(ValueError, match="names that differ"):
-        header([part, Stored("w", "bool", 1, (2,), Box((0,), (1,)))], SAVE_ID, "f")
+        data_header([part, FilePart("w", "bool", 1, (2,), Box((0,), (1,)))], SAVE_ID, "f")
     with pytest.raises(ValueError, match="__metadata__"):
-        header([part._replace(key="__metadata__")], SAVE_ID, "f")
+        data_header([part._replace(key="__metadata__")], SAVE_ID, "f")

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.errors import CheckpointMismatch
-from fullshard.checkpoint.merge import merge
 from fullshard.checkpoint.plan import (
     Box,
     Cut,
-    Held,
+    Holding,
     choose_writers,
     coverage_problem,
     local_box,
+    merge,
     overlap,
     row_major,
     takes,
@@ -70,7 +70,7 @@ def test_parts_are_those_of_chunk_and_cover_the_tensor(case: CutTensor) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9])
-def test_an_axis_may_cut_behind_one_to_its_right(rows: int) -> None:
+def test_an_axis_may_cut_after_one_to_its_right(rows: int) -> None:
     """FSDP over tensor parallelism: tensor parallelism (right) cuts first, and `_StridedShard` on the left says so."""
     found = {}
     for data, model in itertools.product(range(2), range(3)):
@@ -80,7 +80,7 @@ def test_an_axis_may_cut_behind_one_to_its_right(rows: int) -> None:
         inner = local_box(piece.lengths, (2,), (data,), [Cut(0)])
         assert found[data, model] == Box((piece.offsets[0] + inner.offsets[0],), inner.lengths)
     assert coverage_problem((rows,), found.values()) is None
-    with pytest.raises(ValueError, match="behind 3 pieces"):
+    with pytest.raises(ValueError, match="after 3 pieces"):
         local_box((rows,), (2, 2), (0, 0), [Cut(0, pieces=3), Cut(0)])
 
 
@@ -150,7 +150,7 @@ def test_boxes_say_what_they_are() -> None:
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5))
 def test_replicas_are_written_once_and_spread(sizes: list[int], world: int) -> None:
     """What all ranks hold: each by one of them, and no rank has more than its share and one part."""
-    held = [[Held(f"t{i}", whole((size,)), size) for i, size in enumerate(sizes)] for _ in range(world)]
+    held = [[Holding(f"t{i}", whole((size,)), size) for i, size in enumerate(sizes)] for _ in range(world)]
     chosen = choose_writers(held)
     assert sorted(i for indices in chosen for i in indices) == [i for i, size in enumerate(sizes) if size]
     loads = [sum(sizes[i] for i in indices) for indices in chosen]
@@ -158,7 +158,7 @@ def test_replicas_are_written_once_and_spread(sizes: list[int], world: int) -> N
 
 
 def test_a_shard_is_written_by_its_holder() -> None:
-    held = [[Held("a", Box((rank,), (1,)), 4), Held("b", whole((2,)), 8)] for rank in range(2)]
+    held = [[Holding("a", Box((rank,), (1,)), 4), Holding("b", whole((2,)), 8)] for rank in range(2)]
     assert choose_writers(held) == [[0, 1], [0]]
 
 

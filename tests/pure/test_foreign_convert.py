@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fullshard.checkpoint as ours
 from fullshard.checkpoint.errors import CheckpointMismatch
-from fullshard.checkpoint.foreign import Chosen, Source, convert, llama, open_source
+from fullshard.checkpoint.formats import Chosen, Source, convert, llama, open_source
 from fullshard.cli import main
 from fullshard.train.model import Llama, LlamaShape
 from tests.harness.behaviours import behaviour
@@ -157,7 +157,7 @@ class _Counting(Source):
     def __init__(self, count: int) -> None:
         import weakref
 
-        from fullshard.checkpoint.foreign import TensorInfo
+        from fullshard.checkpoint.formats import TensorInfo
 
         self.tensors = {f"t{i}": TensorInfo((f"t{i}",), "float32", (100,)) for i in range(count)}
         self.living: weakref.WeakSet[Tensor] = weakref.WeakSet()
@@ -354,3 +354,10 @@ def test_a_terminal_gets_a_bar_and_stdout_the_result(tmp_path: Path) -> None:
     os.close(lead)
     assert done.returncode == 0 and b"63 tensors" in done.stdout and b"\x1b" not in done.stdout
     assert b"found a DCP checkpoint" in shown and b"/s" in shown
+
+
+def test_the_name_of_0_1_0_still_imports() -> None:
+    from fullshard.checkpoint import foreign, formats
+
+    assert foreign.__all__ == formats.__all__
+    assert all(getattr(foreign, name) is getattr(formats, name) for name in formats.__all__)

@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError
-from fullshard.checkpoint.foreign.dcp import DcpSource, FlatParameterCheckpoint, ShardedTensorCheckpoint
-from fullshard.checkpoint.foreign.dcp_index import NotDcp, index_of
-from fullshard.checkpoint.foreign.detect import RefusedCheckpoint, UnknownCheckpoint, detect
-from fullshard.checkpoint.foreign.pickle_tree import PickleRefused
+from fullshard.checkpoint.formats import FlatParameterCheckpoint, ShardedTensorCheckpoint
+from fullshard.checkpoint.formats.convert import RefusedCheckpoint, UnknownCheckpoint, detect
+from fullshard.checkpoint.formats.dcp import DcpSource, NotDcp, index_of
+from fullshard.checkpoint.formats.pickle_tree import PickleRefused
 from fullshard.checkpoint.plan import Box
 from tests.harness.behaviours import behaviour
 
@@ -204,6 +204,19 @@ def test_each_byte_of_a_tensor_and_of_a_value_is_under_a_checksum(saved: Path, t
     path.write_bytes(data[: rate + 3] + b"\0" + data[rate + 4 :])
     with DcpSource(folder) as source, pytest.raises(CheckpointDamaged, match="data.pkl do not have the checksum"):
         source.value("optim.param_groups.0.lr")
+
+
+def test_an_entry_without_its_end_is_not_the_one_before_it(tmp_path: Path) -> None:
+    """Two tensors of one shape, one after the other in the file; what finds the second one's contents is zeroed."""
+    folder = _save({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path / "x")
+    places = {index.fqn: info for index, info in _metadata(folder).storage_data.items()}
+    second = max(places, key=lambda key: int(places[key].offset))
+    path, stop = folder / places[second].relative_path, places[second].offset + places[second].length
+    data = path.read_bytes()
+    for count in (22, 64, 200):
+        path.write_bytes(data[: stop - count] + bytes(count) + data[stop:])
+        with DcpSource(folder) as source, pytest.raises(CheckpointDamaged):
+            source.read(second)
 
 
 def test_an_entry_of_another_tensor_is_noticed(saved: Path, tmp_path: Path) -> None:

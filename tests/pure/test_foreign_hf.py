@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.errors import CheckpointError, CheckpointMismatch
-from fullshard.checkpoint.foreign.dcp import FlatParameterCheckpoint, ShardedTensorCheckpoint
-from fullshard.checkpoint.foreign.detect import RefusedCheckpoint, UnknownCheckpoint, detect
-from fullshard.checkpoint.foreign.hf import INDEX, SINGLE, HfSource, write_hf
-from fullshard.checkpoint.foreign.names import UNWRAPPED, Chosen, head_dim_of, llama, strip_wrappers
-from fullshard.checkpoint.foreign.safetensors_file import Entry
-from fullshard.checkpoint.foreign.torch_file import TorchSaveRefused, TorchSource, names_in
+from fullshard.checkpoint.formats import FlatParameterCheckpoint, ShardedTensorCheckpoint
+from fullshard.checkpoint.formats.convert import RefusedCheckpoint, UnknownCheckpoint, detect
+from fullshard.checkpoint.formats.hf import INDEX, SINGLE, Entry, HfSource, write_hf
+from fullshard.checkpoint.formats.names import UNWRAPPED, Chosen, head_dim_of, llama, strip_wrappers
+from fullshard.checkpoint.formats.torch_file import TorchSaveRefused, TorchSource, names_in
 from fullshard.checkpoint.plan import Box
 from tests.harness.behaviours import behaviour
 

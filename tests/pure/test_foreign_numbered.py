@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fullshard import checkpoint
 from fullshard.checkpoint import CheckpointMismatch
-from fullshard.checkpoint.foreign import load_full, open_source, optimizer_names
+from fullshard.checkpoint.formats import load_full, open_source, optimizer_names
 from fullshard.cli import main
 from tests.harness.behaviours import behaviour
 

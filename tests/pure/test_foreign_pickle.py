@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.checkpoint.foreign.pickle_tree import Made, PickleRefused, read_pickle
+from fullshard.checkpoint.formats.pickle_tree import Call, PickleRefused, read_pickle
 
 PLAIN = [
     {"a": [1, -1, 255, 256, 65536, 1 << 40, -(1 << 70)], "b": (1.5, float("inf")), "c": (None, True, False)},
@@ -30,7 +30,7 @@ def test_plain_values_come_back(value: Any, protocol: int) -> None:
     found = read_pickle(pickle.dumps(value, protocol), allowed)
     if protocol == 2 and "bytes" in value:
         # Protocol 2 has no bytes: they are a call, which is noted.
-        assert isinstance(found["bytes"], Made) and found["bytes"].name == "_codecs.encode"
+        assert isinstance(found["bytes"], Call) and found["bytes"].name == "_codecs.encode"
         found = {**found, "bytes": value["bytes"], "long bytes": value["long bytes"]}
     assert found == value
 
@@ -87,10 +87,10 @@ def test_hostile_pickles_are_refused_and_run_nothing(how: str, protocol: int, tm
 def test_even_allowed_names_are_not_called(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     found = read_pickle(pickle.dumps(_Runs(marker, "os.system")), {"posix.system"})
-    assert isinstance(found, Made) and found.name == "posix.system" and not marker.exists()
+    assert isinstance(found, Call) and found.name == "posix.system" and not marker.exists()
     # Nor is state given to anything but a note: no attribute of a class, a module or a function can be set.
     data = b"cposix\nsystem\n}X\x01\x00\x00\x00aK\x01sb."
-    with pytest.raises(PickleRefused, match="expected a Made"):
+    with pytest.raises(PickleRefused, match="expected a call"):
         read_pickle(data, {"posix.system"})
 
 
@@ -149,11 +149,11 @@ def test_damage_is_refused_and_never_anything_else() -> None:
 
 
 def test_what_is_endless_is_shown_short() -> None:
-    from fullshard.checkpoint.foreign.pickle_tree import show
+    from fullshard.checkpoint.formats.pickle_tree import show
 
     endless: list[Any] = []
     endless.append(endless)
     assert show(endless) == "a list" and show("x" * 1000) == repr("x" * 80)
     pickler = pickle.Pickler(io.BytesIO(), 4)
     pickler.dump(endless)
-    assert repr(Made("a.b", (endless,))) == "<a.b(...)>"
+    assert repr(Call("a.b", (endless,))) == "<a.b(...)>"

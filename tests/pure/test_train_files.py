@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter, read_safetensors
+from fullshard.checkpoint.formats.hf import Entry, SafetensorsWriter, read_safetensors
 from fullshard.train import console, metrics
 from fullshard.train.config import ConfigError, load_config
 from fullshard.train.folder import close_manifest, discard_run_dir, make_run_dir, open_manifest, remove_parts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard import __version__, cli
-from fullshard.checkpoint.foreign import STYLES
+from fullshard.checkpoint.formats import STYLES
 from fullshard.cli import main
 from fullshard.train import launch
 from fullshard.train.config import Config, ConfigError, load_config

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import CheckpointError, CheckpointMismatch
-from fullshard.checkpoint.foreign import (
+from fullshard.checkpoint.formats import (
     Chosen,
     Source,
     convert,

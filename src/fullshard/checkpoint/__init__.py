@@ -10,29 +10,32 @@ Read in this order: `manifest` (what is in a checkpoint), `directory` (how it be
 part), `saving`, `loading`. docs/checkpoints.md says what is promised.
 """
 
-from .api import CheckpointWriter as CheckpointWriter
-from .api import TensorSpec as TensorSpec
-from .api import async_save as async_save
-from .api import close as close
-from .api import inspect as inspect
-from .api import is_complete as is_complete
-from .api import latest as latest
-from .api import load as load
-from .api import open_checkpoint as open_checkpoint
-from .api import retain as retain
-from .api import save as save
-from .api import verify as verify
-from .errors import CheckpointBusy as CheckpointBusy
-from .errors import CheckpointDamaged as CheckpointDamaged
-from .errors import CheckpointError as CheckpointError
-from .errors import CheckpointIOError as CheckpointIOError
-from .errors import CheckpointMismatch as CheckpointMismatch
-from .errors import CheckpointNotFound as CheckpointNotFound
-from .manifest import Manifest as Manifest
-from .random_state import RandomState as RandomState
-from .random_state import derived_seed as derived_seed
-from .state import get_state_dict as get_state_dict
-from .state import set_state_dict as set_state_dict
+from .api import (
+    RandomState,
+    async_save,
+    derived_seed,
+    inspect,
+    is_complete,
+    latest,
+    load,
+    open_checkpoint,
+    retain,
+    save,
+    verify,
+)
+from .background import close
+from .errors import (
+    CheckpointBusy,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointIOError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+)
+from .manifest import Manifest
+from .plan import TensorSpec
+from .saving import CheckpointWriter
+from .state import get_state_dict, set_state_dict
 
 __all__ = [
     "CheckpointBusy",

@@ -1,31 +1,33 @@
-"""The functions of `fullshard.checkpoint`; what they do is in the files that they call."""
+"""The functions of `fullshard.checkpoint`: saving, loading, looking; several checkpoints in one folder, by the numbers
+at the end of their names; and random state, by step."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import random
+import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..comm import Messenger, alone, messenger
 from .background import background
-from .background import close as close
-from .directory import open_folder, read_current
-from .errors import CheckpointDamaged, CheckpointError
-from .files import doing
-from .keep import latest as _latest
-from .keep import retain as _retain
-from .loading import LoadJob, LoadOptions, Rename
+from .directory import LOCK_NAME, POINTER_NAME, generations, open_folder, read_current, read_pointer, remove_generation
+from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError
+from .files import Folder, doing
+from .loading import CheckpointReader, LoadJob, LoadOptions, Rename
 from .manifest import Manifest
-from .opened import CheckpointWriter as CheckpointWriter
-from .opened import Opened
-from .opened import TensorSpec as TensorSpec
-from .reader import Reader
 from .saving import SaveJob, snapshot
-from .tree import flatten
+from .state import flatten
+
+_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.ASCII | re.DOTALL)
 
 Location = str | os.PathLike[str]
 
@@ -129,8 +131,8 @@ def is_complete(checkpoint_id: Location) -> bool:
     """Whether a save to `checkpoint_id` ended and all its files are there, by their sizes; `verify` reads them, too."""
     path = _location("is_complete", checkpoint_id)
     try:
-        with open_checkpoint(path) as opened:
-            return opened.reader.sizes_problem() is None
+        with open_checkpoint(path) as found:
+            return found.sizes_problem() is None
     except (CheckpointError, OSError):
         return False
 
@@ -138,12 +140,12 @@ def is_complete(checkpoint_id: Location) -> bool:
 def verify(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
     """Read every byte of a checkpoint and compare it with its checksum. One process by itself. Raises what is wrong:
     `CheckpointDamaged`, `CheckpointNotFound`."""
-    with doing(f"verifying {checkpoint_id}"), open_checkpoint(checkpoint_id, manifest_sha256=manifest_sha256) as opened:
-        opened.reader.verify()
-        return opened.manifest
+    with doing(f"verifying {checkpoint_id}"), open_checkpoint(checkpoint_id, manifest_sha256=manifest_sha256) as found:
+        found.verify()
+        return found.manifest
 
 
-def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Opened:
+def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> CheckpointReader:
     """A checkpoint to read tensors from, one after another, by one process; use it in a `with` block."""
     path = _location("open_checkpoint", checkpoint_id)
     with doing(f"opening {path}"), open_folder(path) as folder:
@@ -152,7 +154,10 @@ def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = No
             generation = folder.sub(found.pointer.generation)
         except FileNotFoundError:
             raise CheckpointDamaged(f"{path}: its generation {found.pointer.generation} went away") from None
-    return Opened(Reader(generation, found.manifest))
+    return CheckpointReader(generation, found.manifest)
+
+
+# ---- several checkpoints in one folder -------------------------------------------------------------------------
 
 
 def latest(folder: Location) -> Path | None:
@@ -160,7 +165,10 @@ def latest(folder: Location) -> Path | None:
 
     Not by times, because clocks jump. What is not complete is passed over.
     """
-    return _latest(_location("latest", folder), is_complete)
+    for _, path in reversed(_numbered(_location("latest", folder))):
+        if is_complete(path):
+            return Path(path)
+    return None
 
 
 def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -> list[Path]:
@@ -170,7 +178,122 @@ def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -
     multiple of `keep_every`, everything newer than the newest complete one, and whatever is not a checkpoint of
     fullshard, or is being saved to now. Files that are not ours are never deleted.
     """
-    return _retain(_location("retain", folder), keep_last, keep_every, is_complete)
+    path = _location("retain", folder)
+    if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
+        raise ValueError(f"keep_last: expected an int >= 1, so that one checkpoint stays, found {keep_last!r}")
+    if keep_every is not None and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
+        raise ValueError(f"keep_every: expected an int >= 1 or None, found {keep_every!r}")
+    found = _numbered(path)
+    complete = [one for one in found if is_complete(one[1])]
+    gone = []
+    for number, each in found:
+        newer = not complete or (number, each) > complete[-1]
+        if newer or (number, each) in complete[-keep_last:] or (keep_every is not None and number % keep_every == 0):
+            continue
+        with doing(f"removing {each}"):
+            if _remove(each):
+                gone.append(Path(each))
+    return gone
+
+
+def _numbered(folder: str) -> list[tuple[int, str]]:
+    """(number, path) of the directories in `folder` whose names end in a number, rising; links are left out."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(int(match[1]), f"{folder}/{name}") for name in names if (match := _NUMBER.fullmatch(name))]
+    return sorted((number, path) for number, path in found if os.path.isdir(path) and not os.path.islink(path))
+
+
+def _remove(path: str) -> bool:
+    """Remove a checkpoint, or what is left of a save: the pointer first, so that it is none from then on. False where
+    nothing of it is ours, or somebody saves to it."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(Folder.open(path))
+        try:
+            pointed = read_pointer(folder) is not None
+        except CheckpointDamaged:
+            return False
+        if not pointed and not any(generations(folder)):
+            return False
+        try:
+            lock = folder.lock(LOCK_NAME)
+        except CheckpointBusy:
+            return False
+        if lock is not None:
+            stack.callback(os.close, lock)
+        if pointed:
+            folder.remove(POINTER_NAME)
+            folder.sync()
+        for name in list(generations(folder)):
+            remove_generation(folder, name)
+        folder.remove(LOCK_NAME)
+        if folder.names():
+            return True
+    with Folder.open(os.path.dirname(path)) as parent:
+        os.rmdir(path)
+        parent.sync()
+    return True
+
+
+# ---- random state ----------------------------------------------------------------------------------------------
+
+
+def derived_seed(seed: int, step: int, rank: int, purpose: str = "") -> int:
+    """A number of 63 bits that depends on all arguments and on nothing else: neither processes nor versions.
+
+    >>> derived_seed(0, 1, 0) == derived_seed(0, 0, 1)
+    False
+    """
+    text = f"fullshard {seed} {step} {rank} {purpose}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class RandomState:
+    """The generators of this process, by step: random state is a function of (seed, step, rank), defined at any world,
+    and nothing of it has to be stored. It has `state_dict` and `load_state_dict`, and is saved as it is.
+
+        random = RandomState(seed=0)
+        for step in range(start, steps):
+            random.begin(step)  # dropout, augmentation, ... of this step on this rank
+            ...
+        save({..., "random": random}, checkpoint_id=...)
+
+    What generators hold in the middle of a step means nothing on another number of ranks, so a step begins by seeding.
+
+    `rank`: which stream this process has; by default its rank in the default process group. Ranks that have to draw
+    the same numbers (those of one tensor-parallel group) are given the same.
+    """
+
+    def __init__(self, seed: int, rank: int | None = None) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed: expected an int, found {seed!r}")
+        self.seed, self._rank = seed, rank
+        self.step: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Seed the generators of torch (the host's and all CUDA devices'), of `random`, and of numpy when it is in use,
+        for `step` on this rank."""
+        self.step = step
+        rank = self._rank
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        torch.manual_seed(derived_seed(self.seed, step, rank))
+        random.seed(derived_seed(self.seed, step, rank, "random"))
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(derived_seed(self.seed, step, rank, "numpy") % 2**32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed, and the step that began last; the same on all ranks."""
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the stored seed. The stored step is seeded again; the next `begin` says which one comes."""
+        self.seed, step = state["seed"], state["step"]
+        if step is not None:
+            self.begin(step)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------

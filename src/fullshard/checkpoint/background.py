@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..comm import Messenger
+from .agreement import agree, with_all_ranks
 from .saving import SaveJob, Snapshot, snapshot
-from .together import agree, with_all_ranks
-from .tree import flatten
+from .state import flatten
 
 
 class SaveFuture(Future[str]):

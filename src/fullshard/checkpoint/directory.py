@@ -69,7 +69,7 @@ def read_pointer(folder: Folder) -> Pointer | None:
     raise CheckpointDamaged(f"{where}: expected the pointer that a save writes, found {data[:200]!r}")
 
 
-class Found(NamedTuple):
+class Generation(NamedTuple):
     """The current generation of a checkpoint: its pointer, and its manifest as bytes and as what they say."""
 
     pointer: Pointer
@@ -77,7 +77,7 @@ class Found(NamedTuple):
     manifest: Manifest
 
 
-def read_current(folder: Folder, manifest_sha256: str | None = None) -> Found:
+def read_current(folder: Folder, manifest_sha256: str | None = None) -> Generation:
     """The current generation of the checkpoint in `folder`, its manifest proven, its data files not looked at.
 
     `manifest_sha256`: what the digest has to be, from a source that an attacker does not control. Raises
@@ -92,7 +92,7 @@ def read_current(folder: Folder, manifest_sha256: str | None = None) -> Found:
             data = generation.read(MANIFEST_NAME, MAX_NBYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointDamaged(f"{where}: expected the manifest that CURRENT names, found none") from None
-    return Found(pointer, data, proven(pointer, data, where, manifest_sha256))
+    return Generation(pointer, data, proven(pointer, data, where, manifest_sha256))
 
 
 def proven(pointer: Pointer, data: bytes, where: str, manifest_sha256: str | None) -> Manifest:

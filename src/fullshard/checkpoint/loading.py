@@ -1,4 +1,5 @@
-"""Loading: everything is read and proven into memory of its own, all ranks agree, and only then is anything written."""
+"""Loading: everything is read and proven into memory of its own, all ranks agree, and only then is anything written.
+Every byte is compared with its checksum before anybody sees it. Here also: a checkpoint read by one process."""
 
 from __future__ import annotations
 
@@ -15,18 +16,31 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_like, local_of
 from ..comm import Messenger
+from . import files
+from .agreement import Message, agree
 from .directory import Pointer, open_folder, proven, read_current
-from .errors import CheckpointMismatch
-from .files import doing
-from .manifest import MANIFEST_NAME, Path, TensorEntry, key_of
-from .merge import matches
-from .reader import Reader, in_file_order
+from .errors import CheckpointDamaged, CheckpointMismatch
+from .files import Folder, ReadFile, doing
+from .manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry, Value, kind_of
+from .plan import Box, KeyPath, Take, key_of, matches, takes, whole
+from .safetensors import save_id_of
 from .saving import spare_cores
-from .tensors import Part, dtype_name, dtype_of, part_of, staging
-from .together import Message, agree
-from .tree import Leaf, OpenState, Tree, flatten
-from .values import kind_of
+from .state import (
+    Leaf,
+    OpenState,
+    Part,
+    Tree,
+    bytes_of,
+    dtype_name,
+    dtype_of,
+    flatten,
+    nested,
+    part_of,
+    staging,
+)
 
+# Files that are open at a time; a checkpoint of a large world has thousands.
+_MAX_OPEN = 64
 _EXPECTED = "expected a checkpoint that fits the state, found"
 _REMEDY = (
     "what may differ is said to load(): allow_missing and allow_unexpected take keys in which * stands for anything, "
@@ -57,7 +71,7 @@ class LoadOptions:
 
 
 @dataclass
-class Wanted:
+class Request:
     """What one rank takes from a checkpoint: of each stored tensor the part of it, and where it goes."""
 
     # By key of the checkpoint: tied weights may take one stored tensor twice.
@@ -77,7 +91,7 @@ class LoadJob:
     def __init__(self, path: str, messenger: Messenger, options: LoadOptions) -> None:
         self.path, self.messenger, self.options = os.path.abspath(path), messenger, options
         self.what = f"loading {self.path}"
-        self._tree, self._wanted = Tree(), Wanted()
+        self._tree, self._wanted = Tree(), Request()
         self._staged: list[Tensor] = []
 
     def run(self, state_dict: dict[str, Any]) -> None:
@@ -102,7 +116,7 @@ class LoadJob:
         return self._match(state_dict)
 
     def _match(self, state_dict: dict[str, Any]) -> Message:
-        self._tree, self._wanted = flatten(state_dict), Wanted()
+        self._tree, self._wanted = flatten(state_dict), Request()
         wanted, manifest = self._wanted, self._manifest
         wanted.problems += self._tree.problems
         for leaf in [*self._tree.tensors.values(), *self._tree.values.values()]:
@@ -131,7 +145,7 @@ class LoadJob:
             raise CheckpointMismatch(f"{self.what}: {_EXPECTED}", list(problems), _REMEDY)
         return {}
 
-    def _match_open(self, path: Path, state: OpenState) -> None:
+    def _match_open(self, path: KeyPath, state: OpenState) -> None:
         """What is stored for the parameters of an optimizer: into its tensors where they fit, else into new ones."""
         stored: dict[str, list[str]] = {}
         paths = {key: entry.path for key, entry in self._manifest.tensors.items()}
@@ -184,10 +198,9 @@ class LoadJob:
 
     def _read_all(self, pointer: Pointer) -> Message:
         wanted = self._wanted.tensors
-        order = in_file_order(self._manifest, list(dict.fromkeys(entry.key for entry, _ in wanted)))
-        place = {key: position for position, key in enumerate(order)}
         indices = [i for i in range(len(wanted)) if wanted[i][1].box is not None]
-        indices.sort(key=lambda i: place[wanted[i][0].key])
+        # Files are read one after another.
+        indices.sort(key=lambda i: min(((c.file, c.start) for c in wanted[i][0].chunks), default=(0, 0)))
         with doing(f"{self.what}: memory for what is read"):
             memory = staging([(wanted[i][0].dtype, wanted[i][1].box.lengths) for i in indices])  # type: ignore[union-attr]
         self._staged = [torch.empty(0)] * len(wanted)
@@ -206,14 +219,14 @@ class LoadJob:
 
     def _read_some(self, pointer: Pointer, indices: Sequence[int]) -> None:
         with doing(self.what), open_folder(self.path) as folder:
-            with Reader(folder.sub(pointer.generation), self._manifest) as data:
+            with CheckpointReader(folder.sub(pointer.generation), self._manifest) as data:
                 for index in indices:
                     entry, part = self._wanted.tensors[index]
                     assert part.box is not None
                     data.read(entry, part.box, self._staged[index])
 
 
-def write(tree: Tree, wanted: Wanted, staged: Sequence[Tensor], source: str = "") -> None:
+def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "") -> None:
     """Copy what was read to where it belongs; nothing in here is expected to fail. `source`: the save that it is of."""
     with torch.inference_mode(False), torch.no_grad():
         for (_, part), tensor in zip(wanted.tensors, staged, strict=True):
@@ -259,3 +272,146 @@ def _fits(held: Tensor, entry: TensorEntry) -> bool:
 
 def _may_cast(a: str, b: str) -> bool:
     return dtype_of(a).is_floating_point and dtype_of(b).is_floating_point
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+class CheckpointReader:
+    """One generation of a checkpoint, read by one process, tensor by tensor; every byte that it returns was checked.
+    `folder` is open, and closed with the reader.
+
+    Memory is bounded by the largest tensor, not by the checkpoint.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._open: dict[int, ReadFile] = {}
+        # Files whose size and header were looked at.
+        self._proven: set[int] = set()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+        self.folder.close()
+
+    # ---- tensors and values --------------------------------------------------------------------------------
+
+    def tensor(self, key: str, box: Box | None = None) -> Tensor:
+        """A stored tensor, or `box` of it: on the host, contiguous, owned by the caller. `KeyError` for no such key."""
+        entry = self.manifest.tensors[key]
+        return self.read(entry, whole(entry.shape) if box is None else box)
+
+    def value(self, key: str) -> Value:
+        """What is stored under a key that is no tensor. `KeyError` for no such key."""
+        return self.manifest.values[key].value
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, nested as it was saved, with full tensors: for small checkpoints."""
+        leaves: dict[KeyPath, Any] = {entry.path: self.tensor(key) for key, entry in self.manifest.tensors.items()}
+        leaves |= {entry.path: entry.value for entry in self.manifest.values.values()}
+        return nested(leaves)
+
+    def read(self, entry: TensorEntry, box: Box, into: Tensor | None = None) -> Tensor:
+        """`box` of a tensor: contiguous, on the host, in the stored dtype, owned by the caller.
+
+        `into`: a tensor that is all of this already, to be filled; without it a new one.
+        """
+        made = torch.empty(box.lengths, dtype=dtype_of(entry.dtype)) if into is None else into
+        if made.numel():
+            for take in takes(box, [chunk.box for chunk in entry.chunks]):
+                self._fill(made, entry, take)
+        return made
+
+    def _fill(self, made: Tensor, entry: TensorEntry, take: Take) -> None:
+        region = made
+        for dim, (start, length) in enumerate(zip(take.target, take.lengths, strict=True)):
+            region = region.narrow(dim, start, length)
+        direct = take.contiguous and region.is_contiguous()
+        held = region if direct else torch.empty(take.stop - take.first, dtype=made.dtype)
+        self._read_bytes(bytes_of(held), entry.chunks[take.part], take.first * made.itemsize, entry.key)
+        if not direct:
+            region.copy_(held.as_strided(take.lengths, take.strides))
+
+    def _read_bytes(self, buffer: memoryview, chunk: Chunk, start: int, key: str) -> None:
+        """Fill `buffer` from byte `start` of a chunk. Whole blocks are read, since they are what has a checksum: one of
+        which a part is wanted is read beside the buffer."""
+        block, stop, file = self.manifest.block_nbytes, start + len(buffer), self.file(chunk.file)
+        with doing(f"reading {file.path} for {key}"):
+            for index in range(start // block, -(-stop // block)):
+                first, last = index * block, min((index + 1) * block, chunk.nbytes)
+                inside = start <= first and last <= stop
+                piece = buffer[first - start : last - start] if inside else memoryview(bytearray(last - first))
+                file.read_into(piece, chunk.start + first)
+                files.compare(piece, chunk.crcs[index], f"{file.path}: {key}", chunk.start + first)
+                if not inside:
+                    begin, end = max(start, first), min(stop, last)
+                    buffer[begin - start : end - start] = piece[begin - first : end - first]
+
+    # ---- files ---------------------------------------------------------------------------------------------
+
+    def file(self, number: int) -> ReadFile:
+        """A data file, open; its size and header are those that were saved."""
+        found = self._open.get(number)
+        if found is None:
+            entry = self.manifest.files[number]
+            with doing(f"opening {self.folder.path}/{entry.name}"):
+                try:
+                    found = self.folder.reading(entry.name)
+                except FileNotFoundError:
+                    raise CheckpointDamaged(
+                        f"{self.folder.path}/{entry.name}: expected this file of the checkpoint, found none"
+                    ) from None
+            while len(self._open) >= _MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[number] = found
+        if number not in self._proven:
+            self._prove(found, number)
+            self._proven.add(number)
+        return found
+
+    def _prove(self, file: ReadFile, number: int) -> None:
+        entry = self.manifest.files[number]
+        if file.nbytes != entry.nbytes:
+            raise CheckpointDamaged(f"{file.path}: expected {entry.nbytes} bytes, found {file.nbytes}")
+        head = bytearray(entry.header_nbytes)
+        with doing(f"reading {file.path}"):
+            file.read_into(memoryview(head), 0)
+        if files.crc32(head) != entry.header_crc:
+            other = save_id_of(bytes(head))
+            known = other is not None and other != self.manifest.save_id
+            raise CheckpointDamaged(
+                f"{file.path}: expected the header that was saved, found "
+                + (f"a file of another save, {other}" if known else "another one")
+            )
+
+    def verify(self) -> None:
+        """Read everything. Raises `CheckpointDamaged` for any byte that is not what was saved, and for files in the
+        directory that the manifest does not know."""
+        known = {MANIFEST_NAME, *(file.name for file in self.manifest.files)}
+        if foreign := sorted(set(self.folder.names()) - known):
+            raise CheckpointDamaged(f"{self.folder.path}: expected the files of the manifest, found also {foreign}")
+        for number in range(len(self.manifest.files)):
+            self.file(number)
+        stored = [(chunk, key) for key, entry in self.manifest.tensors.items() for chunk in entry.chunks]
+        block = bytes_of(torch.empty(self.manifest.block_nbytes, dtype=torch.uint8))
+        for chunk, key in sorted(stored, key=lambda one: (one[0].file, one[0].start)):
+            for start in range(0, chunk.nbytes, len(block)):
+                self._read_bytes(block[: chunk.nbytes - start], chunk, start, key)
+
+    def sizes_problem(self) -> str | None:
+        """Why data files cannot be whole, by their sizes alone; None when they may be."""
+        for entry in self.manifest.files:
+            try:
+                nbytes = self.folder.nbytes(entry.name)
+            except (OSError, CheckpointDamaged) as error:
+                return f"{entry.name}: {error}"
+            if nbytes != entry.nbytes:
+                return f"{entry.name}: expected {entry.nbytes} bytes, found {nbytes}"
+        return None

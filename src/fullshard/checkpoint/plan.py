@@ -1,4 +1,4 @@
-"""Which part of a tensor is where: what each rank holds, who writes what, and what a reader takes from whom.
+"""Which part of a tensor is where: what all ranks hold, who writes what, and what a reader takes from whom.
 
 A part is a box: offsets and lengths in every dim. A tensor of shape (5, 3) on 4 ranks, dim 0, and what rank 1 of 2
 reads of it:
@@ -11,9 +11,50 @@ Pure arithmetic: no torch, no files.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
+
+from ..layout import itemsize
+from .errors import CheckpointMismatch
+
+# Where something is in a nested state dict: strings are keys of dicts, numbers positions in lists.
+KeyPath = tuple[str | int, ...]
+
+
+def key_of(path: KeyPath) -> str:
+    """The name of what is at `path`.
+
+    >>> key_of(("optimizer", "param_groups", 0, "lr"))
+    'optimizer.param_groups.0.lr'
+    """
+    return ".".join(map(str, path))
+
+
+def matches(key: str, patterns: Iterable[str]) -> bool:
+    """Whether `key` is one of `patterns`, in which * stands for anything.
+
+    >>> matches("optimizer.state.w.step", ["optimizer.*"]), matches("optimizers", ["optimizer.*"])
+    (True, False)
+    """
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+class TensorSpec(NamedTuple):
+    """A tensor, whoever holds its parts. `dtype`: torch's name, no `torch.`."""
+
+    path: KeyPath
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return key_of(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 class Box(NamedTuple):
@@ -29,6 +70,13 @@ class Box(NamedTuple):
     def __str__(self) -> str:
         """As it is written in Python: `[0:2, 3:5]`."""
         return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.lengths, strict=True))}]"
+
+
+def are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether `value`, which a file holds, is a list or tuple of offsets or lengths."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value
+    )
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -77,13 +125,13 @@ def local_box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[in
 
 
 def _cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]:
-    """Axes in the order in which they cut: from left to right, but one with `pieces` behind those that made them."""
+    """Axes in the order in which they cut: from left to right, but one with `pieces` after those that made them."""
     order: list[int] = []
     for axis in reversed(range(len(cuts))):
         cut = cuts[axis]
         if cut is None:
             continue
-        # Go behind as many cuts of the same dim as make up `pieces`; the others are later than this one.
+        # Go past as many cuts of the same dim as make up `pieces`; the others are later than this one.
         place, made = 0, 1
         while made < cut.pieces and place < len(order):
             other = cuts[order[place]]
@@ -92,7 +140,7 @@ def _cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]
                 made *= mesh[order[place]]
             place += 1
         if made != cut.pieces:
-            raise ValueError(f"axis {axis} cuts dim {cut.dim} behind {cut.pieces} pieces, and others make {made}")
+            raise ValueError(f"axis {axis} cuts dim {cut.dim} after {cut.pieces} pieces, and others make {made}")
         order.insert(place, axis)
     return order
 
@@ -128,7 +176,7 @@ def coverage_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 # ---- saving ----------------------------------------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """A part of one tensor that one rank holds. `nbytes` of it in memory order."""
 
     key: str
@@ -136,13 +184,71 @@ class Held(NamedTuple):
     nbytes: int
 
 
-def choose_writers(held: Sequence[Sequence[Held]]) -> list[list[int]]:
+REMEDY = (
+    "state of each rank goes under keys of its own (name the rank in them); for state that differs and of which "
+    "the first rank's is wanted, name the keys in take_first"
+)
+
+
+class Holdings(NamedTuple):
+    """`held[rank]`: the parts of that rank, in its own order. `values`: path, and the rank that sends it."""
+
+    tensors: dict[str, TensorSpec]
+    held: list[list[Holding]]
+    values: dict[str, tuple[KeyPath, int]]
+
+
+def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: str) -> Holdings:
+    """What all ranks hold, as one picture. A message is what one rank says it has (`SaveJob`).
+
+    Raises `CheckpointMismatch` with all that does not fit: a key of different shapes, dtypes, paths or values, parts
+    that leave something out or overlap.
+    """
+    problems = list[str]()
+    # With the rank that named them first.
+    tensors, values = dict[str, tuple[TensorSpec, int]](), dict[str, tuple[KeyPath, int, str]]()
+    boxes = dict[str, dict[Box, int]]()
+    held: list[list[Holding]] = [[] for _ in messages]
+    for rank, message in enumerate(messages):
+        for path, dtype, shape, raw in message["tensors"]:
+            spec = TensorSpec(tuple(path), dtype, tuple(shape))
+            key, (known, first) = spec.key, tensors.setdefault(spec.key, (spec, rank))
+            if known.path != spec.path:
+                problems.append(f"{key}: at {list(known.path)} on rank {first}, at {list(path)} on rank {rank}")
+            elif known != spec:
+                one, other = f"{known.dtype} {known.shape}", f"{dtype} {spec.shape}"
+                problems.append(f"{key}: {one} on rank {first}, {other} on rank {rank}")
+            if key in values:
+                problems.append(f"{key}: a value on rank {values[key][1]}, a tensor on rank {rank}")
+            box = Box(*map(tuple, raw)) if raw else whole((0,) * len(shape))  # None: on a mesh of other ranks
+            nbytes = box.numel * itemsize(dtype) if raw else 0
+            # With `take_first` another rank's is taken, whatever this one has.
+            if nbytes and boxes.setdefault(key, {}).setdefault(box, rank) != rank and matches(key, take_first):
+                nbytes = 0
+            held[rank].append(Holding(key, box, nbytes))
+        for path, digest in message["values"]:
+            key = key_of(path)
+            _, first, known_digest = values.setdefault(key, (tuple(path), rank, digest))
+            if known_digest != digest and not matches(key, take_first):
+                problems.append(f"{key}: one value on rank {first}, another on rank {rank}")
+            if key in tensors:
+                problems.append(f"{key}: a tensor on rank {tensors[key][1]}, a value on rank {rank}")
+    for key, (spec, _) in tensors.items():
+        if problem := coverage_problem(spec.shape, boxes.get(key, ())):
+            problems.append(f"{key} {spec.shape}: {problem}")
+    if problems:
+        raise CheckpointMismatch(f"{what}: expected ranks that fit each other, found", problems, REMEDY)
+    found = {key: (path, rank) for key, (path, rank, _) in values.items()}
+    return Holdings({key: spec for key, (spec, _) in tensors.items()}, held, found)
+
+
+def choose_writers(held: Sequence[Sequence[Holding]]) -> list[list[int]]:
     """For each rank, which of the parts it holds it writes (indices into `held[rank]`, rising).
 
     A part that several ranks hold is written by one of them, so that bytes are spread evenly: large parts are given
     first, each to the holder that has least. Empty parts are written by nobody.
 
-    >>> a, b = Held("a", whole((4,)), 16), Held("b", whole((2,)), 8)
+    >>> a, b = Holding("a", whole((4,)), 16), Holding("b", whole((2,)), 8)
     >>> choose_writers([[a, b], [a, b]])
     [[0], [1]]
     """

@@ -1,4 +1,5 @@
-"""Data files are safetensors files: any tool that knows the format reads them. Here: their headers, without torch.
+"""The headers of safetensors files, without torch. Our data files are such files: any tool that knows the format reads
+them.
 
     8 bytes: header length N, little-endian | N bytes: JSON {name: {dtype, shape, data_offsets}} | bytes of the tensors
 
@@ -8,7 +9,7 @@ The package of that name writes dicts that are in memory as a whole; we write pa
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .plan import Box, whole
@@ -31,8 +32,17 @@ DTYPE_NAMES = {
 }
 
 
-class Stored(NamedTuple):
-    """A part of a tensor as it is put in a file."""
+class HeaderEntry(NamedTuple):
+    """A tensor in a file. `dtype` is the format's name of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class FilePart(NamedTuple):
+    """A part of a tensor as our data files hold it."""
 
     key: str
     dtype: str
@@ -41,40 +51,42 @@ class Stored(NamedTuple):
     box: Box
 
     @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.itemsize
+    def entry(self) -> HeaderEntry:
+        """Its name is the key, and which part of the tensor where it is not all of it."""
+        name = self.key if self.box == whole(self.shape) else f"{self.key}{self.box}"
+        dtype, shape = DTYPE_NAMES.get(self.dtype), self.box.lengths
+        if dtype is None:
+            dtype, shape = "U8", (*shape, self.itemsize)
+        return HeaderEntry(name, dtype, shape, self.box.numel * self.itemsize)
 
-    @property
-    def name(self) -> str:
-        """In the file: the key, and which part of the tensor where it is not all of it."""
-        return self.key if self.box == whole(self.shape) else f"{self.key}{self.box}"
 
-
-def file_order(parts: Sequence[Stored]) -> list[int]:
+def file_order(parts: Sequence[FilePart]) -> list[int]:
     """In which order parts stand in a file: large elements first, so that each begins where its dtype may."""
     return sorted(range(len(parts)), key=lambda i: (-parts[i].itemsize, parts[i].key, parts[i].box))
 
 
-def header(parts: Sequence[Stored], save_id: str, file_name: str) -> bytes:
-    """The head of a file in which `parts` follow each other in this order. Its length is a multiple of 8.
+def header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
+    """The head of a file in which `entries` follow each other in this order. Its length is a multiple of 8.
 
-    Raises `ValueError` where two parts would have one name in the file.
+    Raises `ValueError` where two of them would have one name in the file.
     """
-    entries: dict[str, object] = {
-        "__metadata__": {"format": "pt", "fullshard_save_id": save_id, "fullshard_file": file_name}
-    }
+    found: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
-    for part in parts:
-        if part.name in entries:
-            raise ValueError(f"{part.name!r}: expected names that differ from each other and from __metadata__")
-        dtype, shape = DTYPE_NAMES.get(part.dtype), list(part.box.lengths)
-        if dtype is None:
-            dtype, shape = "U8", [*shape, part.itemsize]
-        entries[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + part.nbytes]}
-        offset += part.nbytes
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    for entry in entries:
+        if entry.name in found:
+            raise ValueError(f"{entry.name!r}: expected names that differ from each other and from __metadata__")
+        span = [offset, offset + entry.nbytes]
+        found[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": span}
+        offset += entry.nbytes
+    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def data_header(parts: Iterable[FilePart], save_id: str, file_name: str) -> bytes:
+    """The head of one of our data files."""
+    metadata = {"fullshard_save_id": save_id, "fullshard_file": file_name}
+    return header((part.entry for part in parts), metadata)
 
 
 def save_id_of(head: bytes) -> str | None:

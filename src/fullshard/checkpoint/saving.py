@@ -1,4 +1,5 @@
-"""Saving: what each rank holds, who writes what, the files, and the commit. See ADR 0022 for the protocol."""
+"""Saving: what each rank holds, who writes what, the files, and the commit. See ADR 0022 for the protocol. Here also:
+a checkpoint written by one process, tensor by tensor, for converters and tools."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,45 +21,45 @@ from torch import Tensor
 from .._version import __version__
 from ..comm import Messenger
 from ..layout import itemsize
-from . import checksums
+from . import files
+from .agreement import Message, agree
 from .directory import Saving
 from .errors import CheckpointMismatch
-from .files import Folder, doing
+from .files import Folder, WriteFile, doing
 from .manifest import (
     BLOCK_NBYTES,
     MANIFEST_NAME,
     Chunk,
     FileEntry,
+    Json,
     Manifest,
-    Path,
     TensorEntry,
     ValueEntry,
-    key_of,
+    decode,
+    encode,
     parse,
     to_bytes,
 )
-from .merge import REMEDY, Merged, merge
-from .plan import Box, choose_writers
-from .safetensors import Stored, file_order, header
-from .tensors import Part, bytes_of, on_host, part_of
-from .together import Message, agree
-from .tree import Tree
-from .values import Json, decode, encode
+from .plan import REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, whole
+from .safetensors import FilePart, data_header, file_order
+from .state import Part, Tree, bytes_of, dtype_name, on_host, part_of
 
 WRITER = f"fullshard {__version__}, torch {torch.__version__}"
+# CheckpointWriter begins a new data file after so many bytes.
+_FILE_NBYTES = 4 << 30
 
 
 class Snapshot(NamedTuple):
     """What one rank has to save: parts of tensors, in an order of its own, and values as JSON."""
 
-    parts: list[tuple[Path, Part]]
-    values: dict[str, tuple[Path, Json]]
+    parts: list[tuple[KeyPath, Part]]
+    values: dict[str, tuple[KeyPath, Json]]
     problems: list[str]
 
 
 def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None) -> Snapshot:
     """The leaves of `tree`; with `copy`, of tensors that nobody else writes. Raises nothing for what is in it."""
-    parts, problems = list[tuple[Path, Part]](), list(tree.problems)
+    parts, problems = list[tuple[KeyPath, Part]](), list(tree.problems)
     for leaf in tree.tensors.values():
         part = part_of(leaf.value)
         if isinstance(part, str):
@@ -75,19 +79,12 @@ class SaveJob:
         self.what = f"saving {self.path}"
         # On the first rank, from the plan to the end.
         self._saving: Saving | None = None
-        self._merged = Merged({}, [], [], {})
 
     def run(self, mine: Snapshot) -> str:
         """Write, and let it be the checkpoint; the path of its generation. On an error nothing has changed."""
         try:
             plan = agree(self.messenger, self.what, lambda: self._holdings(mine), self._plan)
-            rank = self.messenger.rank
-            done = agree(
-                self.messenger,
-                self.what,
-                lambda: self._write(mine, plan, plan["write"][rank], plan["compare"][rank], plan["send"][rank]),
-                self._commit,
-            )
+            done = agree(self.messenger, self.what, lambda: self._write(mine, plan), self._commit)
         finally:
             if self._saving is not None:
                 self._saving.end()
@@ -104,30 +101,26 @@ class SaveJob:
 
     def _plan(self, messages: list[Message]) -> Message:
         """On the first rank."""
-        self._merged = merge(messages, self.take_first, self.what)
+        self._merged: Holdings = merge(messages, self.take_first, self.what)
         self._saving = Saving.begin(self.path, uuid.uuid4().hex)
         write = choose_writers(self._merged.held)
-        writers = [set(indices) for indices in write]
         # Who holds the same as a writer reads it, too: the replicas have to be equal.
         compare = [
-            [i for i in range(len(parts)) if parts[i].nbytes and compared[i] and i not in writers[rank]]
-            for rank, (parts, compared) in enumerate(zip(self._merged.held, self._merged.compared, strict=True))
+            sorted({i for i, part in enumerate(parts) if part.nbytes}.difference(written))
+            for parts, written in zip(self._merged.held, write, strict=True)
         ]
         send: list[list[str]] = [[] for _ in write]
         for key, (_, holder) in self._merged.values.items():
             send[holder].append(key)
-        return {
-            "save_id": self._saving.save_id,
-            "folder": self._saving.name,
-            "write": write,
-            "compare": compare,
-            "send": send,
-        }
+        plan = {"write": write, "compare": compare, "send": send}
+        return {"save_id": self._saving.save_id, "folder": self._saving.name, **plan}
 
     # ---- the files -----------------------------------------------------------------------------------------
 
-    def _write(self, mine: Snapshot, plan: Message, write: list[int], compare: list[int], send: list[str]) -> Message:
-        name = f"data-{self.messenger.rank:05d}.safetensors"
+    def _write(self, mine: Snapshot, plan: Message) -> Message:
+        rank = self.messenger.rank
+        write, compare, send = plan["write"][rank], plan["compare"][rank], plan["send"][rank]
+        name = f"data-{rank:05d}.safetensors"
         parts = [mine.parts[index] for index in write]
         stored, written = None, list[Any]()
         if parts:
@@ -135,13 +128,10 @@ class SaveJob:
                 with folder.sub(plan["folder"]) as saving:
                     stored, chunks = write_file(saving, name, parts, plan["save_id"], spare_cores(self.messenger.world))
             written = [[index, *chunk] for index, chunk in zip(write, chunks, strict=True)]
-        digests = [[index, _digest_of_part(mine.parts[index][1])] for index in compare]
-        return {
-            "file": stored,
-            "written": written,
-            "compared": digests,
-            "values": [[key, mine.values[key][1]] for key in send],
-        }
+        sums = {index: files.of_blocks(_bytes_of_part(mine.parts[index][1]), BLOCK_NBYTES) for index in compare}
+        compared = [[index, _digest(crcs)] for index, crcs in sums.items()]
+        values = [[key, mine.values[key][1]] for key in send]
+        return {"file": stored, "written": written, "compared": compared, "values": values}
 
     # ---- the commit ----------------------------------------------------------------------------------------
 
@@ -149,44 +139,47 @@ class SaveJob:
         """On the first rank."""
         assert self._saving is not None
         merged, held = self._merged, self._merged.held
-        files, chunks = list[FileEntry](), dict[str, list[Chunk]]()
+        entries, chunks = list[FileEntry](), dict[str, list[Chunk]]()
         digests: dict[tuple[str, Box], dict[int, int]] = {}
         for rank, message in enumerate(messages):
-            if message["file"] is not None:
-                for index, start, nbytes, crcs in message["written"]:
-                    part = held[rank][index]
-                    chunks.setdefault(part.key, []).append(Chunk(part.box, len(files), start, nbytes, tuple(crcs)))
-                    digests.setdefault((part.key, part.box), {})[rank] = _digest(crcs)
-                files.append(FileEntry(*message["file"]))
+            for index, start, nbytes, crcs in message["written"]:
+                key, box, _ = held[rank][index]
+                chunks.setdefault(key, []).append(Chunk(box, len(entries), start, nbytes, tuple(crcs)))
+                digests.setdefault((key, box), {})[rank] = _digest(crcs)
             for index, digest in message["compared"]:
-                part = held[rank][index]
-                digests.setdefault((part.key, part.box), {})[rank] = digest
+                digests.setdefault(held[rank][index][:2], {})[rank] = digest
+            if message["file"] is not None:
+                entries.append(FileEntry(*message["file"]))
         if different := different_replicas(digests):
             raise CheckpointMismatch(f"{self.what}: expected replicas that are equal, found", different, REMEDY)
-        sizes = self._saving.sizes([file.name for file in files])
-        for file, nbytes in zip(files, sizes, strict=True):
+        sizes = self._saving.sizes([file.name for file in entries])
+        for file, nbytes in zip(entries, sizes, strict=True):
             if nbytes != file.nbytes:
                 raise OSError(0, f"{file.name}: {file.nbytes} bytes were written, {nbytes} are there")
-        sent = {key: value for message in messages for key, value in message["values"]}
-        manifest = Manifest(
-            save_id=self._saving.save_id,
-            world=self.messenger.world,
-            writer=WRITER,
-            tensors={
-                key: TensorEntry(path, dtype, shape, tuple(sorted(chunks.get(key, ()))))
-                for key, (path, dtype, shape) in merged.tensors.items()
-            },
-            values={key: ValueEntry(path, decode(sent[key])) for key, (path, _) in merged.values.items()},
-            files=tuple(files),
-        )
-        data = to_bytes(manifest)
-        # What could not be read is not committed.
-        parse(data, f"{self.path}/{MANIFEST_NAME}")
-        return {"path": self._saving.commit(data)}
+        sent = {key: decode(value) for message in messages for key, value in message["values"]}
+        tensors = [TensorEntry(*spec, tuple(sorted(chunks.get(key, ())))) for key, spec in merged.tensors.items()]
+        values = [ValueEntry(path, sent[key]) for key, (path, _) in merged.values.items()]
+        return {"path": commit(self._saving, self.path, self.messenger.world, tensors, values, entries)}
+
+
+def commit(
+    saving: Saving,
+    path: str,
+    world: int,
+    tensors: Sequence[TensorEntry],
+    values: Sequence[ValueEntry],
+    entries: Sequence[FileEntry],
+) -> str:
+    """Let what was written be the checkpoint; the path of its generation."""
+    by_key, values_by_key = {entry.key: entry for entry in tensors}, {entry.key: entry for entry in values}
+    data = to_bytes(Manifest(saving.save_id, world, WRITER, by_key, values_by_key, tuple(entries)))
+    # What could not be read is not committed.
+    parse(data, f"{path}/{MANIFEST_NAME}")
+    return saving.commit(data)
 
 
 def write_file(
-    folder: Folder, name: str, parts: Sequence[tuple[Path, Part]], save_id: str, threads: int = 1
+    folder: Folder, name: str, parts: Sequence[tuple[KeyPath, Part]], save_id: str, threads: int = 1
 ) -> tuple[FileEntry, list[tuple[int, int, tuple[int, ...]]]]:
     """A data file of `parts`, synced. Returns its entry and, for each part, (start, nbytes, checksums).
 
@@ -194,29 +187,27 @@ def write_file(
     computed beside the writing, by `threads`: all of it leaves the interpreter to others, and the disk is what is
     waited for. A part on a device is copied to the host for just as long as that takes.
     """
-    stored = [_stored(path, part) for path, part in parts]
-    order = file_order(stored)
-    head = header([stored[i] for i in order], save_id, name)
-    found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-    with Beside(0 if checksums.FAST else threads) as beside, folder.writing(name) as file:
+    described = [_file_part(path, part) for path, part in parts]
+    order = file_order(described)
+    head = data_header([described[i] for i in order], save_id, name)
+    found, pending = dict[int, tuple[int, int, tuple[int, ...]]](), dict[int, Future[tuple[int, ...]]]()
+    with ChecksumThreads(0 if files.FAST else threads) as beside, folder.writing(name) as file:
         file.write(memoryview(head))
         for i in order:
             start, data = file.nbytes, _bytes_of_part(parts[i][1])
-            if checksums.FAST:
+            if files.FAST:
                 found[i] = (start, len(data), file.write_summed(data, BLOCK_NBYTES))
             else:
-                found[i] = (start, len(data), ())
-                beside.submit(data)
+                found[i], pending[i] = (start, len(data), ()), beside.submit(data)
                 file.write(data)
         file.sync()
-        entry = FileEntry(name, file.nbytes, len(head), checksums.crc32(head))
-    if not checksums.FAST:
-        for i, crcs in zip(order, beside.results, strict=True):
-            found[i] = (*found[i][:2], crcs)
+        entry = FileEntry(name, file.nbytes, len(head), files.crc32(head))
+    for i, crcs in pending.items():
+        found[i] = (*found[i][:2], crcs.result())
     return entry, [found[i] for i in range(len(parts))]
 
 
-class Beside:
+class ChecksumThreads:
     """Threads that compute checksums until the `with` block ends.
 
     Not an executor: those refuse work when the process is about to end, when the last save may still be under way.
@@ -226,27 +217,25 @@ class Beside:
     _WAITING = 4
 
     def __init__(self, threads: int) -> None:
-        # In the order in which parts were given.
-        self.results: list[tuple[int, ...]] = []
-        self._errors: list[Exception] = []
-        self._given: queue.Queue[tuple[int, memoryview] | None] = queue.Queue(self._WAITING)
+        self._given: queue.Queue[tuple[Future[tuple[int, ...]], memoryview] | None] = queue.Queue(self._WAITING)
         self._threads = [
             threading.Thread(target=self._compute, name="fullshard-checksums", daemon=True) for _ in range(threads)
         ]
 
-    def submit(self, data: memoryview) -> None:
-        self.results.append(())
-        self._given.put((len(self.results) - 1, data))
+    def submit(self, data: memoryview) -> Future[tuple[int, ...]]:
+        future: Future[tuple[int, ...]] = Future()
+        self._given.put((future, data))
+        return future
 
     def _compute(self) -> None:
         while (given := self._given.get()) is not None:
-            index, data = given
+            future, data = given
             try:
-                self.results[index] = checksums.of_blocks(data, BLOCK_NBYTES)
+                future.set_result(files.of_blocks(data, BLOCK_NBYTES))
             except Exception as error:
-                self._errors.append(error)
+                future.set_exception(error)
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> ChecksumThreads:
         for thread in self._threads:
             thread.start()
         return self
@@ -256,8 +245,6 @@ class Beside:
             self._given.put(None)
         for thread in self._threads:
             thread.join()
-        if self._errors:
-            raise self._errors[0]
 
 
 def spare_cores(world: int) -> int:
@@ -267,9 +254,9 @@ def spare_cores(world: int) -> int:
     return min(4, max(1, (os.cpu_count() or 1) // ranks))
 
 
-def _stored(path: Path, part: Part) -> Stored:
+def _file_part(path: KeyPath, part: Part) -> FilePart:
     assert part.box is not None
-    return Stored(key_of(path), part.dtype, itemsize(part.dtype), part.shape, part.box)
+    return FilePart(key_of(path), part.dtype, itemsize(part.dtype), part.shape, part.box)
 
 
 def _bytes_of_part(part: Part) -> memoryview:
@@ -281,12 +268,8 @@ def _text_digest(value: Json) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _digest_of_part(part: Part) -> int:
-    return _digest(checksums.of_blocks(_bytes_of_part(part), BLOCK_NBYTES))
-
-
 def _digest(crcs: Sequence[int]) -> int:
-    return checksums.crc32(b"".join(crc.to_bytes(4, "little") for crc in crcs))
+    return files.crc32(b"".join(crc.to_bytes(4, "little") for crc in crcs))
 
 
 def different_replicas(digests: dict[tuple[str, Box], dict[int, int]]) -> list[str]:
@@ -296,3 +279,101 @@ def different_replicas(digests: dict[tuple[str, Box], dict[int, int]]) -> list[s
         for (key, box), by_rank in sorted(digests.items())
         if len(set(by_rank.values())) > 1
     ]
+
+
+# ---- one process, tensor by tensor ---------------------------------------------------------------------------
+
+
+class CheckpointWriter:
+    """Writes a checkpoint, full tensor after full tensor, and commits it when the `with` block ends without an error.
+
+    Tensors are announced first, because a file begins with what is in it; they are written in that order. `values`: by
+    path. Raises what `save` raises.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | os.PathLike[str],
+        tensors: Sequence[TensorSpec],
+        values: Mapping[KeyPath, Any] | None = None,
+        *,
+        file_nbytes: int = _FILE_NBYTES,
+    ) -> None:
+        self._path = os.path.abspath(os.fspath(checkpoint_id))
+        self._specs = [TensorSpec(tuple(s.path), s.dtype, tuple(s.shape)) for s in tensors]
+        self._values = [ValueEntry(tuple(path), decode(encode(value))) for path, value in (values or {}).items()]
+        keys = Counter(key_of(path) for path, *_ in [*self._specs, *self._values])
+        twice = sorted(key for key, count in keys.items() if count > 1)
+        if twice:
+            raise CheckpointMismatch(f"saving {self._path}: expected each key once, found", twice)
+        self._groups = _grouped(self._specs, file_nbytes)
+        self._tensors: list[TensorEntry] = []
+        self._files: list[FileEntry] = []
+        self._file: WriteFile | None = None
+
+    def __enter__(self) -> CheckpointWriter:
+        self._saving = Saving.begin(self._path, uuid.uuid4().hex)
+        with Folder.open(self._path) as folder:
+            self._folder = folder.sub(self._saving.name)
+        return self
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """The next announced tensor, on any device; the caller may change it afterwards."""
+        if len(self._tensors) == len(self._specs):
+            raise ValueError(f"expected no more than the announced tensors, found {key}")
+        spec = self._specs[len(self._tensors)]
+        found = TensorSpec(spec.path, dtype_name(tensor.dtype), tuple(tensor.shape))
+        if key != spec.key or found != spec:
+            raise ValueError(
+                f"expected {spec.key} {spec.dtype} {spec.shape} next, found {key} {found.dtype} {found.shape}"
+            )
+        chunks: tuple[Chunk, ...] = ()
+        if tensor.numel():
+            with doing(f"writing {key} to {self._path}"):
+                chunks = (self._write(whole(spec.shape), bytes_of(on_host(tensor.detach()))),)
+        self._tensors.append(TensorEntry(*spec, chunks))
+
+    def _write(self, box: Box, data: memoryview) -> Chunk:
+        number = len(self._files)
+        name, group = f"data-{number:05d}.safetensors", self._groups[number]
+        if self._file is None:
+            parts = [FilePart(s.key, s.dtype, itemsize(s.dtype), s.shape, whole(s.shape)) for s in group]
+            self._head, self._left = data_header(parts, self._saving.save_id, name), len(group)
+            self._file = self._folder.writing(name)
+            self._file.write(memoryview(self._head))
+        file = self._file
+        chunk = Chunk(box, number, file.nbytes, len(data), file.write_summed(data, BLOCK_NBYTES))
+        self._left -= 1
+        if not self._left:
+            file.sync()
+            self._files.append(FileEntry(name, file.nbytes, len(self._head), files.crc32(self._head)))
+            file.close()
+            self._file = None
+        return chunk
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                if left := [spec.key for spec in self._specs[len(self._tensors) :]]:
+                    raise CheckpointMismatch(f"saving {self._path}: expected what was announced, lacks", left)
+                commit(self._saving, self._path, 1, self._tensors, self._values, self._files)
+        finally:
+            if self._file is not None:
+                self._file.close()
+            self._folder.close()
+            self._saving.end()
+
+
+def _grouped(specs: Sequence[TensorSpec], file_nbytes: int) -> list[list[TensorSpec]]:
+    """Which tensors share a file, in order; those without elements are in none."""
+    groups: list[list[TensorSpec]] = []
+    nbytes = file_nbytes
+    for spec in specs:
+        if not spec.nbytes:
+            continue
+        if nbytes + spec.nbytes > file_nbytes:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(spec)
+        nbytes += spec.nbytes
+    return groups

@@ -1,28 +1,45 @@
-"""The state of a model and its optimizers under the names of the plain model, as nested dicts of tensors.
+"""State as nested dicts: of a model and its optimizers under the names of the plain model; as lists of leaves; and the
+part of each tensor that is in this rank's memory.
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
     save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=...)
 
 Tensors share memory with model and optimizer, so that a load writes into them. An optimizer's state is
 `{"state": {name of the parameter: {...}}, "param_groups": [{"params": [names], "lr": ...}]}`, the same for every world.
+
+`{"model": {"w": t}, "step": 3}` has the leaves `model.w` and `step`. Dicts with string keys are descended, lists where
+a tensor is in them; whatever has `state_dict` and `load_state_dict` (a module, a scheduler, a data loader) is what its
+state dict is. All else that is no tensor is one value.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._torch import cut_dim, local_of, settled
+from ..layout import itemsize, known_dtypes
 from .errors import CheckpointMismatch
-from .tree import OpenState
+from .manifest import encode
+from .plan import Box, Cut, KeyPath, key_of, local_box, whole
 
 # What wrappers put into names: torch.compile, activation checkpointing, FSDP1.
-_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+# Below it, memory comes from where all tensors have theirs.
+_OWN_MAP_NBYTES = 4 << 20
+# A multiple of every itemsize, and of a line of the cache.
+_ALIGNMENT = 64
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -34,19 +51,19 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
     checkpointing. `load` fills the state of an optimizer as the checkpoint has it, also that of one which has not
     stepped yet; `set_state_dict` then brings it into the optimizer.
     """
-    names = parameter_names(model)
+    names, optimizers = parameter_names(model), all_of(optimizers)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    for optimizer in all_of(optimizers):
+    for optimizer in optimizers:
         taken = optimizer.state_dict()
         numbered = names_in_order(optimizer, names)
         for number, entries in taken["state"].items():
             state[numbered[number]] = dict(entries)
         for group in taken["param_groups"]:
             groups.append({**group, "params": [numbered[number] for number in group["params"]]})
-    owned = [p for optimizer in all_of(optimizers) for group in optimizer.param_groups for p in group["params"]]
-    like: dict[str, Tensor] = {names[parameter]: parameter for parameter in owned}
-    return _model_state(model), {"state": OpenState(state, like), "param_groups": groups}
+    like: dict[str, Tensor] = {names[p]: p for optimizer in optimizers for p in _owned(optimizer)}
+    model_state = {_name_in(model, name): value for name, value in model.state_dict().items()}
+    return model_state, {"state": OpenState(state, like), "param_groups": groups}
 
 
 def set_state_dict(
@@ -62,11 +79,9 @@ def set_state_dict(
     groups; else `CheckpointMismatch` lists what is not, and nothing is changed. State that an optimizer has and
     `optim_state_dict` has not, goes. Dtypes stay as they were stored.
     """
-    loads = [] if optim_state_dict is None else _optimizer_loads(model, optimizers, optim_state_dict)
+    loads = [] if optim_state_dict is None else _optimizer_loads(model, all_of(optimizers), optim_state_dict)
     if model_state_dict is not None:
-        raw = {_clean(name): name for name in model.state_dict()}
-        prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-        raw = {name.removeprefix(prefix): spelt for name, spelt in raw.items()}
+        raw = {_name_in(model, name): name for name in model.state_dict()}
         problems = [f"missing: {name}" for name in sorted(raw.keys() - model_state_dict.keys())]
         problems += [f"unexpected: {name}" for name in sorted(model_state_dict.keys() - raw.keys())]
         if problems:
@@ -79,26 +94,30 @@ def set_state_dict(
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """The name of each parameter in the plain model; the first one of tied weights."""
-    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    return {parameter: _clean(name).removeprefix(prefix) for name, parameter in model.named_parameters()}
+    return {parameter: _name_in(model, name) for name, parameter in model.named_parameters()}
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    return {_clean(name).removeprefix(prefix): value for name, value in model.state_dict().items()}
-
-
-def _clean(name: str) -> str:
+def plain_name(name: str) -> str:
+    """`name` without what torch.compile, activation checkpointing and FSDP1 put into it."""
     return _WRAPPERS.sub("", name)
+
+
+def _name_in(model: nn.Module, name: str) -> str:
+    """The name in the plain model, which DistributedDataParallel wraps as its `module`."""
+    return plain_name(name).removeprefix("module." if isinstance(model, DistributedDataParallel) else "")
 
 
 def all_of(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
+def _owned(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list[str]:
     """Names in the order in which the optimizer numbers its parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _owned(optimizer)
     strangers = sum(parameter not in names for parameter in parameters)
     if strangers:
         raise ValueError(
@@ -109,13 +128,13 @@ def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list
 
 
 def _optimizer_loads(
-    model: nn.Module, optimizers: Optimizers, stored: dict[str, Any]
+    model: nn.Module, optimizers: Sequence[Optimizer], stored: dict[str, Any]
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """What each optimizer's own `load_state_dict` takes; parameters by number again."""
     names = parameter_names(model)
     group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
     loads, problems = [], []
-    for optimizer in all_of(optimizers):
+    for optimizer in optimizers:
         numbered = names_in_order(optimizer, names)
         number_of = {name: number for number, name in enumerate(numbered)}
         groups = []
@@ -131,7 +150,7 @@ def _optimizer_loads(
             groups.append({**chosen, "params": [number_of[name] for name in own]})
         state = {number_of[name]: entries for name, entries in stored["state"].items() if name in number_of}
         loads.append((optimizer, {"state": state, "param_groups": groups}))
-    known = {names[p] for optimizer in all_of(optimizers) for group in optimizer.param_groups for p in group["params"]}
+    known = {names[p] for optimizer in optimizers for p in _owned(optimizer)}
     problems += [f"unexpected: state of {name}" for name in sorted(stored["state"].keys() - known)]
     if problems:
         raise CheckpointMismatch("set_state_dict: expected the state of these optimizers, found", problems)
@@ -140,7 +159,7 @@ def _optimizer_loads(
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Undo that torch's `load_state_dict` casts state to the dtype of its parameter, where that is another one."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _owned(optimizer)
     for number, entries in state["state"].items():
         held = optimizer.state[parameters[number]]
         for name, value in entries.items():
@@ -148,3 +167,284 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype is not value.dtype:
                 with torch.no_grad():
                     held[name] = value.detach().to(now.device)
+
+
+# ---- leaves ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Leaf:
+    """A tensor or a value at `path`: `container[name]`."""
+
+    path: KeyPath
+    value: Any
+    container: Any
+    name: str | int
+
+    @property
+    def key(self) -> str:
+        return key_of(self.path)
+
+    def put(self, value: Any) -> None:
+        """Let `value` take the place of what is there."""
+        held = self.container[self.name]
+        if isinstance(held, dict) and type(held) is not dict and isinstance(value, dict):
+            # A Counter stays one: the object that the program gave, with the contents that were saved.
+            held.clear()
+            for name, item in value.items():
+                held[name] = item
+        else:
+            self.container[self.name] = value
+
+
+@dataclass
+class Tree:
+    """The leaves of a state dict, by key. `problems`: what cannot be saved, and why; such leaves are left out."""
+
+    tensors: dict[str, Leaf] = field(default_factory=dict)
+    values: dict[str, Leaf] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    # Objects that take their state by `load_state_dict`, innermost first, each with the state dict that was flattened.
+    stateful: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    # Optimizer states that take whatever is stored for their parameters: (path, the state).
+    open: list[tuple[KeyPath, OpenState]] = field(default_factory=list)
+
+
+class OpenState(dict[str, dict[str, Any]]):
+    """The state of an optimizer by parameter, `{name: {"exp_avg": ...}}`, that a load fills as the checkpoint has it.
+
+    An optimizer that has not stepped has none yet, and what it will have only itself knows. `like`: the parameter of
+    each name. A stored tensor of a parameter's shape gets its dtype's own, and the parameter's placements.
+    """
+
+    def __init__(self, state: dict[str, dict[str, Any]], like: dict[str, Tensor]) -> None:
+        super().__init__(state)
+        self.like = like
+
+
+def flatten(state_dict: dict[str, Any]) -> Tree:
+    """The leaves of `state_dict`. Never raises for what is in it: `problems` lists that."""
+    tree = Tree()
+
+    def descend(path: KeyPath, container: Any, name: str | int, value: Any) -> None:
+        if _is_stateful(value):
+            if isinstance(value, torch.optim.Optimizer):
+                tree.problems.append(
+                    f"{key_of(path)}: expected the state of an optimizer under the names of its parameters, found an "
+                    f"optimizer, which numbers them; take it with get_state_dict(model, optimizer)"
+                )
+                return
+            try:
+                state = value.state_dict()
+            except Exception as error:
+                tree.problems.append(f"{key_of(path)}: its state_dict() raised {type(error).__name__}: {error}")
+                return
+            descend_all(path, state, list(state.items()))
+            tree.stateful.append((value, state))
+        elif isinstance(value, OpenState) or (
+            isinstance(value, dict) and value and all(isinstance(key, str) for key in value)
+        ):
+            if isinstance(value, OpenState):
+                tree.open.append((path, value))
+            descend_all(path, value, list(value.items()))
+        elif isinstance(value, list) and any(map(holds_tensor, value)):
+            descend_all(path, value, list(enumerate(value)))
+        else:
+            leaf(Leaf(path, value, container, name))
+
+    def descend_all(path: KeyPath, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for name, item in items:
+            descend((*path, name), container, name, item)
+
+    def leaf(found: Leaf) -> None:
+        key, problem = found.key, _problem(found.path, found.value)
+        if key in tree.tensors or key in tree.values:
+            problem = "a second entry whose path has the same spelling; rename one of the two keys"
+        if problem:
+            tree.problems.append(f"{key}: {problem}")
+        else:
+            (tree.tensors if isinstance(found.value, Tensor) else tree.values)[key] = found
+
+    descend_all((), state_dict, list(state_dict.items()))
+    return tree
+
+
+def _problem(path: KeyPath, value: Any) -> str | None:
+    try:
+        key_of(path).encode()
+    except UnicodeEncodeError:
+        return "expected a name that is text, found half of a surrogate pair in it"
+    if isinstance(value, Tensor):
+        return None
+    if holds_tensor(value):
+        return (
+            f"expected tensors in dicts with string keys and in lists, found one in a {type(value).__name__}"
+            f"{' with other keys' if isinstance(value, dict) else ''}, where it could not be loaded in place"
+        )
+    try:
+        encode(value)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _is_stateful(value: Any) -> bool:
+    return (
+        not isinstance(value, (dict, Tensor))
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def holds_tensor(value: Any, depth: int = 0) -> bool:
+    """Whether a tensor, or an object with a state dict, is somewhere in `value`."""
+    if isinstance(value, Tensor):
+        return True
+    if depth > 64:  # circular, which encode() refuses with words
+        return False
+    if isinstance(value, dict):
+        return any(holds_tensor(item, depth + 1) for item in value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(holds_tensor(item, depth + 1) for item in value)
+    return _is_stateful(value)
+
+
+class _Node(dict[Any, Any]):
+    """A dict or list that is being put together; a dict of another type is a value."""
+
+
+def nested(leaves: dict[KeyPath, Any]) -> dict[str, Any]:
+    """The nested state dict that `leaves` were taken from: dicts for strings, lists for numbers."""
+    root = _Node()
+    for path, value in leaves.items():
+        current = root
+        for part in path[:-1]:
+            current = current.setdefault(part, _Node())
+        current[path[-1]] = value
+    made: dict[str, Any] = _plain(root)
+    return made
+
+
+def _plain(node: Any) -> Any:
+    if not isinstance(node, _Node):
+        return node
+    if node and all(isinstance(key, int) for key in node):
+        return [_plain(node[key]) for key in sorted(node)]
+    return {key: _plain(item) for key, item in node.items()}
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """What this rank holds of a tensor: `local` is `box` of a tensor of `shape`. None and None: nothing, because the
+    tensor is on a mesh of other ranks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box | None
+    local: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.local is None else self.local.numel() * self.local.element_size()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of it without `torch.`: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a manifest names."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def part_of(tensor: Tensor) -> Part | str:
+    """What this rank holds of `tensor`, sharing its memory; or why it cannot be saved or loaded."""
+    tensor = settled(tensor.detach())
+    if isinstance(tensor, DTensor):
+        return _part_of_dtensor(tensor)
+    shape = tuple(tensor.shape)
+    return _unusual(tensor) or Part(dtype_name(tensor.dtype), shape, whole(shape), tensor)
+
+
+def _part_of_dtensor(tensor: DTensor) -> Part | str:
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    cuts = []
+    for placement in tensor.placements:
+        dim = cut_dim(placement)
+        if dim is None and not placement.is_replicate():
+            return f"expected Shard and Replicate, found placements {tensor.placements}; redistribute it first"
+        # `split_factor`: of the placement that cuts after axes to its right.
+        cuts.append(None if dim is None else Cut(dim % len(shape), getattr(placement, "split_factor", 1)))
+    coordinate = mesh.get_coordinate()
+    dtype = dtype_name(tensor.dtype)
+    if coordinate is None:
+        return Part(dtype, shape, None, None)
+    local = settled(local_of(tensor)).detach()
+    box = local_box(shape, tuple(mesh.shape), coordinate, cuts)
+    if tuple(local.shape) != box.lengths:
+        return (
+            f"expected {box.lengths} of {shape} on this rank by placements {tensor.placements} on a mesh of "
+            f"{tuple(mesh.shape)}, found a local tensor of {tuple(local.shape)}"
+        )
+    return _unusual(local) or Part(dtype, shape, box, local)
+
+
+def _unusual(tensor: Tensor) -> str | None:
+    """Why the bytes of `tensor` are not plain memory."""
+    if tensor.is_meta:
+        return "expected a tensor with memory, found one on the meta device; materialize the model first"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"expected a dense tensor, found {tensor.layout}{' quantized' if tensor.is_quantized else ''}"
+    if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return f"expected a plain tensor or a DTensor, found {type(tensor).__name__}; unwrap it"
+    if dtype_name(tensor.dtype) not in known_dtypes():
+        return f"expected a dtype of whole bytes, found {tensor.dtype}"
+    return None
+
+
+def on_host(local: Tensor) -> Tensor:
+    """`local` contiguous in host memory: itself where it is that already."""
+    return local.resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, which the view keeps alive."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return memoryview(b"")
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def staging(wanted: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
+    """Uninitialised tensors on the host, contiguous, one for each (name of dtype, shape), in one piece of memory that
+    goes when the last of them does.
+
+    New memory costs a fault for each page when it is touched first, in pages of 4 KiB a quarter of a load's CPU time;
+    so it is asked for in huge ones where the system has them. Raises `OSError` when there is none left.
+    """
+    starts, nbytes = list[int](), 0
+    for dtype, shape in wanted:
+        starts.append(nbytes)
+        nbytes += -(-whole(tuple(shape)).numel * itemsize(dtype) // _ALIGNMENT) * _ALIGNMENT
+    memory = _mapped(nbytes) if nbytes >= _OWN_MAP_NBYTES else torch.empty(nbytes, dtype=torch.uint8)
+    made = []
+    for start, (dtype, shape) in zip(starts, wanted, strict=True):
+        size = whole(tuple(shape)).numel * itemsize(dtype)
+        made.append(memory[start : start + size].view(dtype_of(dtype)).view(tuple(shape)))
+    return made
+
+
+def _mapped(nbytes: int) -> Tensor:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if (huge := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(huge)
+    return torch.frombuffer(pages, dtype=torch.uint8)

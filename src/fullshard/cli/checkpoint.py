@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fullshard.checkpoint import foreign as formats
+from fullshard.checkpoint import formats
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from fullshard.train.metrics import in_units, installed
 

@@ -1,10 +1,8 @@
-"""Pure arithmetic of sharding: one parameter, one unit, two layouts of a tensor, and bytes.
+"""Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
-Standard library only: it imports where torch is not installed. Files: `dtypes` (bytes per element), `shard`
-(one parameter), `pack` (one unit), `chunks` (its gradients in messages), `gather` (direct or packed), `narrow` (what is
-kept between forward and backward), `nodes` (reductions in two hops), `region` (two layouts of
-one tensor), `memory` (expected bytes), `budget` (what fits into so many), `structure` (what a model is, as a list that
-ranks compare).
+Standard library only: it imports where torch is not installed. Files: `shard` (one parameter; bytes per element),
+`flat` (one unit, and its gradients in messages), `gather` (direct or packed; what is kept between forward and
+backward), `nodes` (reductions in two hops), `memory` (expected bytes, and what fits into so many).
 """
 
 from .flat import FACTS_NUMEL as FACTS_NUMEL
@@ -40,10 +38,6 @@ from .memory import total as total
 from .nodes import NodeGrid as NodeGrid
 from .nodes import node_grid as node_grid
 from .nodes import reduces_in_hops as reduces_in_hops
-from .region import BoxRoute as BoxRoute
-from .region import Route as Route
-from .region import box_routes as box_routes
-from .region import routes as routes
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride

@@ -56,7 +56,7 @@ class UnitMemory:
     # dtype, or of the reduce dtype where nothing is cut or the backend reduces.
     replicas: int = 1
     sum_itemsize: int = 4
-    # Of an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.narrow`), over the
+    # Of an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.gather`), over the
     # ranks of its block.
     kept: Pack | None = None
     # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).

@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import MicroBatches, __version__, checkpoint
-from fullshard.checkpoint.foreign.safetensors_file import Entry, SafetensorsWriter
+from fullshard.checkpoint.formats.hf import Entry, SafetensorsWriter
 from fullshard.train.config import CheckpointKeys, Config, ConfigError, invalid, key_names, load_config, show, to_toml
 from fullshard.train.metrics import StepRecord, read_metrics
 from fullshard.train.process import World

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.foreign.safetensors_file import read_safetensors
+from fullshard.checkpoint.formats.hf import read_safetensors
 from fullshard.train.config import Config, SampleKeys, load_config
 from fullshard.train.data import BPETokenizer, ByteTokenizer, Tokenizer
 from fullshard.train.model import Llama, llama_shape

@@ -20,23 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...comm import alone, messenger, whole_of
+from ..agreement import Message, agree
 from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
-from ..manifest import Manifest, TensorEntry, ValueEntry, key_of
-from ..merge import matches
-from ..plan import Box, whole
-from ..state import Optimizers, get_state_dict, set_state_dict
-from ..tensors import dtype_name
-from ..together import Message, agree
-from ..tree import flatten
-from ..values import encode
-from .convert import open_source, reason
+from ..manifest import Manifest, TensorEntry, ValueEntry, encode
+from ..plan import Box, key_of, matches, whole
+from ..state import Optimizers, flatten, get_state_dict, set_state_dict
+from .convert import open_source, reason, regrouped
 from .hf import DEFAULT_MAX_NBYTES, entries_of, write_hf
-from .names import Chosen, Renaming
-from .numbered import HINT
-from .ours import regrouped
-from .source import Source, TensorInfo, place
-from .torch_write import write_torch
+from .names import HINT, Chosen, Renaming
+from .source import LeavesSource, Source, place
+from .torch_file import write_torch
 
 
 def load_into(
@@ -80,7 +74,7 @@ class _ImportJob(LoadJob):
 
     def _match_source(self, state_dict: dict[str, Any]) -> Message:
         source = self._source
-        tensors = {key: TensorEntry(i.path, i.dtype, i.shape, ()) for key, i in source.tensors.items()}
+        tensors = {key: TensorEntry(*i, ()) for key, i in source.tensors.items()}
         readable, unreadable = {}, {}
         for key, path in source.values.items():
             value = None
@@ -112,32 +106,24 @@ class _ImportJob(LoadJob):
 # ---- the other way ---------------------------------------------------------------------------------------------
 
 
-class StateSource(Source):
+class StateSource(LeavesSource):
     """A state dict of this program as a source. `read` of a DTensor gathers it: all ranks of its mesh read the same
     keys in the same order."""
 
-    kind, path = "state", Path("the state dict")
+    kind = "state"
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
         tree = flatten(state_dict)
         if tree.problems:
             raise CheckpointMismatch("exporting: expected tensors and plain values, found", tree.problems)
-        self._tensors = {key: leaf.value for key, leaf in tree.tensors.items()}
-        self._values = {key: leaf.value for key, leaf in tree.values.items()}
-        self.tensors = {
-            key: TensorInfo(leaf.path, dtype_name(leaf.value.dtype), tuple(leaf.value.shape))
-            for key, leaf in tree.tensors.items()
-        }
-        self.values = {key: leaf.path for key, leaf in tree.values.items()}
+        leaves = [*tree.tensors.values(), *tree.values.values()]
+        super().__init__(Path("the state dict"), [(leaf.path, leaf.value) for leaf in leaves])
 
     @torch.no_grad()
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        tensor = self._tensors[key].detach()
+        tensor = self._leaves[key].detach()
         full = whole_of(tensor, f"the export of {key}") if isinstance(tensor, DTensor) else tensor
         return full if box is None else place(full, whole(tuple(full.shape)), box)
-
-    def value(self, key: str) -> Any:
-        return self._values[key]
 
 
 def export_full(
@@ -232,7 +218,7 @@ def load_full(
     The file is mapped and each rank reads its rows: nothing is sent, and beside the model there is one rank's part of
     the state. All or nothing, as `load_into`. `allow_torch_save`: the file is a pickle, read through `weights_only`;
     say True for files that you trust. `optimizer_names`: what the numbers stand for in a file that has
-    `optimizer.state_dict()` as torch gives it; `foreign.optimizer_names(model, optimizers)` where that program built
+    `optimizer.state_dict()` as torch gives it; `formats.optimizer_names(model, optimizers)` where that program built
     its optimizer in the same order. The optimizer need not have stepped.
     """
     state = _training_state(model, optimizers)

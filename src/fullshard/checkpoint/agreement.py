@@ -6,11 +6,19 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..comm import Messenger
 from ..guard import RanksDisagree, shown_ranks, variants
-from .errors import CheckpointError, CheckpointMismatch, describe, rebuild
+from .errors import (
+    CheckpointBusy,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointIOError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    io_error,
+)
 
 Message = dict[str, Any]
 
@@ -88,13 +96,14 @@ def _failure(messages: list[Message], failed: list[int]) -> Message:
     if all(error["kind"] == CheckpointMismatch.__name__ for error in errors):
         by_problem: dict[str, list[int]] = {}
         for rank, error in zip(failed, errors, strict=True):
-            for problem in dict.fromkeys(error["problems"]):
+            for problem in dict.fromkeys(error["args"][1]):
                 by_problem.setdefault(problem, []).append(rank)
-        whose = {
-            problem: "" if len(ranks) == len(messages) else f" (on {shown_ranks(ranks)})"
+        found = [
+            problem if len(ranks) == len(messages) else f"{problem} (on {shown_ranks(ranks)})"
             for problem, ranks in by_problem.items()
-        }
-        return {"error": {**first, "problems": [problem + ranks for problem, ranks in whose.items()]}, "ranks": []}
+        ]
+        what, _, remedy = first["args"]
+        return {"error": {**first, "args": [what, found, remedy]}, "ranks": []}
     first = next(error for error in errors if error["kind"] != CheckpointMismatch.__name__)
     alike = [rank for rank, error in zip(failed, errors, strict=True) if error == first]
     return {"error": first, "ranks": alike if len(alike) < len(messages) else []}
@@ -102,3 +111,39 @@ def _failure(messages: list[Message], failed: list[int]) -> Message:
 
 def _encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
+
+
+# ---- errors as text, from one rank to the others ---------------------------------------------------------------
+
+_CLASSES = {
+    kind.__name__: kind
+    for kind in (
+        *(CheckpointError, CheckpointMismatch, CheckpointDamaged),
+        *(CheckpointNotFound, CheckpointIOError, CheckpointBusy),
+    )
+}
+
+
+def describe(error: Exception) -> Message:
+    """`error` as JSON, for `rebuild` on other ranks."""
+    if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+        error = io_error(error, "the operating system refused")
+    kind = type(error).__name__
+    if kind not in _CLASSES:
+        return {"kind": CheckpointError.__name__, "args": [f"{kind}: {error}"]}
+    if isinstance(error, CheckpointMismatch):
+        return {"kind": kind, "args": [error.what, error.problems, error.remedy]}
+    return {"kind": kind, "args": [error.errno, error.strerror] if _has_errno(error) else [str(error)]}
+
+
+def rebuild(described: Message, rank: int | None) -> CheckpointError:
+    """The error of another rank (`rank`: its number in the group, to be named) or of all of them (None)."""
+    args = list(described["args"])
+    if rank is not None:
+        text = 1 if isinstance(args[0], int) else 0  # after an errno
+        args[text] = f"rank {rank}: {args[text]}"
+    return _CLASSES[described["kind"]](*args)
+
+
+def _has_errno(error: Exception) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and bool(error.errno)

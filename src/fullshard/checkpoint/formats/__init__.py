@@ -2,28 +2,45 @@
 
 | file | what |
 |---|---|
-| `detect` | which format a path holds |
 | `source` | what every format looks like to those who copy from it: tensors of which parts can be read |
 | `pickle_tree` | a reader of pickles that calls nothing |
-| `dcp_index`, `torch_archive`, `dcp`, `dcp_write` | DCP: its metadata, its data, both as a source; writing it |
-| `safetensors_file`, `hf` | single files; a folder of them with its index |
-| `torch_file`, `numbered`, `torch_write` | full state dicts of `torch.save`, read and written |
+| `torch_file` | files of `torch.save`, and the archives in them; reading and writing |
+| `dcp` | DCP: its metadata and its data as a source; writing it |
+| `hf` | safetensors files, and a folder of them with its index |
 | `names` | whose parameter is called what; parts of a source under other names |
-| `ours`, `convert` | our own format as a source and target; any of them to any other, tensor by tensor |
+| `convert` | which format a path holds; any of them to any other, tensor by tensor |
 | `sharded` | from any of them into a sharded model, and from that to full files |
 """
 
 from __future__ import annotations
 
-from .convert import FORMATS, Format, convert, open_found, open_source
-from .dcp import DcpSource, FlatParameterCheckpoint, ShardedTensorCheckpoint
-from .detect import Found, RefusedCheckpoint, UnknownCheckpoint, detect
+from .convert import (
+    FORMATS,
+    Format,
+    Found,
+    RefusedCheckpoint,
+    UnknownCheckpoint,
+    convert,
+    detect,
+    open_found,
+    open_source,
+)
+from .dcp import DcpSource
 from .hf import HfSource
-from .names import STYLES, UNWRAPPED, Chosen, Renaming, head_dim_of, llama, read_config, strip_wrappers
-from .numbered import optimizer_names
+from .names import (
+    STYLES,
+    UNWRAPPED,
+    Chosen,
+    Renaming,
+    head_dim_of,
+    llama,
+    optimizer_names,
+    read_config,
+    strip_wrappers,
+)
 from .pickle_tree import PickleRefused
 from .sharded import export_full, load_full, load_into, save_full
-from .source import Source, TensorInfo, nbytes_of
+from .source import FlatParameterCheckpoint, ShardedTensorCheckpoint, Source, TensorInfo, nbytes_of
 from .torch_file import TorchSaveRefused, TorchSource
 
 # What is known and not read; every text says the way out.

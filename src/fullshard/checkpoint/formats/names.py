@@ -1,4 +1,5 @@
-"""Names of parameters: those of other programs, and rules from one to another.
+"""Names of parameters: those of other programs with rules from one to another, and those that an optimizer's numbers
+stand for.
 
 A rule renames whichever part of a key's path is a parameter's name, so the optimizer's state of a parameter, at
 `("optimizer", "state", name, "exp_avg")`, follows it.
@@ -9,19 +10,21 @@ query and key weights are therefore in another order, and are put into the right
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointMismatch
-from ..plan import Box, whole
-from .source import KeyPath, Source, TensorInfo, place
+from ..plan import Box, KeyPath, key_of, matches, whole
+from ..state import Optimizers, all_of, names_in_order, parameter_names, plain_name
+from .source import Source, TensorInfo, place
 
 Style = Literal["fullshard", "hf", "titan"]
 STYLES: tuple[Style, ...] = ("fullshard", "hf", "titan")
@@ -48,13 +51,8 @@ _TITAN_TOO = {
 }
 _ROTATED = (".attention.wq.weight", ".attention.wk.weight")  # names of the first column
 
-# What wrappers put into names: DDP in front of them, the others anywhere.
-_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-_DDP = re.compile(r"^module\.")
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows in blocks of `head_dim`: row `order[i]` of a block in the source is row i in what is read."""
 
     head_dim: int
@@ -83,7 +81,7 @@ def strip_wrappers(name: str) -> str:
     >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.weight")
     'layers.0.weight'
     """
-    return _DDP.sub("", _WRAPPERS.sub("", name))
+    return plain_name(name).removeprefix("module.")
 
 
 UNWRAPPED = Renaming("without wrappers", lambda name: (strip_wrappers(name), None), strict=False)
@@ -148,14 +146,14 @@ class Chosen(Source):
         self._inner_key: dict[str, str] = {}
         self._rows: dict[str, Rows] = {}
         self._names: dict[str, str] = {}
-        self._wrong = [*_unused(only, inner), *_unused(skip, inner)]
-        everything = [(key, info.path) for key, info in inner.tensors.items()]
-        for key, path in [*everything, *inner.values.items()]:
-            wanted = not only or any(fnmatchcase(key, pattern) for pattern in only)
-            if not wanted or any(fnmatchcase(key, pattern) for pattern in skip):
+        paths = {key: info.path for key, info in inner.tensors.items()} | dict(inner.values)
+        unused = [pattern for pattern in (*only, *skip) if not any(matches(key, [pattern]) for key in paths)]
+        self._wrong = [f"no key matches the pattern {pattern!r}" for pattern in unused]
+        for key, path in paths.items():
+            if (only and not matches(key, only)) or matches(key, skip):
                 self.left_out += 1
-                continue
-            self._take(key, path, strip, renaming)
+            else:
+                self._take(key, path, strip, renaming)
         if self._wrong:
             raise CheckpointMismatch(f"{inner.path}: names do not fit", self._wrong)
 
@@ -171,7 +169,7 @@ class Chosen(Source):
             if tensor is not None and not known and renaming.strict:
                 self._wrong.append(f"{key}: no name of {renaming.title}; leave it out with skip")
                 return
-        new = ".".join(map(str, short))
+        new = key_of(short)
         if new in self._inner_key:
             self._wrong.append(f"{self._inner_key[new]} and {key} would both be {new}")
             return
@@ -243,15 +241,6 @@ def _without(path: KeyPath, strip: str) -> KeyPath | None:
     return path
 
 
-def _unused(patterns: Iterable[str], source: Source) -> list[str]:
-    keys = [*source.tensors, *source.values]
-    return [
-        f"no key matches the pattern {pattern!r}"
-        for pattern in patterns
-        if not any(fnmatchcase(k, pattern) for k in keys)
-    ]
-
-
 def head_dim_of(config: Mapping[str, Any]) -> int | None:
     """The elements of a head that a Hugging Face `config.json` tells of, None where it does not."""
     if isinstance(config.get("head_dim"), int):
@@ -262,10 +251,145 @@ def head_dim_of(config: Mapping[str, Any]) -> int | None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` beside a checkpoint, empty where there is none."""
-    import json
-
     path = folder / "config.json"
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())
     return found if isinstance(found, dict) else {}
+
+
+# ---- optimizers that number their parameters -----------------------------------------------------------------
+
+# {"state": {0: {"exp_avg": ...}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+#
+# A number is a place in the order in which parameters were given to the optimizer, which only the program that made it
+# knows. So the names are asked for, and what can be compared is compared: how many there are, and shapes.
+
+# State of torch's optimizers that has an element for each of the parameter's.
+_PER_ELEMENT = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta grad_avg sum prev step_size "
+    "ax".split()
+)
+HINT = (
+    "the state of an optimizer whose parameters are numbered: say their names in that order (optimizer_names=[...] of "
+    "open_source and load_full, --optimizer-names FILE)"
+)
+
+
+def optimizer_names(model: nn.Module, optimizers: Optimizers) -> list[str]:
+    """The names of the parameters of `optimizers`, in the order in which their `state_dict` numbers them; one optimizer
+    after the other. For a file that this program, or one that builds the same, saved."""
+    names = parameter_names(model)
+    return [name for optimizer in all_of(optimizers) for name in names_in_order(optimizer, names)]
+
+
+def is_numbered(value: object) -> bool:
+    """Whether `value` is torch's own state dict of an optimizer.
+
+    >>> is_numbered({"state": {}, "param_groups": [{"params": [0, 1]}]})
+    True
+    >>> is_numbered({"state": {}, "param_groups": [{"params": ["a", "b"]}]})
+    False
+    """
+    match value:
+        case {"state": dict(), "param_groups": [_, *_] as groups}:
+            numbers = [group.get("params") if isinstance(group, dict) else None for group in groups]
+            return any(numbers) and all(isinstance(one, list) and all(map(_is_number, one)) for one in numbers)
+    return False
+
+
+def is_numbered_state(value: object) -> bool:
+    """Whether `value` is what stands under "state" of such an optimizer."""
+    return isinstance(value, dict) and bool(value) and all(map(_is_number, value))
+
+
+def with_names(root: Any, names: Sequence[str] | None, where: Path) -> Any:
+    """`root`, a nested state dict, with names in the place of numbers in every optimizer of it.
+
+    `names`: of the parameters of all its optimizers, one after the other in the order of the file. None: the names
+    that an optimizer of named parameters stored itself (`param_names`); without them it stays as it is. Raises
+    `CheckpointMismatch` with everything that does not fit.
+    """
+    nodes = list(_nodes(root))
+    optimizers = [(path, value) for path, value in nodes if is_numbered(value)]
+    # Of the tensors outside of optimizers, by their names.
+    shapes: dict[object, set[tuple[int, ...]]] = {}
+    for path, value in nodes:
+        if isinstance(value, Tensor) and path:
+            shapes.setdefault(path[-1], set()).add(tuple(value.shape))
+    problems: list[str] = []
+    if names is not None:
+        counts = [(path, len(_numbers(value))) for path, value in optimizers]
+        count = sum(number for _, number in counts)
+        if not optimizers:
+            problems.append("no optimizer whose parameters are numbered")
+        elif count != len(names):
+            places = ", ".join(f"{key_of(path) or 'the file'} has {number}" for path, number in counts)
+            problems.append(f"{len(names)} names for {count} numbered parameters: {places}")
+        problems += [f"{name} is named twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    names_of: dict[int, Sequence[str]] = {}
+    left = iter(names or ())
+    for path, value in optimizers if not problems else ():
+        own = list(islice(left, len(_numbers(value)))) if names is not None else _stored_names(value)
+        if own is not None:
+            problems += _differences(key_of(path) or "the file", value, own, shapes)
+            names_of[id(value)] = own
+    if problems:
+        raise CheckpointMismatch(f"{where}: names of the optimizer's parameters do not fit", problems)
+    return _with_names(root, names_of) if names_of else root
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _nodes(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """All that is in a nested state dict, but not what is inside of its numbered optimizers."""
+    yield path, value
+    if isinstance(value, dict | list | tuple) and not is_numbered(value):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _nodes(item, (*path, key))
+
+
+def _numbers(value: dict[str, Any]) -> list[int]:
+    return [number for group in value["param_groups"] for number in group["params"]]
+
+
+def _stored_names(value: dict[str, Any]) -> list[str] | None:
+    names = [group.get("param_names") for group in value["param_groups"]]
+    if not all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in names):
+        return None
+    flat = [str(name) for one in names for name in one]
+    return flat if len(flat) == len(_numbers(value)) == len(set(flat)) else None
+
+
+def _differences(
+    where: str, value: dict[str, Any], names: Sequence[str], shapes: Mapping[object, set[tuple[int, ...]]]
+) -> Iterator[str]:
+    """What shows that the names are not those of these numbers."""
+    if sorted(_numbers(value)) != list(range(len(names))):
+        yield f"{where}: expected the numbers 0 to {len(names) - 1}, found {str(sorted(_numbers(value)))[:80]}"
+        return
+    for number, entries in value["state"].items():
+        if number not in range(len(names)):
+            yield f"{where}: state of {number!r}, which is in no group of parameters"
+            continue
+        known = shapes.get(names[number], set())
+        for item, tensor in entries.items() if isinstance(entries, dict) else ():
+            if not isinstance(tensor, Tensor) or not known or tuple(tensor.shape) in known:
+                continue
+            # Of what others keep, that with as many dims as the parameter has; counters and factors have fewer.
+            if item in _PER_ELEMENT or (tensor.dim() and tensor.dim() in map(len, known)):
+                yield f"{where}: {item} of number {number} is {tuple(tensor.shape)}, {names[number]} is {min(known)}"
+
+
+def _with_names(value: Any, names_of: Mapping[int, Sequence[str]]) -> Any:
+    names = names_of.get(id(value))
+    if names is not None:
+        groups = [{**group, "params": [names[n] for n in group["params"]]} for group in value["param_groups"]]
+        return {**value, "state": {names[n]: entries for n, entries in value["state"].items()}, "param_groups": groups}
+    if isinstance(value, dict):
+        return {key: _with_names(item, names_of) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_names(item, names_of) for item in value)
+    return value

@@ -1,0 +1,243 @@
+"""From one format to another, tensor by tensor: which format a path holds, what `fullshard checkpoint` does with it, as
+functions."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from ..manifest import encode
+from ..plan import KeyPath
+from ..saving import CheckpointWriter
+from ..state import flatten, nested
+from .dcp import DcpSource, write_dcp
+from .hf import DEFAULT_MAX_NBYTES, INDEX, SINGLE, HfSource, entries_of, write_hf
+from .names import HINT, is_numbered_state
+from .source import OursSource, Source
+from .torch_file import TorchSource, write_torch
+
+Format = Literal["fullshard", "dcp", "hf", "torch"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+Progress = Callable[[str, int], None]  # (key of a tensor that was written, its bytes)
+
+# ---- which format: names and first bytes are looked at, nothing is loaded ------------------------------------
+
+_STEPS = re.compile(r"(?:step-|step_|ep\d+-ba|checkpoint-|global_step)(\d+)")
+_TORCH_FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
+_RANK_FILE = re.compile(r"(?:^|.*[-_.])rank[-_]?\d+\.(?:pt|pth|bin|ckpt)")
+
+
+class UnknownCheckpoint(CheckpointNotFound):
+    """Nothing that is known is there."""
+
+
+class RefusedCheckpoint(CheckpointError):
+    """A format that is known and not read; the text says the way out."""
+
+
+class Found(NamedTuple):
+    """A checkpoint: `kind` is "fullshard", "dcp", "hf" or "torch"; `path` its own, which may lie below the one
+    given."""
+
+    kind: str
+    path: Path
+    says: str  # one line for people
+
+
+def detect(path: Path) -> Found:
+    """What `path` holds; of a folder of steps the newest. Raises `UnknownCheckpoint`, or `RefusedCheckpoint` for
+    formats that are recognised and not read."""
+    if path.is_file():
+        return _detect_file(path)
+    if not path.is_dir():
+        raise UnknownCheckpoint(f"{path}: there is no such file or folder")
+    if (path / "CURRENT").is_file():
+        return Found("fullshard", path, f"a fullshard checkpoint in {path}")
+    if (path / ".metadata").is_file():
+        return _detect_file(path / ".metadata")
+    if any(path.glob("__*.metadata")):
+        raise RefusedCheckpoint(
+            f"{path}: a DCP checkpoint that each rank saved by itself (use_collectives=False): there is no file that "
+            "tells of all of it. Load it at the same number of ranks and save it with collectives"
+        )
+    if any(path.glob("__*.distcp")):
+        raise UnknownCheckpoint(f"{path}: files of a DCP checkpoint without .metadata: the save never came to its end")
+    if (path / INDEX).is_file():
+        return Found("hf", path, f"a Hugging Face checkpoint with {INDEX} in {path}")
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1 or (path / SINGLE) in files:
+        return Found("hf", path, f"a safetensors file in {path}")
+    if files:
+        raise UnknownCheckpoint(
+            f"{path}: {len(files)} safetensors files without {INDEX}, which would tell that none is missing; "
+            "name one of the files"
+        )
+    # Checkpoints by step, as torchtitan, Composer and our trainer write them; of those that can be read, the newest.
+    matches = [(child, match) for child in path.iterdir() if (match := _STEPS.fullmatch(child.name))]
+    whole = [one for one in matches if any((one[0] / name).is_file() for name in (".metadata", "CURRENT"))]
+    if whole:
+        newest, _ = max(whole, key=lambda one: (int(one[1][1]), one[0]))
+        found = detect(newest)
+        return Found(found.kind, newest, f"{found.says}, the newest of {len(whole)} in {path}")
+    files = sorted({file for pattern in _TORCH_FILES for file in path.glob(pattern)})
+    ranks = [file for file in files if _RANK_FILE.fullmatch(file.name)]
+    if len(ranks) > 1:
+        raise RefusedCheckpoint(
+            f"{path}: {len(ranks)} files, one for each rank ({ranks[0].name}, ...): a LOCAL_STATE_DICT or "
+            "SHARDED_STATE_DICT that each rank saved by itself. Load it with the program and the number of ranks that "
+            "wrote it, and save it with torch.distributed.checkpoint"
+        )
+    if len(files) == 1:
+        return _detect_file(files[0])
+    if files:
+        names = ", ".join(file.name for file in files[:5])
+        raise UnknownCheckpoint(f"{path}: {len(files)} files that torch.save may have written ({names}): name one")
+    found_names = ", ".join(sorted(child.name for child in path.iterdir())[:8])
+    raise UnknownCheckpoint(
+        f"{path}: no checkpoint that is known. Expected CURRENT (fullshard), .metadata (DCP, torchtitan, Composer), "
+        f"{INDEX} or *.safetensors (Hugging Face), or a file of torch.save; found {found_names or 'nothing'}"
+    )
+
+
+def _detect_file(path: Path) -> Found:
+    if path.name == ".metadata":
+        return Found("dcp", path.parent, f"a DCP checkpoint (torch.distributed.checkpoint) in {path.parent}")
+    if path.suffix == ".safetensors":
+        return Found("hf", path, f"a safetensors file, {path}")
+    if zipfile.is_zipfile(path):
+        return Found("torch", path, f"a file of torch.save, {path}")
+    with path.open("rb") as file:
+        if file.read(1) == b"\x80":
+            return Found("torch", path, f"a file of torch.save in the format before torch 1.6, {path}")
+    raise UnknownCheckpoint(f"{path}: neither a safetensors file nor one of torch.save")
+
+
+# ---- opening and converting ----------------------------------------------------------------------------------
+
+
+def open_source(
+    path: str | os.PathLike[str], *, allow_torch_save: bool = False, optimizer_names: Sequence[str] | None = None
+) -> Source:
+    """Open the checkpoint at `path`, whatever its format; of a folder of steps the newest.
+
+    `allow_torch_save`: also files of `torch.save`, which are pickles, through `weights_only`. `optimizer_names`: for
+    such a file, the names of the optimizer's parameters in the order of their numbers, of several optimizers one after
+    the other. Raises `CheckpointError` for what is unknown, damaged, or recognised and refused, `CheckpointMismatch`
+    for names that do not fit, `ValueError` for names where there are no numbers.
+
+        with open_source("outputs/checkpoint/step-100") as source:
+            rows = source.read("model.w", Box((0, 0), (16, 512)))
+    """
+    return open_found(detect(Path(path)), allow_torch_save=allow_torch_save, optimizer_names=optimizer_names)
+
+
+def open_found(found: Found, *, allow_torch_save: bool = False, optimizer_names: Sequence[str] | None = None) -> Source:
+    """`open_source` of what `detect` found."""
+    if optimizer_names is not None and found.kind != "torch":
+        raise ValueError(
+            f"optimizer_names (--optimizer-names): expected a file of torch.save, whose optimizers number their "
+            f"parameters, found {found.says}; leave them out"
+        )
+    match found.kind:
+        case "fullshard":
+            return OursSource(found.path)
+        case "dcp":
+            return DcpSource(found.path)
+        case "hf":
+            return HfSource(found.path)
+    return TorchSource(found.path, allow=allow_torch_save, optimizer_names=optimizer_names)
+
+
+def convert(
+    source: Source,
+    target: str | os.PathLike[str],
+    format: Format = "fullshard",
+    *,
+    max_file_nbytes: int = DEFAULT_MAX_NBYTES,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write all of `source` to `target`; returns the files written.
+
+    | format | target | memory |
+    |---|---|---|
+    | `fullshard` | a checkpoint of ours; a new generation where there is one already | the largest tensor |
+    | `dcp` | a folder that `torch.distributed.checkpoint` loads, which must be new | the largest tensor |
+    | `hf` | a folder with safetensors files of at most `max_file_nbytes`, without a model in it | the largest tensor |
+    | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | the largest tensor |
+
+    Raises `CheckpointMismatch` with everything that the format has no place for, before anything is written, and
+    `FileExistsError`.
+    """
+    target = Path(target)
+    refuse_what_has_no_place(source, format)
+
+    def read(key: str) -> Tensor:
+        tensor = source.read(key)
+        if progress is not None:
+            progress(key, tensor.nbytes)
+        return tensor
+
+    match format:
+        case "fullshard":
+            return write_ours(target, source, read)
+        case "dcp":
+            return write_dcp(target, source, read)
+        case "hf":
+            return write_hf(target, entries_of(source), read, max_nbytes=max_file_nbytes)
+        case "torch":
+            return write_torch(target, source, read)
+    raise ValueError(f"format: expected one of {', '.join(FORMATS)}, found {format!r}")
+
+
+def reason(error: Exception, value: object) -> str:
+    """Why `value` has no place, with the way out where there is one."""
+    return HINT if is_numbered_state(value) else str(error)
+
+
+def refuse_what_has_no_place(source: Source, format: Format) -> None:
+    """Raise `CheckpointMismatch` with all entries of `source` that a checkpoint of `format` cannot hold."""
+    problems = []
+    for key in source.values:
+        if format == "hf":
+            problems.append(f"{key}: no tensor, and safetensors files hold nothing else")
+            continue
+        value = None
+        try:
+            value = source.value(key)
+            if format == "fullshard":
+                encode(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # also CheckpointError, which is a RuntimeError
+            problems.append(f"{key}: {reason(error, value)}")
+    if problems:
+        raise CheckpointMismatch(
+            f"{source.path}: not all of it fits into {format}",
+            problems,
+            "Choose what to take with only=[...] and skip=[...] of `Chosen` (--only, --skip)",
+        )
+
+
+def regrouped(source: Source, values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """`values` of `source` as our own save would have stored them: DCP takes every list apart, we those alone that hold
+    tensors. So `param_groups.0.lr` and what is beside it become one value again."""
+    leaves: dict[KeyPath, Any] = {info.path: torch.empty(0) for info in source.tensors.values()}
+    tree = flatten(nested({**leaves, **values}))
+    if tree.problems:
+        raise CheckpointMismatch(f"{source.path}: not all of it can be stored", tree.problems)
+    return {leaf.path: leaf.value for leaf in tree.values.values()}
+
+
+def write_ours(folder: Path, source: Source, read: Callable[[str], Tensor]) -> list[Path]:
+    """Write all of `source` as a checkpoint of ours, one tensor in memory at a time."""
+    values = regrouped(source, {path: source.value(key) for key, path in source.values.items()})
+    with CheckpointWriter(folder, list(source.tensors.values()), values) as writer:
+        for key in source.tensors:
+            writer.write(key, read(key))
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,305 @@
+"""Hugging Face checkpoints: one safetensors file, or several with `model.safetensors.index.json`.
+
+The package `safetensors` writes a dict of tensors that are all in memory at once; a sharded model is gathered tensor by
+tensor, so the writer here announces all shapes first and then takes one tensor after the other. Files are the same
+format: that package reads ours, and we read its.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointDamaged, CheckpointNotFound
+from ..manifest import MAX_NBYTES, is_file_name, parse_json
+from ..plan import Box, are_sizes, row_major
+from ..safetensors import DTYPE_NAMES, HeaderEntry, header
+from ..state import bytes_of, dtype_name, dtype_of, on_host
+from .source import Source, TensorInfo, tensor_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DEFAULT_MAX_NBYTES = 5_000_000_000  # of a file, as `save_pretrained` has it
+_DTYPES = {code: name for name, code in DTYPE_NAMES.items()}
+
+
+# ---- one file ------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """What the header says about one tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """Writes the announced tensors in order to `path`; the file appears there only when all were written.
+
+    Until then the bytes are in `path` + ".part", which is removed when the `with` block ends by an exception. Raises
+    `ValueError` for a dtype that the format does not have.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
+        assert sys.byteorder == "little", "safetensors files are little-endian"
+        self._path, self._part = path, path.with_name(path.name + ".part")
+        self._waiting = list(reversed(entries))
+        for entry in entries:
+            if dtype_name(entry.dtype) not in DTYPE_NAMES:
+                known = ", ".join(DTYPE_NAMES)
+                raise ValueError(f"{entry.name} is {entry.dtype}: expected a dtype that safetensors has ({known})")
+        described = [HeaderEntry(e.name, DTYPE_NAMES[dtype_name(e.dtype)], e.shape, e.nbytes) for e in entries]
+        head = header(described, metadata or {})
+        self._file = self._part.open("wb")
+        self._file.write(head)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """The next announced tensor, on any device. After return the caller may free or change `tensor`."""
+        entry = self._waiting.pop()
+        found = Entry(name, tensor.dtype, tuple(tensor.shape))
+        if found != entry:
+            raise ValueError(f"expected {entry} next, found {found}: write tensors in the order that was announced")
+        self._file.write(bytes_of(on_host(tensor.detach())))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None and not self._waiting:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                os.replace(self._part, self._path)
+                return
+        finally:
+            self._file.close()
+            self._part.unlink(missing_ok=True)
+        if kind is None:
+            raise ValueError(f"{len(self._waiting)} announced tensor(s) not written, next is {self._waiting[-1].name}")
+
+
+class SafetensorsFile:
+    """A file that is mapped, and read in parts. Raises `CheckpointDamaged` (a `ValueError`) for one that is not
+    whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            header_nbytes = int.from_bytes(head, "little")
+            if len(head) < 8 or header_nbytes > min(nbytes - 8, MAX_NBYTES):
+                raise CheckpointDamaged(
+                    f"{path}: not a safetensors file: a header of {header_nbytes} bytes in {nbytes}"
+                )
+            text = file.read(header_nbytes)
+            # A private copy that nobody writes: torch wants memory that could be written.
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._start = 8 + header_nbytes
+        # By rising offset, each with it.
+        self.tensors = self._read_header(text, nbytes - self._start)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor, the whole by default, in memory of its own on the CPU."""
+        info, offset = self.tensors[name]
+        return tensor_of(self._data, info, box, self._start + offset, row_major(info.shape))
+
+    def _read_header(self, text: bytes, data_nbytes: int) -> dict[str, tuple[TensorInfo, int]]:
+        """Checked to fill the data without hole or overlap."""
+        described = parse_json(text, f"{self.path}, its header")
+        if not isinstance(described, dict):
+            raise CheckpointDamaged(f"{self.path}: its header is no table of tensors")
+        described.pop("__metadata__", None)
+        found, end = {}, 0
+        for start, stop, info in sorted(self._entry(name, value) for name, value in described.items()):
+            if (start, stop) != (end, end + info.nbytes):
+                raise CheckpointDamaged(
+                    f"{self.path}: {info.key} {info.shape} should be at bytes {end} to {end + info.nbytes}, "
+                    f"not {start} to {stop}"
+                )
+            found[info.key] = info, start
+            end = stop
+        if end != data_nbytes:
+            raise CheckpointDamaged(
+                f"{self.path}: the header tells of {end} bytes of tensors, the file has {data_nbytes}"
+            )
+        return found
+
+    def _entry(self, name: str, value: Any) -> tuple[int, int, TensorInfo]:
+        if not isinstance(value, dict):
+            raise CheckpointDamaged(f"{self.path}: {name} is not described")
+        dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise CheckpointDamaged(f"{self.path}: {name} has dtype {dtype!r:.40}; known are {', '.join(_DTYPES)}")
+        if not are_sizes(shape) or not are_sizes(span) or len(span) != 2:
+            raise CheckpointDamaged(f"{self.path}: {name} has shape {shape!r:.80} at bytes {span!r:.80}")
+        return span[0], span[1], TensorInfo((name,), _DTYPES[dtype], tuple(shape))
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of the file, on the CPU, owned by the caller. Raises `ValueError` for a file that is not whole."""
+    file = SafetensorsFile(path)
+    return {name: file.read(name) for name in file.tensors}
+
+
+# ---- a folder of files ---------------------------------------------------------------------------------------
+
+
+class HfSource(Source):
+    """A folder with the index or with one safetensors file, or such a file itself.
+
+    Raises `CheckpointDamaged` unless index and files agree: every name of the index in its file, every tensor of a file
+    in the index; names of files stay in the folder.
+    """
+
+    kind = "hf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        index = path / INDEX
+        if index.is_file():
+            where = self._indexed(index)
+        else:
+            file = path if path.is_file() else _only_file(path)
+            only = SafetensorsFile(file)
+            where = dict.fromkeys(only.tensors, only)
+        self._where = where
+        self.tensors = {name: file.tensors[name][0] for name, file in where.items()}
+        self.values = {}
+
+    @property
+    def num_files(self) -> int:
+        return len({file.path for file in self._where.values()})
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        return self._where[key].read(key, box)
+
+    def value(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def close(self) -> None:
+        self._where = {}
+
+    def _indexed(self, index: Path) -> dict[str, SafetensorsFile]:
+        if index.stat().st_size > MAX_NBYTES:
+            raise CheckpointDamaged(f"{index}: larger than the {MAX_NBYTES:,} bytes that are read")
+        found = parse_json(index.read_bytes(), str(index))
+        weight_map = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointDamaged(f"{index}: expected a weight_map of names to files")
+        files: dict[str, SafetensorsFile] = {}
+        for name in sorted(set(map(str, weight_map.values()))):
+            if not is_file_name(name):
+                raise CheckpointDamaged(f"{index}: it names the file {name[:200]!r}: expected a plain name beside it")
+            path = index.with_name(name)
+            if path.is_symlink() and path.resolve().parent != path.parent.resolve() and not _in_cache(path):
+                raise CheckpointDamaged(f"{path} is a link out of its folder")
+            if not path.is_file():
+                raise CheckpointNotFound(f"{path}: the index names it, and it is not there")
+            files[name] = SafetensorsFile(path)
+        problems = [f"{key}: not in {name}" for key, name in weight_map.items() if key not in files[name].tensors]
+        for name, file in files.items():
+            problems += [f"{key}: in {name}, not in the index" for key in file.tensors if weight_map.get(key) != name]
+        if problems:
+            raise CheckpointDamaged(f"{index} and the files do not belong together: {'; '.join(problems[:10])}")
+        return {key: files[name] for key, name in weight_map.items()}
+
+
+def _in_cache(path: Path) -> bool:
+    """Whether a link is one of Hugging Face's cache: `snapshots/<revision>/x` to `blobs/<hash>` of the same
+    repository."""
+    folder = path.parent.resolve()
+    return folder.parent.name == "snapshots" and path.resolve().parent == folder.parent.parent / "blobs"
+
+
+def _only_file(folder: Path) -> Path:
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / SINGLE) in files:
+        return folder / SINGLE
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:5]) or "none"
+        raise CheckpointNotFound(f"{folder}: expected {INDEX}, {SINGLE} or one .safetensors file, found {names}")
+    return files[0]
+
+
+def plan_files(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
+    """The tensors of each file, in order: as many as fit into `max_nbytes`, and at least one.
+
+    >>> [len(f) for f in plan_files([Entry(n, torch.uint8, (4,)) for n in "abc"], 8)]
+    [2, 1]
+    """
+    if max_nbytes < 1:
+        raise ValueError(f"max_nbytes: expected at least 1, found {max_nbytes}")
+    files: list[list[Entry]] = [[]]
+    nbytes = 0
+    for entry in entries:
+        if files[-1] and nbytes + entry.nbytes > max_nbytes:
+            files.append([])
+            nbytes = 0
+        files[-1].append(entry)
+        nbytes += entry.nbytes
+    return files
+
+
+def write_hf(
+    folder: Path,
+    entries: Sequence[Entry],
+    read: Callable[[str], Tensor],
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write `entries` to `folder`, in files of at most `max_nbytes` of tensors, and the index where there is more than
+    one.
+
+    `read(name)` is called once for each, in order, and what it returns is let go before the next: one tensor is in
+    memory at a time. The files are written under other names and renamed at the end, the index last. Returns the files
+    written. Raises `FileExistsError` where a model is there already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = [name for name in (SINGLE, INDEX) if (folder / name).exists()]
+    if taken:
+        raise FileExistsError(f"{folder / taken[0]} exists: choose a folder without a model, or remove it first")
+    planned = plan_files(entries, max_nbytes)
+    count = len(planned)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    written = []
+    with ExitStack() as undo:
+        for name, part in zip(names, planned, strict=True):
+            target = folder / f".{name}.new"
+            undo.callback(target.unlink, missing_ok=True)
+            with SafetensorsWriter(target, part, metadata) as file:
+                for entry in part:
+                    file.write(entry.name, read(entry.name))
+        for name in names:
+            os.replace(folder / f".{name}.new", folder / name)
+            written.append(folder / name)
+    if count > 1:
+        weight_map = {entry.name: name for name, part in zip(names, planned, strict=True) for entry in part}
+        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
+        part_file = folder / f".{INDEX}.new"
+        part_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        os.replace(part_file, folder / INDEX)
+        written.append(folder / INDEX)
+    return written
+
+
+def entries_of(source: Source) -> list[Entry]:
+    """The tensors of a source as entries of a file."""
+    return [Entry(key, dtype_of(info.dtype), info.shape) for key, info in source.tensors.items()]

@@ -1,0 +1,188 @@
+"""A checkpoint of any format, as those who copy from it see it: named tensors of which boxes can be read, and plain
+values. Here also: our own checkpoints as such a source, and bytes of mapped files as tensors."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..api import open_checkpoint, verify
+from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from ..plan import Box, KeyPath, TensorSpec, key_of, whole
+from ..state import dtype_name, dtype_of
+
+TensorInfo = TensorSpec  # a tensor that a source has
+
+
+def nbytes_of(info: TensorInfo) -> int:
+    """The bytes of a tensor."""
+    return info.nbytes
+
+
+class Source(ABC):
+    """An opened checkpoint. Close it, or use it as a context manager."""
+
+    kind: str  # "dcp", "hf", "torch", "fullshard"
+    path: Path
+    tensors: Mapping[str, TensorInfo]  # by flat key
+    values: Mapping[str, KeyPath]  # what is no tensor, by flat key
+
+    @abstractmethod
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor, the whole by default: on the CPU, owned by the caller, its bytes compared with the
+        checksums that the format has. Raises `CheckpointError`."""
+
+    @abstractmethod
+    def value(self, key: str) -> Any:
+        """What stands under `key`: None, bool, int, float, str, bytes, lists, tuples, dicts, and tensors in them."""
+
+    def verify(self) -> list[str]:
+        """Read every byte that has a checksum. What cannot be found out, one text for each; empty where all was
+        compared.
+
+        Raises `CheckpointError` for damage. Here: reads every tensor, and says that the format has no checksums.
+        """
+        for key in self.tensors:
+            self.read(key)
+        return [f"the format ({self.kind}) carries no checksums: a flipped bit in a tensor cannot be noticed"]
+
+    def close(self) -> None:  # noqa: B027  most have nothing to do
+        """Let go of files. Tensors that were read are not concerned."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LeavesSource(Source):
+    """A state dict in memory as a source: leaves by their paths, tensors and values."""
+
+    def __init__(self, path: Path, leaves: Iterable[tuple[KeyPath, Any]]) -> None:
+        self.path = path
+        self._leaves: dict[str, Any] = {}
+        self.tensors, self.values = {}, {}
+        for leaf, value in leaves:
+            key = key_of(leaf)
+            if key in self._leaves:
+                raise CheckpointDamaged(f"{path}: two entries would be {key}")
+            self._leaves[key] = value
+            if isinstance(value, Tensor):
+                self.tensors[key] = TensorInfo(leaf, dtype_name(value.dtype), tuple(value.shape))
+            else:
+                self.values[key] = leaf
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        tensor: Tensor = self._leaves[key].detach()
+        full = whole(tensor.shape)
+        return place(tensor, full, full if box is None else box).clone(memory_format=torch.contiguous_format)
+
+    def value(self, key: str) -> Any:
+        return self._leaves[key]
+
+    def close(self) -> None:
+        self._leaves.clear()
+
+
+class OursSource(Source):
+    """The current generation of the checkpoint at `path`. Every byte that is read is compared with its checksum."""
+
+    kind = "fullshard"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._checkpoint = open_checkpoint(path)
+        manifest = self._checkpoint.manifest
+        self.tensors = {key: entry.spec for key, entry in manifest.tensors.items()}
+        self.values = {key: entry.path for key, entry in manifest.values.items()}
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        return self._checkpoint.tensor(key, box)
+
+    def value(self, key: str) -> Any:
+        return self._checkpoint.value(key)
+
+    def verify(self) -> list[str]:
+        verify(self.path)
+        return []
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+# ---- what is known and not read ------------------------------------------------------------------------------
+
+# How FSDP1's LOCAL_STATE_DICT names parts of flat parameters, whose names and shapes are not in the file.
+_FLAT = ("_flat_param", "flat_param")
+
+
+class FlatParameterCheckpoint(CheckpointError):
+    """A LOCAL_STATE_DICT of FSDP1."""
+
+
+class ShardedTensorCheckpoint(CheckpointError):
+    """A checkpoint of ShardedTensors, or from a torch as old as they are."""
+
+
+def refuse_flat_parameters(path: Path, keys: Iterable[str]) -> None:
+    """Raise `FlatParameterCheckpoint` where one of `keys` is a flat parameter of FSDP1."""
+    flat = [key for key in keys if key.rpartition(".")[2].startswith(_FLAT)]
+    if flat:
+        raise FlatParameterCheckpoint(
+            f"{path}: {len(flat)} flat parameter(s) of FSDP1 ({flat[0]}, ...): a LOCAL_STATE_DICT, which does not tell "
+            "the names and shapes inside. Load it with FSDP1 at the same number of ranks, and save it anew under "
+            "StateDictType.SHARDED_STATE_DICT with a device_mesh, or FULL_STATE_DICT"
+        )
+
+
+# ---- bytes of files ------------------------------------------------------------------------------------------
+
+
+def mapped(path: Path, offset: int, length: int) -> tuple[mmap.mmap, int]:
+    """The file `path`, no link, mapped up to byte `offset + length`, and where `offset` is in the map: maps begin with
+    a page. Raises `CheckpointNotFound` or, where those bytes are not there, `CheckpointDamaged`."""
+    if path.is_symlink() or not path.is_file():
+        what = "a link" if path.is_symlink() else "something that is no file" if path.exists() else "no file"
+        raise CheckpointNotFound(f"{path}: expected a file of the checkpoint, found {what}")
+    with path.open("rb") as file:
+        stop, nbytes = offset + length, path.stat().st_size
+        if length < 1 or stop > nbytes:
+            raise CheckpointDamaged(f"{path}: expected at least {stop:,} bytes, found {nbytes:,}: it was cut short")
+        first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        # A private copy that nobody writes: torch wants memory that could be written.
+        return mmap.mmap(file.fileno(), stop - first, access=mmap.ACCESS_COPY, offset=first), offset - first
+
+
+def tensor_of(
+    data: mmap.mmap | memoryview, info: TensorInfo, box: Box | None, start: int, strides: Sequence[int]
+) -> Tensor:
+    """`box` of the tensor `info`, whose elements lie in `data` from byte `start` on, `strides` elements apart; in
+    memory of its own. The caller has proven that they are all there; they need not be aligned."""
+    wanted, dtype = whole(info.shape) if box is None else box, dtype_of(info.dtype)
+    made = torch.empty(wanted.lengths, dtype=dtype)
+    if made.numel():
+        # Bytes are moved, not elements.
+        size = dtype.itemsize
+        steps = [*(step * size for step in strides), 1]
+        held = torch.frombuffer(data, dtype=torch.uint8).as_strided((*info.shape, size), steps, start)
+        made.unsqueeze(-1).view(torch.uint8).copy_(place(held, whole(info.shape), wanted))
+    return made
+
+
+def within(outer: Box, part: Box) -> Box:
+    """`part` of the same tensor in the coordinates of `outer`, which holds it."""
+    return Box(tuple(p - o for p, o in zip(part.offsets, outer.offsets, strict=True)), part.lengths)
+
+
+def place(held: Tensor, box: Box, part: Box) -> Tensor:
+    """The view of `held`, which is `box` of a tensor, that is `part` of it."""
+    for dim, (start, length) in enumerate(zip(*within(box, part), strict=True)):
+        held = held.narrow(dim, start, length)
+    return held
