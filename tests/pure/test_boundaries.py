@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +31,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine": LOWER,
     "api": LOWER | {"engine"},
     "checkpoint": frozenset({"layout", "guard", "comm", "_torch", "_version", ""}),
-    "observe": LOWER | {"engine", ""},
+    "observe": LOWER | {"engine"},
     "extras": LOWER | {"engine", "api", "observe"},
     "train": frozenset({"", "checkpoint"}),
     "_public": frozenset({"api", "policy", "extras", "observe"}),
@@ -102,6 +104,31 @@ def test_pure_rooms_name_no_torch() -> None:
 
 def test_rooms_import_only_what_lies_below() -> None:
     _no_findings([finding for source in SOURCES for finding in src.layering_violations(source, ROOMS)])
+
+
+def test_the_picture_of_the_house_is_the_house() -> None:
+    """CONTRIBUTING.md has all rooms, and each imports rooms of lower lines only."""
+    text = (src.SRC.parent / "CONTRIBUTING.md").read_text()
+    block = text[text.index("## Where things go") :].split("```")[1]
+    floors = [re.match(r"(\w+)(?: {2,7}(\w+))?", line) for line in block.strip().splitlines()]
+    floor_of = {room: number for number, found in enumerate(floors) if found for room in found.groups() if room}
+    rooms = {path.parent.name if path.name == "__init__.py" else path.stem for path in _top_level()}
+    assert floor_of.keys() == rooms - {"fullshard", "__main__", "_version"}
+    upwards = [
+        f"{source.name}: {room}"
+        for source in SOURCES
+        for room in [room or "_public" for _, room in src.imported_rooms(source)]
+        if source.room in floor_of
+        and room in floor_of
+        and room != source.room
+        and floor_of[room] <= floor_of[source.room]
+    ]
+    _no_findings(upwards)
+
+
+def _top_level() -> list[Path]:
+    package = src.SRC / "fullshard"
+    return [*package.glob("*.py"), *package.glob("*/__init__.py")]
 
 
 def test_collectives_only_in_comm() -> None:
