@@ -63,6 +63,7 @@ def train(case: Case, rank: int, nbytes: int, options: dict[str, Any]) -> tuple[
     exchange_each = data_group.exchange_each
     with (
         sizes(nbytes),
+        mock.patch.object(data_group, "exchange_each", counted),
         mock.patch.object(group_module, "exchange_each", counted),
     ):
         model = case.shard(case.build(), fullshard.fully_shard, **options)

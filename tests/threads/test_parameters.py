@@ -411,32 +411,30 @@ def test_a_weight_of_another_unit_in_a_forward_is_refused_by_name() -> None:
 )
 @pytest.mark.parametrize("what", ["loss.backward(inputs=ps)", "torch.autograd.backward([loss], inputs=[x, *ps])"])
 def test_a_backward_for_parameters_alone_is_an_error_at_the_step(what: str) -> None:
-    """Before the first backward that reaches the model; the step after that is what it would have been."""
+    """In the first step and later; the step after that is what it would have been."""
 
     def job(rank: int) -> None:
         model, untouched = sharded(), sharded()
         optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, untouched))
         x = BATCH.clone().requires_grad_()
         ps = list(model.parameters())
-        loss = model(x).sum()
-        eval(what, {"loss": loss, "ps": ps, "torch": torch, "x": x})
-        with pytest.raises(RuntimeError, match=r"^SGD\.step: expected gradients.*layers\.0\.(weight|bias)"):
-            optimizer.step()
-        for each, its in ((model, optimizer), (untouched, other)):
-            each(BATCH).square().sum().backward()
-            its.step()
-        for mine, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
-            assert torch.equal(mine.full_tensor(), theirs.full_tensor())
-        # From then on a step without a backward is the program's own choice.
-        optimizer.zero_grad()
-        model(BATCH).sum()
-        optimizer.step()
+        for _ in range(2):
+            loss = model(x).sum()
+            eval(what, {"loss": loss, "ps": ps, "torch": torch, "x": x})
+            with pytest.raises(RuntimeError, match=r"^SGD\.step: expected gradients.*layers\.0\.(weight|bias)"):
+                optimizer.step()
+            for each, its in ((model, optimizer), (untouched, other)):
+                each(BATCH).square().sum().backward()
+                its.step()
+                its.zero_grad()
+            for mine, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
+                assert torch.equal(mine.full_tensor(), theirs.full_tensor())
 
     run_ranks(WORLD, job)
 
 
 def test_steps_without_a_backward_of_the_model_are_legal_where_others_have_gradients() -> None:
-    """One optimizer of two models, of which the loss reaches one; no forward at all; a closure that does it."""
+    """Of two models, of which the loss reaches one; no forward at all; a closure that does it; an evaluation."""
 
     def job(rank: int) -> None:
         first, second = sharded(), sharded()
@@ -445,6 +443,14 @@ def test_steps_without_a_backward_of_the_model_are_legal_where_others_have_gradi
         first(BATCH)
         second(BATCH).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            first(BATCH)
+        optimizer.step()
+        alone = torch.optim.SGD(first.parameters(), lr=0.1)
+        first(BATCH)
+        second(BATCH).sum().backward()
+        alone.step()
 
         def closure() -> torch.Tensor:
             loss = third(BATCH).sum()

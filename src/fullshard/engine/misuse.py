@@ -8,6 +8,7 @@ named refusals     DTensor's complaint about an operation gets the parameter's n
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -186,38 +187,40 @@ def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
 
 
 # ---- no backward -----------------------------------------------------------------------------------------------------
-# The first step after forwards whose backwards reached nothing: `backward(inputs=parameters)` asks for gradients of
-# shards, the graph was made of full parameters, and autograd trains nothing and is silent. Nothing of ours hears of
-# such a backward, so the step says it: where no parameter of the optimizer has a gradient. Only before the first
-# backward of a model: later a program may have its reasons to leave one out.
+# `backward(inputs=parameters)` asks for gradients of shards, the graph was made of full parameters, and autograd trains
+# nothing and is silent. Nothing of ours hears of such a backward, so the step says it: a forward recorded a graph, no
+# backward of any model brought a gradient since, and no parameter of the optimizer has one.
 
-_untrained: weakref.WeakSet[Root] = weakref.WeakSet()
+# By the thread that runs the model.
+_untrained: dict[int, weakref.WeakSet[Root]] = {}
 
 
 def expect_backward(root: Root) -> None:
-    """A forward of `root` began that records a graph; none of its backwards was seen yet."""
-    _untrained.add(root)
+    """A forward of `root` begins that records a graph."""
+    _untrained.setdefault(root.thread, weakref.WeakSet()).add(root)
 
 
 def note_backward(root: Root) -> None:
-    """A backward brought gradients of `root`."""
-    _untrained.discard(root)
+    """A backward brought gradients of `root`. What others ran forward may be left out of it on purpose."""
+    _untrained.pop(root.thread, None)
 
 
 @refuses_steps
 def _refuse_untrained(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not _untrained or any(callable(closure) for closure in (*args[1:2], kwargs.get("closure"))):
+    roots = _untrained.get(threading.get_ident())
+    if not roots or any(callable(closure) for closure in (*args[1:2], kwargs.get("closure"))):
         return
     own = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
     if any(parameter.grad is not None for parameter in own):
         return
     ids = {id(parameter) for parameter in own}
-    for root in tuple(_untrained):
+    for root in tuple(roots):
         names = [dotted_name(unit, p.name) for unit in root.units for p in unit.params if id(p.sharded) in ids]
         if names:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: expected gradients, found none after a forward, of "
                 f"{first_few(names)}: no backward brought any. One for parameters alone (backward(inputs=...)) "
                 f"does not, because the graph is made of the full parameters. Call loss.backward() without inputs, and "
-                f"requires_grad_(False) before the forward on what is to get no gradient"
+                f"requires_grad_(False) before the forward on what is to get no gradient; where no backward is wanted, "
+                f"leave out the step"
             )

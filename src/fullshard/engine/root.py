@@ -72,8 +72,6 @@ class Root:
         self.event_listeners: list[Callable[[Event], None]] = []
         self.thread = self.executor.stepping.thread = follow_steps()
         self._backward = RunningBackward(self.thread, self.backward_end, self._backward_failed)
-        # Whether a backward ever brought a gradient.
-        self._reached = False
         if self.order is not None:
             self.executor.stepping.on_step = self.order.stepped
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
@@ -146,8 +144,7 @@ class Root:
             self._wait_for_optimizer()
             if torch.is_grad_enabled():
                 refuse_half_a_step(self.units)
-                if not self._reached:
-                    expect_backward(self)
+                expect_backward(self)
             if self.order is not None:
                 self.order.forward_begins(grad=torch.is_grad_enabled())
         if self.run.order and record.index == 0 and not in_backward and not nested:
@@ -248,10 +245,9 @@ class Root:
         self._backward.forget()
         must_send = self.executor.must_send
         present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
-        if self._brought and not self._reached:
-            self._reached = True
+        if self._brought:
             note_backward(self)
-        if not self._brought:
+        else:
             held = (unit for unit in self.units if not unit.record.sync)
             self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.expected)
         spent = self._spends and self._brought
