@@ -263,6 +263,8 @@ class Root:
 
     def _backward_failed(self, error: BaseException | None) -> None:
         """The running backward raised: `error`, or what is not known."""
+        # Who caught that knows that there are no gradients.
+        note_backward(self)
         self.peers.publish(error, "its backward")
         if self.run.in_backward:
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
