@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import sys
 import tokenize
 from collections import Counter
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 import fullshard
-from benchmarks.common import on_ranks
+from benchmarks.common import facts, on_ranks
 
 PACKAGE = Path(fullshard.__file__).parent
 FSDP2 = Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"
@@ -247,6 +248,8 @@ def main() -> None:
             print(f"\n{name}")
             for file, calls in each["by file"].items():
                 print(f"    {calls:5} {file}")
+    sys.stdout.flush()
+    print(json.dumps({"benchmark": "walk", "facts": facts(), "results": {"walked": walked, "source": read}}))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-def _last_line(*arguments: str, timeout_s: float = 110) -> dict[str, object]:
+def _last_line(*arguments: str, timeout_s: float = 110, tiny: bool = True) -> dict[str, object]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", *arguments, "--tiny"]
+    command = [sys.executable, "-m", *arguments, *(["--tiny"] if tiny else [])]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout.splitlines()[-1])
@@ -50,6 +51,16 @@ def test_host() -> None:
     answer = _last_line("benchmarks.host", "--rounds", "1")
     for result in answer["results"]:
         assert set(result["ways"]) == {"bare", "fsdp2", "fullshard", "+ shards", "direct"}
+
+
+def test_walk() -> None:
+    """And nothing of torch's is replaced by a program that shards and trains."""
+    results: dict[str, Any] = _last_line("benchmarks.walk", tiny=False)["results"]  # type: ignore[assignment]
+    ours, theirs = results["walked"]["fullshard"], results["walked"]["FSDP2"]
+    assert ours["patches"] == theirs["patches"] == []
+    assert sum(theirs["by file"].values()) == theirs["calls"] > theirs["functions"] > theirs["files"] == 5
+    assert ours["files from fully_shard on"] > ours["files"] > 5 and ours["switches"] < ours["calls"]
+    assert results["source"]["FSDP2"]["modules"] == 9 and results["source"]["fullshard"]["files over 600 lines"] == 0
 
 
 @pytest.mark.slow
