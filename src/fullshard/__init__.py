@@ -60,7 +60,13 @@ __all__ = [
 ]
 
 
+# Documented packages: `fullshard.observe.record(model)` needs no import of its own.
+_PACKAGES = ("checkpoint", "observe")
+
+
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(import_module("._public", __name__), name)
@@ -77,11 +83,16 @@ class _Package(ModuleType):
 
     @property
     def guard(self) -> object:
-        return import_module("._public", __name__).guard
+        return self.__dict__.get("guard") or import_module("._public", __name__).guard
 
     @guard.setter
-    def guard(self, room: ModuleType) -> None:
-        pass
+    def guard(self, value: object) -> None:
+        if not isinstance(value, ModuleType):
+            self.__dict__["guard"] = value
+
+    @guard.deleter
+    def guard(self) -> None:
+        self.__dict__.pop("guard", None)
 
 
 sys.modules[__name__].__class__ = _Package

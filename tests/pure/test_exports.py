@@ -41,6 +41,11 @@ import fullshard.guard.store
 from fullshard import *
 from fullshard import guard
 assert callable(guard) and fullshard.guard is guard and callable(fully_shard)
+assert fullshard.observe.record and fullshard.checkpoint.save
+import unittest.mock
+with unittest.mock.patch("fullshard.guard") as replaced:
+    assert fullshard.guard is replaced
+assert fullshard.guard is guard
 try:
     fullshard.fully_sharded
 except AttributeError as error:

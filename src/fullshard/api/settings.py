@@ -272,7 +272,7 @@ def set_gradient_bytes(self: object, nbytes: int | None) -> None:
         unit, and otherwise 3/4 of what the largest unit needs by itself. `FULLSHARD_REDUCTIONS` holds beside it.
 
     For the root, on which all units below depend; from the next backward on. Less costs time: messages have fewer
-    kernels behind which they can hide. On a mesh that replicates, what goes on to the replicas is not hurried.
+    kernels that can hide them. On a mesh that replicates, what is sent on to the replicas is not hurried.
     Raises `ValueError` for what is no number of bytes, `RuntimeError` below a root.
     """
     if nbytes is not None:
@@ -284,10 +284,10 @@ def set_gradient_bytes(self: object, nbytes: int | None) -> None:
 
 
 def set_resident_bytes(self: object, nbytes: int) -> tuple[str, ...]:
-    """Keep units of this module full, as many as fit into `nbytes`, in the place of gathering them again.
+    """Keep units of this module full, as many as fit into `nbytes`, instead of gathering them again.
 
     A unit that is kept stays full between its forward and its backward. One without trainable parameters stays also
-    behind the backward, and through evaluations: it is gathered again only when it was written. Between steps the
+    after the backward, and through evaluations: it is gathered again only when it was written. Between steps the
     sharded parameters stand on the modules all the same.
 
     nbytes: of full parameters, in the compute dtype and padded, beside those of units that are never freed after
@@ -297,7 +297,7 @@ def set_resident_bytes(self: object, nbytes: int) -> tuple[str, ...]:
     alike on every rank, between steps.
 
     What counts as written: changes in place of a parameter or its local tensor, optimizer steps, loading. Not seen, as
-    by torch: writes through `.data`, and torch's list operations called on parameters; call `reshard()` behind these.
+    by torch: writes through `.data`, and torch's list operations called on parameters; call `reshard()` after these.
     Units whose tensors define how they are gathered are never kept. Raises `ValueError` for what is no number of bytes.
     """
     _check("nbytes", nbytes, "0 keeps no unit")

@@ -291,7 +291,7 @@ def broadcast_over(
     mesh. `what`: for an error. Finished on return; collective.
     """
     (coordinate,) = (torch.arange(mesh.size()).view(mesh.mesh.shape) == source).nonzero().tolist()
-    # Along one axis after the other: behind the last one, every rank has what the source had.
+    # Along one axis after the other: after the last one, every rank has what the source had.
     axes = [(mesh.get_group(axis), at) for axis, at in enumerate(coordinate) if mesh.size(axis) > 1]
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     buffer = torch.empty(min(nbytes, total), dtype=torch.uint8, device=mesh.device_type)

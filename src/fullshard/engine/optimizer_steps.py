@@ -51,7 +51,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     for check in _checks:
         check(optimizer, args, kwargs)
     # Operations of a step pass by us: they are many, and mix nothing (ADR 0028). A step in another thread is one beside
-    # a program that goes on meanwhile, and what that is told must not depend on when it asks. A step that raised leaves
+    # a program that goes on meanwhile, and what that reads must not depend on when it asks. A step that raised leaves
     # names out until the next one is over.
     if threading.current_thread() is threading.main_thread():
         name_mixed(False)

@@ -69,7 +69,7 @@ def note_assigned(unit: Unit, old: Tensor, name: str) -> None:
 
 @contextmanager
 def noting_emptied(unit: Unit | None, module: nn.Module, *, name: str = "", recurse: bool = False) -> Iterator[None]:
-    """Inside, what is on the meta device gets memory. Sharded parameters stay the same objects; in the place of plain
+    """Inside, what is on the meta device gets memory. Sharded parameters stay the same objects; instead of plain
     ones (ignored, or of no unit) torch makes new ones. `module` is `name` below the module of `unit`."""
     before = [
         (part, own_name, f"{prefix}.{own_name}" if prefix else own_name, parameter)

@@ -111,7 +111,7 @@ def refuse_unseen_writes(unit: Unit) -> None:
 
 
 # ---- gradient hooks --------------------------------------------------------------------------------------------------
-# A gradient of a full parameter came: who is told, and who is not kept for it.
+# A gradient of a full parameter came: who is called, and who is not kept for it.
 #
 # Python's collector does not see that a tensor keeps its hooks. One that kept what keeps the tensor would keep both for
 # ever, and the model with them.

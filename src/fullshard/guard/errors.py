@@ -41,7 +41,7 @@ class RanksDisagree(RuntimeError):
 # ---- fault -----------------------------------------------------------------------------------------------------------
 # What a rank says to the others when it fails, or what is found out about it.
 
-# A longer text is cut before it is told: it is for an error message.
+# A longer text is cut before it is sent: it is for an error message.
 TEXT_CHARACTERS = 2000
 # What somebody else finds out about a rank, and not the rank itself: it holds for every wait of the epoch.
 _FOUND = ("lost", "late", "disagree")

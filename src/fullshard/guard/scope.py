@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # ---- question --------------------------------------------------------------------------------------------------------
-# Questions to the ranks of a mesh about what is long when it is told in full.
+# Questions to the ranks of a mesh about what is long when it is sent in full.
 
 
 def ask(scope: Scope, what: str, text: str) -> dict[int, str] | None:

@@ -70,7 +70,7 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """First element behind the padded shard."""
+        """First element after the padded shard."""
         return self.offset + self.padded_numel
 
     def __str__(self) -> str:

@@ -177,7 +177,7 @@ _NAN = {
     torch.float16: 0x7F5A,
     torch.bfloat16: 0x7FED,
 }
-# float8 formats without a sign of zero have one NaN, in the place of -0; in the others it is all ones.
+# float8 formats without a sign of zero have one NaN, instead of -0; in the others it is all ones.
 _NAN_8 = {False: 0xFF, True: 0x80}
 _BYTES = {1: 0xA5, 2: -0x5A5B, 4: -0x5A5A_5A5B, 8: -0x5A5A_5A5A_5A5A_5A5B}
 _LEAST_INTEGER_NBYTES = 4

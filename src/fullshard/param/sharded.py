@@ -363,7 +363,7 @@ class KeptGradients:
 
 class PendingGrad(DTensor):
     """Stands for a gradient that exists on each rank but was not reduced yet. Shape, dtype and placements are the
-    parameter's; there is no data behind them.
+    parameter's; they have no data.
 
     A subclass of DTensor, because the first of two tensor subclasses in an operation is asked, unless the other one is
     *its* subclass: so this refuses before DTensor complains about mixed types.
@@ -427,7 +427,7 @@ class PendingGrad(DTensor):
 
 
 class SteppedGrad(PendingGrad):
-    """Stands for a gradient that its optimizer took in backward: what wants to read it comes too late, and is told."""
+    """Stands for a gradient that its optimizer took in backward: what wants to read it comes too late, and raises."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SteppedGrad({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -157,7 +157,7 @@ class Scale(NamedTuple):
     before: float
     # When everything is summed, after the hook.
     after: float
-    # Backends that can, average over their ranks in the place of `before`.
+    # Backends that can, average over their ranks instead of `before`.
     averages: bool
     # In a reduction by the backend every contribution is divided, because their sum could overflow.
     overflows: bool

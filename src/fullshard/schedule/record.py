@@ -220,7 +220,7 @@ class RunRecord:
 # ---- pins ------------------------------------------------------------------------------------------------------------
 # Which full parameters have to stay in memory although their forward, or a backward, is over.
 #
-#     running    a forward of the unit goes on: a backward inside of it (forces, a learning rule) does not end its use
+#     running    a forward of the unit continues: a backward inside of it (forces, a learning rule) does not end its use
 #     pins       backwards to come through graphs that hold weights and report nothing: those that a backward recorded
 #                (`create_graph`), and those made where saved tensors cannot be watched (transforms of torch.func)
 #
@@ -251,5 +251,5 @@ def settle_pins(run: RunRecord, unit: UnitRecord, *, spent: bool, present: bool)
 
 
 def is_held(run: RunRecord, unit: UnitRecord) -> bool:
-    """Whether the weights of `unit` are read behind the backward that runs."""
+    """Whether the weights of `unit` are read after the backward that runs."""
     return run.keep_full or unit.running or unit.pins > 0

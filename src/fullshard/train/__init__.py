@@ -15,6 +15,6 @@ line imports this room. Every file has one subject:
 | `data` | corpus, tokens, split; which samples belong to which step |
 | `metrics` | what is recorded of a step; memory, peak rates |
 | `console` | what is shown and drawn |
-| `folder` | the folder of a run: made, closed, used by one; its checkpoints, and what a run that goes on may change |
+| `folder` | the folder of a run: made, closed, used by one; its checkpoints, and what a run that continues may change |
 | `sample` | text from a model |
 """

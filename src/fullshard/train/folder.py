@@ -14,7 +14,7 @@ A file is written under another name and renamed when it is whole, so a reader n
 lines are each one append.
 
 A checkpoint holds model, AdamW and step. The order of samples is a function of (seed, step), random numbers of (seed,
-step, rank), the learning rate of the step: so a run that goes on from step 50 does what the undisturbed one did, bit
+step, rank), the learning rate of the step: so a run that continues from step 50 does what the undisturbed one did, bit
 for bit on as many processes, and on any other number with the same samples.
 """
 
@@ -189,7 +189,7 @@ def forget_steps_after(run_dir: Path, step: int) -> None:
 
 
 def last_record(run_dir: Path) -> StepRecord:
-    """The last line of `metrics.jsonl`, for a run that goes on after its last step."""
+    """The last line of `metrics.jsonl`, for a run that continues after its last step."""
     return StepRecord(**read_metrics(run_dir / "metrics.jsonl")[-1])
 
 
@@ -226,7 +226,7 @@ class Checkpoints:
     ) -> None:
         self.folder, self.keys, self.world = run_dir / CHECKPOINTS, keys, world
         self.model, self.optimizer = model, optimizer
-        self.facts = facts  # what must be the same when the run goes on: the corpus, the seed
+        self.facts = facts  # what must be the same when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
         self._under_way: Future[str] | None = None
 

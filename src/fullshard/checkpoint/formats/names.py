@@ -304,7 +304,7 @@ def is_numbered_state(value: object) -> bool:
 
 
 def with_names(root: Any, names: Sequence[str] | None, where: Path) -> Any:
-    """`root`, a nested state dict, with names in the place of numbers in every optimizer of it.
+    """`root`, a nested state dict, with names instead of numbers in every optimizer of it.
 
     `names`: of the parameters of all its optimizers, one after the other in the order of the file. None: the names
     that an optimizer of named parameters stored itself (`param_names`); without them it stays as it is. Raises

@@ -155,7 +155,7 @@ def show(value: Any) -> str:
 
 
 def read_pickle(data: bytes | memoryview, allowed: Collection[str]) -> Any:
-    """What the pickle in `data` builds, with notes in the place of calls. `allowed`: full names that it may mention,
+    """What the pickle in `data` builds, with notes instead of calls. `allowed`: full names that it may mention,
     such as `"torch.float32"`. Raises `PickleRefused` for other names, for opcodes without use here, and for damage.
 
     >>> import pickle
