@@ -47,7 +47,7 @@ class InFlight(NamedTuple):
 
 
 class Shared:
-    """See the module. `keep`: as `BufferPool`."""
+    """See above. `keep`: as `BufferPool`."""
 
     def __init__(self, *, keep: bool) -> None:
         self.pool = BufferPool(keep=keep)
