@@ -10,10 +10,8 @@ all-to-all; each rank sends (W - 1) / W of it. What goes from rank to rank is to
     fsdp2        torch's fully_shard
     gloo plan    ours, as it is on a CPU for blocks of an 8B model: matrices go from rank to rank, norms are packed,
                  buffers are kept from step to step
-    NCCL plan    ours, as it is on a GPU for blocks of an 8B model: matrices travel by themselves, norms are packed, no
-                 buffers are kept
-    two hops     the same with gradients reduced within nodes, then between them: nodes of 8 ranks, or half of up to 8
-    rounded      the same, with what goes between nodes rounded to the dtype of the gradients
+    NCCL plan    ours, as it is on a GPU for blocks of an 8B model: matrices are gathered by themselves, norms are
+                 packed, the backend reduces gradients, no buffers are kept
 
 "across" is what of "sent" goes to other nodes (benchmarks/counting.py says how).
 """
@@ -38,12 +36,7 @@ from benchmarks.host import Chain
 # Rows divide by 64 ranks, so that padding is not what is measured.
 SHAPE = ModelShape(vocabulary=64, width=256, hidden=704, heads=4, depth=4)
 TINY = ModelShape(vocabulary=64, width=64, hidden=128, heads=2, depth=2)
-WAYS = ("fsdp2", "gloo plan", "NCCL plan", "two hops", "rounded")
-# Of ours: settings, beside the plan.
-SETTINGS = {
-    "two hops": {"FULLSHARD_COMMUNICATION": "hierarchical"},
-    "rounded": {"FULLSHARD_COMMUNICATION": "hierarchical", "FULLSHARD_PARTIAL_SUMS": "wire"},
-}
+WAYS = ("fsdp2", "gloo plan", "NCCL plan")
 BF16, FP32 = torch.bfloat16, torch.float32
 # (storage, compute, reduce)
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype | None]] = {
@@ -79,14 +72,11 @@ def local_ranks(world: int) -> int:
 def count(way: str, shape: ModelShape, precision: str, world: int) -> ByteCounter:
     """What one step writes and sends, once buffers exist and the order is known."""
     local = local_ranks(world)
-    settings = SETTINGS.get(way, {"FULLSHARD_COMMUNICATION": "auto"})
-    if way in SETTINGS:
-        settings = settings | {"FULLSHARD_LOCAL_WORLD_SIZE": str(local)}
     storage, compute, _ = PRECISIONS[precision]
     norm_nbytes = shape.width * (compute or storage).itemsize
-    plans = {"gloo plan": gloo_plan} | dict.fromkeys(("NCCL plan", "two hops", "rounded"), nccl_plan)
+    plans = {"gloo plan": gloo_plan, "NCCL plan": nccl_plan}
     plan = plans[way](norm_nbytes + 1) if way in plans else nullcontext()
-    with plan, mock.patch.dict(os.environ, settings):
+    with plan, mock.patch.dict(os.environ, {"FULLSHARD_COMMUNICATION": "auto"}):
         model = build(way, shape, precision)
         x = torch.randn(1, 4, shape.width, dtype=compute or storage)
         for _ in range(3):

@@ -51,6 +51,7 @@ _MESSAGES = {
     "_allgather_base_": ("all-gather", 0),
     "allgather_into_tensor_coalesced_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
     "alltoall_base_": ("all-to-all", 1),
     "allreduce_": ("all-reduce", 0),
     # Between two ranks: counted where it leaves.
@@ -281,14 +282,14 @@ def _nbytes(tensor: Tensor) -> int:
 def nccl_plan(direct_nbytes: int) -> Iterator[None]:
     """What is sharded and first run here gets the plan of NCCL on a GPU, whatever the backend.
 
-    Parameters of at least `direct_nbytes` (in the compute dtype) travel by themselves, the others packed, and no
-    buffers are kept between steps.
+    Parameters of at least `direct_nbytes` (in the compute dtype) travel by themselves, the others packed; the backend
+    reduces gradients, and no buffers are kept between steps.
     """
     from fullshard.engine.executor import Shared
 
     with (
         mock.patch("fullshard.layout.gather.GROUPING_BACKENDS", frozenset({"fake", "gloo", "threaded"})),
-        mock.patch("fullshard.layout.gather.JOINING_BACKENDS", frozenset({"fake"})),  # the others cannot
+        mock.patch("fullshard.layout.gather.EXCHANGING_BACKENDS", frozenset()),
         mock.patch("fullshard.layout.gather.PAIRWISE_BACKENDS", frozenset()),
         mock.patch("fullshard.api.fully_shard.DIRECT_GATHER_NBYTES", direct_nbytes),
         mock.patch("fullshard.engine.root.Shared", lambda *, keep: Shared(keep=False)),

@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from benchmarks.counting import nccl_plan
-from fullshard import _torch, fully_shard
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
 
@@ -47,11 +43,10 @@ def test_state_dicts_need_no_communication() -> None:
         assert _counts(comm) == {}
 
 
-@pytest.mark.parametrize(("communication", "messages"), [("auto", 1), ("torch", 1), ("hierarchical", 2)])
+@pytest.mark.parametrize(("communication", "messages"), [("auto", 1), ("torch", 1)])
 def test_messages_of_a_step(communication: str, messages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks and the root: each gathers in forward, the blocks again in backward, each reduces once."""
     monkeypatch.setenv("FULLSHARD_COMMUNICATION", communication)
-    monkeypatch.setenv("FULLSHARD_LOCAL_WORLD_SIZE", "2" if communication == "hierarchical" else "")
     with fake_world(WORLD):
         model = _trained_model()
         with CommDebugMode() as comm:
@@ -101,34 +96,3 @@ def test_the_strategy_may_be_set_after_sharding(monkeypatch: pytest.MonkeyPatch)
         assert counted[1] == (gathers, units, 0)
         # All large parameters of a unit in one launch.
         assert counted[0] == counted[2] == (gathers, 0, gathers)
-
-
-def test_exchanges_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the backend can: all of them as a few works on one line, each within a quarter of the elements. A call that
-    fails leaves nothing open."""
-    launched: list[int] = []
-    original = _torch.launch_together
-
-    def noting(group: Any, device: torch.device, call: Any, messages: Any) -> Any:
-        launched.append(len(messages))
-        return original(group, device, call, messages)
-
-    monkeypatch.setattr("fullshard.comm.group.launch_together", noting)
-    with fake_world(WORLD), nccl_plan(64):
-        model: Any = nn.Sequential(*(nn.Linear(32, 8 if i < 3 else 32, bias=False) for i in (0, 1, 2, 3)))
-        model.forward = lambda x: sum(layer(x).sum() for layer in model)
-        fully_shard(model)
-        model(torch.ones(1, 32)).backward()
-        with CommDebugMode() as comm:
-            model(torch.ones(1, 32)).backward()
-        # Two of 256 elements, 256 and 1024; presence by itself is no launch of several.
-        assert launched == [2, 2] * 2, launched
-        assert comm.get_comm_counts()[C10D.alltoall_base_] == 5
-        group = dist.group.WORLD
-        assert group is not None
-
-        def fails() -> None:
-            raise ValueError("mine")
-
-        with pytest.raises(ValueError, match="mine"):
-            original(group, torch.device("cpu"), fails, [()])

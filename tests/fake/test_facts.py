@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
+from benchmarks.counting import nccl_plan
 from fullshard.engine import unit_of
 from fullshard.layout import FACTS_NUMEL
 from tests.harness.fake import fake_world
@@ -55,15 +56,23 @@ def _messages(shape: tuple[int, ...], compares: bool, steps: int = 2, **settings
         return messages.sent
 
 
-HOPS = {"FULLSHARD_COMMUNICATION": "hierarchical", "FULLSHARD_LOCAL_WORLD_SIZE": "4"}
-
-
-@pytest.mark.parametrize("settings", [{}, HOPS, {"FULLSHARD_COMMUNICATION": "torch"}], ids=["flat", "hops", "torch"])
+@pytest.mark.parametrize("settings", [{}, {"FULLSHARD_COMMUNICATION": "torch"}], ids=["exchanged", "torch"])
 def test_messages_of_ours_carry_the_digest(settings: dict[str, str]) -> None:
     """No message more, and no byte: there is room for it in each."""
     sent = _messages((WORLD,), True, **settings)
     assert sent == _messages((WORLD,), False, **settings)
-    assert len(sent) == (8 if settings is HOPS else 4)
+    assert len(sent) == 4
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_where_the_backend_reduces_ranks_exchange_16_bytes_in_a_backward(shape: tuple[int, ...]) -> None:
+    """Nobody sees what each rank sent: as minimum and maximum, beside the 32 of replicas."""
+    with nccl_plan(64):
+        sent, without = _messages(shape, True), _messages(shape, False)
+    more = [("allreduce", 16), ("allreduce", 32)][: len(shape)]
+    assert [message for message in sent if message in more] == more
+    assert [message for message in sent if message not in more] == without
+    assert len(without) == 4 * len(shape) and any("reduce_scatter" in name for name, _ in without)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (8, 1)])

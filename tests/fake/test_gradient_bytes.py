@@ -22,6 +22,8 @@ WIDTH, LAYERS, WEIGHTS, WORLD = 32, 6, 4, 4
 # One weight, and all of a unit, in float32.
 WEIGHT = WIDTH * WIDTH * 4
 UNIT = WEIGHTS * WEIGHT
+# Both ends of a reduce-scatter.
+MESSAGE = UNIT + UNIT // WORLD
 
 
 class Block(nn.Module):
@@ -81,16 +83,6 @@ def _step(model: Any) -> None:
 SMALL = WEIGHT
 
 
-def test_by_default_messages_make_room_for_the_gradients_that_come() -> None:
-    """Two units are full, and gradients and messages take what one unit needs: its gradients and as much to receive."""
-    with _model(nccl=True) as model:
-        for _ in range(2):
-            _step(model)
-        peak, under_way = _peaks(model)
-        assert under_way <= UNIT + SMALL
-        assert 2 * UNIT + UNIT <= peak <= 2 * UNIT + 3 * UNIT // 2 + SMALL
-
-
 @pytest.mark.parametrize("way", ["method", "environment"])
 def test_a_limit_in_bytes_is_kept(way: str) -> None:
     """Down to what the unit that computes needs by itself. Without a limit two units more are under way."""
@@ -101,20 +93,21 @@ def test_a_limit_in_bytes_is_kept(way: str) -> None:
         if way == "method":
             model.set_gradient_bytes(UNIT)
         limited, _ = _peaks(model)
-        # There is room for a gradient before it comes.
-        assert limited <= 2 * UNIT + UNIT + SMALL
+        # Nothing of other units: its gradients, and its message.
+        assert limited <= UNIT + UNIT + MESSAGE + SMALL
         model.set_gradient_bytes(0)
         at_once, under_way = _peaks(model)
         assert under_way == 0 and at_once <= limited
         model.set_gradient_bytes(99 * UNIT)
         unlimited, under_way = _peaks(model)
-        assert under_way >= 4 * UNIT and unlimited >= 2 * UNIT + UNIT + 4 * UNIT
+        assert under_way >= 2 * MESSAGE and unlimited >= 2 * UNIT + UNIT + 2 * UNIT - WEIGHT
         model.set_gradient_bytes(None)
         assert (_peaks(model)[0] <= limited) == (way == "environment")
 
 
-def test_mixed_precision_takes_two_full_units_and_the_limit() -> None:
-    """Shards in float32 are cast straight to where they belong in the full parameters: no buffer for the cast."""
+def test_mixed_precision_takes_two_full_units_and_one_message() -> None:
+    """Shards in float32 are cast straight to where they belong in the full parameters: no buffer for the cast. FSDP2
+    takes half a unit more (2c + g + r)."""
     with _model(nccl=True, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)) as model:
         for _ in range(2):
             _step(model)
@@ -127,7 +120,8 @@ def test_mixed_precision_takes_two_full_units_and_the_limit() -> None:
         vectors = WIDTH * 4
         assert counter.peak("forward", above_nbytes=vectors) == 2 * UNIT // 2
         beyond = counter.peak("backward", without_lasting=("backward",), above_nbytes=vectors)
-        assert beyond == 3 * UNIT // 2
+        # One full unit and gradients in bfloat16, and the message in float32.
+        assert beyond <= UNIT // 2 + UNIT // 2 + UNIT + SMALL
 
 
 def test_one_message_a_unit_is_waited_for_as_a_whole() -> None:
@@ -151,7 +145,9 @@ def test_the_expected_peak_knows_the_limit(limit: int) -> None:
         for _ in range(2):
             _step(model)
         moving = [term for term in report(model).peak_terms if not term.name.startswith(("shards", "reduced"))]
-        counted, expected = _peaks(model)[0], total(moving)
+        # What the backend brings becomes gradient shards too.
+        brought = sum(term.nbytes // (WORLD + 1) for term in moving if term.name.startswith("reduction"))
+        counted, expected = _peaks(model)[0], total(moving) - brought
         assert counted - SMALL <= expected <= counted + 2 * WEIGHT, moving
 
 
@@ -162,7 +158,7 @@ def test_the_number_of_reductions_is_a_limit_too(reductions: int) -> None:
             _step(model)
         model.set_gradient_bytes(99 * UNIT)
         under_way = _peaks(model)[1]
-        assert reductions * 2 * UNIT <= under_way <= reductions * (2 * UNIT + SMALL)
+        assert reductions * MESSAGE <= under_way <= reductions * (MESSAGE + SMALL)
 
 
 def test_send_buffers_are_a_limit_too() -> None:
@@ -173,8 +169,8 @@ def test_send_buffers_are_a_limit_too() -> None:
         for buffers in (1, 3):
             model.set_reduce_scatter_max_input_buffers(buffers)
             _step(model)
-            assert _peaks(model)[1] <= max(1, buffers) * (2 * UNIT + SMALL)
-        assert _peaks(model)[1] >= 2 * 2 * UNIT
+            assert _peaks(model)[1] <= max(1, buffers) * (MESSAGE + SMALL)
+        assert _peaks(model)[1] >= 2 * MESSAGE
 
 
 def test_a_limit_is_of_the_root_and_a_number_of_bytes() -> None:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
-from fullshard.comm import Hop
 from fullshard.engine import Unit, unit_of
 from fullshard.layout import Pack, ShardLayout, UnitMemory, align_numel, direct_indices, narrow_pack, plan_gather, total
 from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, narrowing_terms, shard_terms
@@ -68,9 +67,6 @@ class Setting:
     last_dim: bool = False
     # `world` ranks share, and so many times as many there are.
     replicas: int = 1
-    # The ranks that share are on so many nodes; and the sums of a node travel in the wire dtype.
-    nodes: int = 1
-    narrow: bool = False
     # Of gathers ahead, in the place of `prefetch_depth`.
     prefetch_nbytes: int | None = None
 
@@ -101,10 +97,6 @@ SETTINGS = [
     Setting(64, "bf16 compute", reshard=8, last_dim=True),
     Setting(4, "bf16 compute", reshard=2, replicas=3),
     Setting(6, reshard=3, prefetch_depth=0),
-    Setting(8, "bf16 compute", nodes=2, communication="hierarchical"),
-    Setting(6, nodes=3, communication="hierarchical", reductions_in_flight=1),
-    Setting(64, "bf16 compute", nodes=8, narrow=True, communication="hierarchical", reductions_in_flight=1),
-    Setting(4, "bf16 compute", nodes=2, replicas=2, communication="hierarchical", reductions_in_flight=1),
     Setting(2, prefetch_nbytes=0),
     Setting(8, "bf16 compute", prefetch_nbytes=500, reshard=True),
     Setting(4, prefetch_nbytes=1200),
@@ -155,8 +147,6 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
                 if setting.policy == "bf16 reduce" and (setting.communication == "torch" or setting.world == 1)
                 else 4,
                 kept=None if degree is None else narrow_pack(pack, plan, degree),
-                nodes=setting.nodes,
-                partial_itemsize=2 if setting.narrow else 4,
             )
         )
     return units
@@ -179,7 +169,7 @@ class _Counted:
         self.narrowing: dict[str, _Live] = {}
         self.backward: dict[str, _Live] = {}
         # Messages under way that follow another one, when the gradients of a unit are ready.
-        self.under_way: dict[str, dict[Hop, int]] = {}
+        self.under_way: dict[str, int] = {}
         self.in_backward = False
         for name, module in model.named_modules():
             if unit_of(module) is not None:
@@ -219,7 +209,7 @@ class _Counted:
         root = _unit(self.model).root
         assert root is not None
         if self.in_backward and command.kind == "reduce":
-            self.under_way[command.unit.name] = {hop: root.executor.hop_nbytes(hop) for hop in Hop}
+            self.under_way[command.unit.name] = root.executor.replicating_nbytes
 
 
 def _unit(module: nn.Module) -> Unit:
@@ -277,8 +267,6 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
         "FULLSHARD_PREFETCH": str(setting.prefetch_depth),
         "FULLSHARD_REDUCTIONS": str(setting.reductions_in_flight),
         "FULLSHARD_COMMUNICATION": setting.communication,
-        "FULLSHARD_LOCAL_WORLD_SIZE": str(setting.world // setting.nodes) if setting.nodes > 1 else "",
-        "FULLSHARD_PARTIAL_SUMS": "wire" if setting.narrow else "",
         "FULLSHARD_PREFETCH_BYTES": "" if setting.prefetch_nbytes is None else str(setting.prefetch_nbytes),
     }
     with fake_world(setting.world * setting.replicas), environment(dials):
@@ -297,9 +285,8 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
         )
         if setting.world > 1 or unit.full_nbytes:
             assert counted.backward[unit.name] == _live(backward), f"backward of {unit.name}: {backward}"
-        for hop, kind in ((Hop.NODES, "sums between nodes"), (Hop.REPLICAS, "all-reduce")):
-            expected_nbytes = sum(term.nbytes for term in backward if term.name.startswith(kind))
-            assert counted.under_way[unit.name][hop] == expected_nbytes, f"backward of {unit.name}: {backward}"
+        expected_nbytes = sum(term.nbytes for term in backward if term.name.startswith("all-reduce"))
+        assert counted.under_way[unit.name] == expected_nbytes, f"backward of {unit.name}: {backward}"
     expected = buffer_terms(
         units,
         prefetch_depth=setting.prefetch_depth,
@@ -329,6 +316,6 @@ def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(sett
 def test_the_expectation_is_not_trivial() -> None:
     """In the settings above every kind of term is there somewhere."""
     units = [u for s in SETTINGS for case in CASES.values() for u in _expected_units(case, s)]
-    for kind in ("full", "arriving", "staging", "send", "receive", "replicating", "crossing", "kept", "widening"):
+    for kind in ("full", "arriving", "staging", "send", "receive", "replicating", "kept", "widening"):
         sizes = {getattr(unit, f"{kind}_nbytes") for unit in units}
         assert len(sizes) > 3, kind

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -309,3 +310,10 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def on_nodes(world: int, nodes: int) -> Iterator[None]:
+    """The `world` ranks find themselves on so many computers, neighbours together, while the context is open."""
+    with mock.patch("fullshard.comm.reduce.node", lambda: str(dist.get_rank() * nodes // world)):
+        yield

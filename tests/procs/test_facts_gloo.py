@@ -9,7 +9,7 @@ import pytest
 
 import fullshard
 from fullshard import RanksDisagree
-from tests.harness.parity import environment
+from tests.harness.parity import on_nodes
 from tests.harness.pool import pool
 from tests.threads.test_facts import ROW_2, ROW_3, STRATEGIES, Run, outcome, plain
 
@@ -30,17 +30,19 @@ def test_a_rank_that_does_something_else_is_named(case: str) -> None:
 
 
 def _of_strategy(rank: int, strategy: str) -> tuple[int, str, str]:
-    make, settings = STRATEGIES[strategy]
+    make, nodes = STRATEGIES[strategy]
 
     def change(run: Run) -> None:
         for group in run.optimizer.param_groups:
             group["lr"] = 0.3 if run.rank == 3 else 0.1
 
-    with environment(settings):
+    with on_nodes(4, nodes):
         return outcome(rank, make, change, 1)
 
 
-@pytest.mark.parametrize("strategy", ["two hops", "hybrid", "replicated"])
+@pytest.mark.parametrize(
+    "strategy", ["reduced by the backend", "hybrid, reduced by the backend", "hybrid", "replicated"]
+)
 def test_all_ranks_know_it(strategy: str) -> None:
     found = pool(4).run(_of_strategy, strategy)
     assert {(step, what) for step, what, _ in found} == {(2, "lr of the optimizer")}, found

@@ -165,15 +165,12 @@ def test_all_try_again_after_one_left() -> None:
 SETTINGS: dict[str, tuple[dict[str, str], str]] = {
     "guard": ({"FULLSHARD_GUARD": "off"}, "FULLSHARD_GUARD"),
     "structure": ({"FULLSHARD_GUARD": "structure"}, "FULLSHARD_GUARD"),
-    "nodes": ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE"),
 }
 
 
 def _settings(rank: int, name: str) -> Tensor:
     if rank == 1:
         os.environ.update(SETTINGS[name][0])
-    elif name == "nodes":
-        os.environ["LOCAL_WORLD_SIZE"] = "2"
     model = _sharded()
     out: Tensor = model(torch.ones(2, 4))
     out.sum().backward()

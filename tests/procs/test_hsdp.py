@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
-from fullshard.comm import Hop
 from fullshard.engine import unit_of
 from tests.harness.models import BY_NAME, Trained, adamw, assert_same_training, collect, train_reference
 from tests.harness.parity import assert_same_bits
@@ -96,7 +95,7 @@ def _overlap(rank: int) -> list[tuple[str, int]]:
     noted: list[tuple[str, int]] = []
     executor.listeners.append(
         lambda command: (
-            noted.append((command.unit.name, executor.hop_nbytes(Hop.REPLICAS)))
+            noted.append((command.unit.name, executor.replicating_nbytes))
             if command.kind in ("reduce", "finish")
             else None
         )

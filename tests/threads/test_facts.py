@@ -16,7 +16,7 @@ import fullshard
 from fullshard import fully_shard
 from fullshard.guard import RanksDisagree
 from tests.harness.models import seeded
-from tests.harness.parity import environment
+from tests.harness.parity import environment, on_nodes
 from tests.harness.threads import run_ranks
 from tests.threads.programs import Model, batch, part, shard
 
@@ -264,10 +264,6 @@ def test_all_ranks_may_do_it(case: str) -> None:
 # ---- the strategies --------------------------------------------------------------------------------------------
 
 
-def _on_two_nodes(rank: int) -> Run:
-    return Run(rank, seeded(Model))
-
-
 def _hybrid(rank: int) -> Run:
     return Run(rank, seeded(Model), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
@@ -284,24 +280,27 @@ def _mixed_precision(rank: int) -> Run:
     return Run(rank, fully_shard(model, mp_policy=policy))
 
 
-STRATEGIES: dict[str, tuple[Callable[[int], Run], dict[str, str]]] = {
-    "flat": (plain, {}),
-    "two hops": (_on_two_nodes, {"FULLSHARD_COMMUNICATION": "hierarchical", "FULLSHARD_LOCAL_WORLD_SIZE": "2"}),
-    "hybrid": (_hybrid, {}),
-    "replicated": (_replicated, {}),
-    "mixed precision": (_mixed_precision, {}),
+# How ranks come to their parameters, and on how many nodes they are.
+STRATEGIES: dict[str, tuple[Callable[[int], Run], int]] = {
+    "exchanged": (plain, 1),
+    "reduced by the backend": (plain, 2),
+    "hybrid": (_hybrid, 1),
+    "hybrid, reduced by the backend": (_hybrid, 4),
+    "replicated": (_replicated, 1),
+    "mixed precision": (_mixed_precision, 1),
+    "mixed precision, reduced by the backend": (_mixed_precision, 2),
 }
 
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_know_it_whoever_differs(strategy: str, odd: int) -> None:
-    make, settings = STRATEGIES[strategy]
+    make, nodes = STRATEGIES[strategy]
 
     def change(run: Run) -> None:
         _options(run, lr=0.3 if run.rank == odd else 0.1)
 
-    with environment(settings):
+    with on_nodes(4, nodes):
         found = run_ranks(4, outcome, make, change, 1)
     assert len({(step, what) for step, what, _ in found}) == 1 and found[0][0] == 2
     assert all(f"0.3 on rank {odd}" in text for _, _, text in found), found
@@ -309,8 +308,8 @@ def test_all_ranks_know_it_whoever_differs(strategy: str, odd: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_ranks_go_on(strategy: str) -> None:
-    make, settings = STRATEGIES[strategy]
-    with environment(settings):
+    make, nodes = STRATEGIES[strategy]
+    with on_nodes(4, nodes):
         assert run_ranks(4, outcome, make, lambda run: None, 0) == [(STEPS, "", "")] * 4
 
 

@@ -118,18 +118,15 @@ def test_equals_the_plain_model_where_torch_fails(
     [
         ("auto", 3, "always"),
         ("torch", 3, "never"),
-        ("hierarchical", 4, "always"),
         # The other half of the pairs.
         pytest.param("auto", 3, "never", marks=pytest.mark.slow),
         pytest.param("torch", 3, "always", marks=pytest.mark.slow),
-        pytest.param("hierarchical", 4, "never", marks=pytest.mark.slow),
     ],
 )
 def test_strategies_and_watching_change_no_result(
     communication: str, world: int, watch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FULLSHARD_COMMUNICATION", communication)
-    monkeypatch.setenv("FULLSHARD_LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("FULLSHARD_WATCH", watch)
     for name in ("plain", "two_forwards_one_backward", "recompute_outside", "frozen"):
         run_program(name, world, accumulate=True)

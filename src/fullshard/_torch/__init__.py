@@ -13,8 +13,6 @@
     torch._C._functorch.peek_interpreter_stack, gathers inside torch.func transforms write to tensors   2.13
     _functorch.pyfunctorch.temporarily_clear_   that no transform knows, and must not be transformed
     interpreter_stack
-    ProcessGroup._start_coalescing,             several all-to-alls in one launch; the manager of torch,    2.13
-    ._end_coalescing                            _coalescing_manager, wraps these two
     ProcessGroup._get_backend, Backend.         memory that a backend wants its messages in is had from 2.13
     supports_tensor_alloc, .allocate_tensor     it alone
     distributed_c10d._get_default_store         the one thing that all ranks share and that is no       2.13
@@ -109,7 +107,6 @@ from .groups import (
     default_store,
     issued_by_group,
     known_groups,
-    launch_together,
     same_group,
     timeout_of,
 )
@@ -153,7 +150,6 @@ __all__ = [
     "keeping_versions",
     "keeps_graph",
     "known_groups",
-    "launch_together",
     "local_of",
     "mark_managed",
     "no_torch_function",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -19,22 +19,6 @@ def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, de
     if backend.supports_tensor_alloc(device):
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-def launch_together(
-    process_group: ProcessGroup, device: torch.device, call: Callable[..., object], messages: Sequence[tuple[Any, ...]]
-) -> Any:
-    """The work of `call(*message)` for all of `messages`, which send over `process_group`: one launch. NCCL, and
-    the fake group."""
-    process_group._start_coalescing(device)
-    try:
-        for message in messages:
-            call(*message)
-    except BaseException:
-        # Left open it would swallow whatever is sent next.
-        process_group._end_coalescing(device)
-        raise
-    return process_group._end_coalescing(device)
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:

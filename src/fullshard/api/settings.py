@@ -18,7 +18,7 @@ from ..engine.misuse import clean_name
 from ..engine.root import module_units
 from ..layout import Candidate, choose_resident
 from ..policy import CustomComm
-from ..policy.options import COMMUNICATION
+from ..policy.options import COMMUNICATION, removed
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
 # The methods of `FSDPModule` that say how gradients are reduced. Each is a method of the class (`module.py`).
@@ -133,18 +133,18 @@ def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) 
 
 
 def set_communication(self: object, strategy: str, *, recurse: bool = True) -> None:
-    """How parameters and gradients travel; not in torch. `"auto"`: the fastest measured for the backend, and gradients
-    in two hops where ranks are on several nodes (`LOCAL_WORLD_SIZE`).
+    """How parameters and gradients travel; not in torch. `"auto"`: the fastest measured for the backend. On gloo
+    gradients are exchanged within a node (all-to-all) and summed on arrival; on NCCL, and where the ranks that share
+    parameters are on several nodes, the backend reduces them.
 
     `"torch"`: one all-gather and one reduce-scatter for a unit (for each dtype of its parameters), and one all-reduce
     on a mesh that replicates, in the reduce dtype: for programs that count collectives. `"all-to-all"`: `"auto"`, with
-    gradients in one hop. `"hierarchical"`: with gradients in two, within nodes and between them; collective: every rank
-    makes the same call, with equally many ranks of each node (`FULLSHARD_LOCAL_WORLD_SIZE`). The default is that of the
-    environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for `"hierarchical"` where
-    the nodes are not known or do not divide the ranks: here, or in the first forward where none has run.
+    gradients exchanged within a node on every backend; collective: every rank makes the same call. The default is that
+    of the environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for `"all-to-all"`
+    between nodes: here, or in the first forward where none has run.
     """
     if strategy not in COMMUNICATION:
-        raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}")
+        raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}{removed(strategy)}")
     for unit in _units(self, recurse):
         unit.control(dataclasses.replace(unit.controls, communication=strategy))
 

@@ -1,10 +1,8 @@
 """The only room that calls a collective. Buffers in, buffers out: no parameters, no phases.
 
-`group` (the messages), `blocks` (of few ranks), `nodes` (of several
-nodes), `hierarchical` (reductions over these), `gather` and `reduce` (strategies over them), `reduction` (what these
-make), `replicate` (what follows a sum), `pool` (the buffers), `custom` (messages by a caller's object), `agree` (small
-messages by which ranks come to one answer), `broadcast` (tensors of one rank to all), `messages` (texts, on a group of
-their own), `data_group` (process groups that can be cut when a peer failed).
+`group` (the messages), `gather` and `reduce` (strategies over them), `reduction` (what these make), `message` (the send
+buffer), `replicate` (what follows a sum), `comparison` (what ranks compare with it), `pool` (the buffers), `messages`
+(texts and small sums), `offload` (shards on the host), `data_group` (groups that can be cut when a peer failed).
 """
 
 from .comparison import Comparison as Comparison
@@ -21,14 +19,11 @@ from .gather import SharedGather as SharedGather
 from .group import Alone as Alone
 from .group import Block as Block
 from .group import Links as Links
-from .group import NodeLinks as NodeLinks
 from .group import ShardGroup as ShardGroup
 from .group import all_reduce_over as all_reduce_over
 from .group import attend as attend
 from .group import block_of as block_of
 from .group import mesh_links as mesh_links
-from .hierarchical import OnNodes as OnNodes
-from .hierarchical import partial_dtype as partial_dtype
 from .messages import Messenger as Messenger
 from .messages import agreed as agreed
 from .messages import alike as alike
@@ -45,8 +40,10 @@ from .offload import HostLink as HostLink
 from .offload import OffloadedGather as OffloadedGather
 from .offload import OffloadedReduce as OffloadedReduce
 from .pool import BufferPool as BufferPool
+from .reduce import Nodes as Nodes
+from .reduce import direct_of as direct_of
+from .reduce import exchanges as exchanges
 from .reduce import reduce_channel as reduce_channel
 from .reduction import Dtypes as Dtypes
-from .reduction import Hop as Hop
 from .reduction import ReduceChannel as ReduceChannel
 from .reduction import Reduction as Reduction

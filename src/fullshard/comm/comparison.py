@@ -1,9 +1,9 @@
 """A digest of this rank, compared with those of the ranks that a reduction goes to, before its sum is used.
 
     way                                how the digest travels                                         further message
-    all strategies over several ranks  in each chunk after presence (`ReduceLayout.facts_offset`);    none
+    gradients are exchanged            in each chunk after presence (`ReduceLayout.facts_offset`);    none
                                        every rank compares the rows that it receives with its own
-    between nodes                      likewise in the sums of a node, written anew                   none
+    the backend reduces them           minimum and maximum of it                                      16 bytes
     ranks that replicate               minimum and maximum of it, and of what replicas alone share    32 bytes
     one rank shares (`replicate`)      likewise                                                       32 bytes
     `communication="torch"`, custom    not: what would carry it is not ours
@@ -84,6 +84,24 @@ class Comparison:
         found = rows.ne(own).any()
         self._differs = found | self._differs if isinstance(self._differs, Tensor) else found
 
+    def ask_sharers(self, shard: ShardGroup) -> None:
+        """Send what decides to the ranks that share, whose gradients the backend sums: nobody sees what each sent."""
+        half = _signed(self._digits.digest)
+        self._extremes = _brought([half, ~half], torch.int64, self._digits.device)
+        self._work = shard.all_reduce(self._extremes, dist.ReduceOp.MAX)
+
+    def answered(self) -> None:
+        """The answer of those who were asked arrived."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        extremes, self._extremes = self._extremes, None
+        if extremes is not None:
+            # The greatest ones, and the complements of the least.
+            greatest, least = extremes.view(2, -1)
+            found = greatest.ne(least.bitwise_not()).any()
+            self._differs = found if found.device.type != "cpu" else bool(found)
+
     def ask_replicas(self, replicate: ShardGroup) -> None:
         """Send what decides for the ranks that replicate; those that share compared before."""
         halves = [_signed(self._digits.digest), _signed(self._shared)]
@@ -97,17 +115,7 @@ class Comparison:
 
     def arrive(self) -> None:
         """Everything was sent, and what it goes with arrived: let the answer come to the host."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-        extremes, self._extremes = self._extremes, None
-        if extremes is not None:
-            # The greatest, and the complement of the least.
-            if extremes.device.type == "cpu":
-                digest, shared, low, low_shared = extremes.tolist()
-                self._differs = digest != ~low or shared != ~low_shared
-            else:
-                self._differs = extremes[:2].ne(extremes[2:].bitwise_not()).any()
+        self.answered()
         if isinstance(self._differs, Tensor):
             device = torch.get_device_module(self._differs.device)
             host = torch.empty((), dtype=torch.bool, pin_memory=True)

@@ -1,8 +1,7 @@
 """The ranks that share or replicate a unit's parameters, and the messages they exchange.
 
     gather_into       every rank's piece, one behind the other in rank order, on every rank
-    gather_each       several of these, as one group of messages where the backend can
-    exchange_all      several of the next, in one launch where the backend can
+    gather_each       several of these, as one group of messages where the backend can; likewise reduce_scatter_each
     exchange          piece r of my buffer to rank r; the pieces for me, in rank order
     reduce_scatter    the sum (or mean) over ranks of piece r of their buffers, on rank r
     all_reduce        the sum (or mean) over ranks of their buffers, on every rank
@@ -31,9 +30,8 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from .._torch import launch_together
 from ..guard import Scope, ask, scope_of
-from ..layout import NodeGrid, groups_messages, joins_exchanges, sends_in_pairs
+from ..layout import groups_messages, sends_in_pairs
 from .data_group import DataGroup, can_cut, data_group, exchange_each, gather_each, open_data_group
 from .data_group import Work as Work
 
@@ -58,10 +56,12 @@ _CARRIED = frozenset(
 # has no others.
 if hasattr(dist.ProcessGroup, "all_gather_single"):
     _GATHERS, _GATHERS_EACH = "all_gather_single", "all_gather_single_coalesced"
-    _EXCHANGES, _REDUCES = "all_to_all_single", "reduce_scatter_single"
+    _REDUCES, _REDUCES_EACH = "reduce_scatter_single", "reduce_scatter_single_coalesced"
+    _EXCHANGES = "all_to_all_single"
 else:
     _GATHERS, _GATHERS_EACH = "_allgather_base", "allgather_into_tensor_coalesced"
-    _EXCHANGES, _REDUCES = "alltoall_base", "_reduce_scatter_base"
+    _REDUCES, _REDUCES_EACH = "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"
+    _EXCHANGES = "alltoall_base"
 
 # Asynchronous; backends read them only.
 _GATHER = AllgatherOptions()
@@ -72,10 +72,6 @@ _EXCHANGE.asyncOp = True
 # Sums and means over ranks, as backends are asked for them.
 SUM = dist.ReduceOp.SUM
 MEAN = dist.ReduceOp.AVG
-
-
-# Of an exchange: where it arrives, what is sent, and the elements for each rank, () where they are equal.
-Message = tuple[Tensor, Tensor, Sequence[int]]
 
 
 class ShardGroup:
@@ -148,29 +144,9 @@ class ShardGroup:
             return call(self.process_group, *args)
         return self.data_group.issue_each(call, self.process_group, *args)
 
-    def exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int] = ()) -> Work:
-        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r.
-
-        With `numels`, chunk r of `pieces` has numels[r] elements, and every chunk of `out` as many as this rank's.
-        """
-        return self._send(self._exchange, out, pieces, numels)
-
-    def exchange_all(self, messages: Sequence[Message]) -> list[Work]:
-        """`exchange` for each (out, pieces, numels), in one launch where the backend can: then all are one work."""
-        if len(messages) > 1 and joins_exchanges(self.backend):
-            work = self._send(launch_together, self.process_group, self.device, self._exchange, messages)
-            return [work] * len(messages)
-        return [self.exchange(*message) for message in messages]
-
-    def _exchange(self, out: Tensor, pieces: Tensor, numels: Sequence[int]) -> Work:
-        leaving: list[int] = []
-        arriving: list[int] = []
-        if numels:
-            ratio = out.element_size() // _carried(out).element_size()
-            leaving = [ratio * numel for numel in numels]
-            arriving = [leaving[self.rank]] * self.world
-        exchange: Callable[..., Work] = getattr(self.process_group, _EXCHANGES)
-        return exchange(_carried(out), _carried(pieces), arriving, leaving, _EXCHANGE)
+    def exchange(self, out: Tensor, pieces: Tensor) -> Work:
+        """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r."""
+        return self._send(getattr(self.process_group, _EXCHANGES), _carried(out), _carried(pieces), [], [], _EXCHANGE)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
@@ -178,6 +154,17 @@ class ShardGroup:
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
         return self._send(getattr(self.process_group, _REDUCES), out, pieces, options)
+
+    def reduce_scatter_each(
+        self, outs: Sequence[Tensor], pieces: Sequence[Tensor], op: dist.ReduceOp.RedOpType
+    ) -> list[Work]:
+        """`reduce_scatter` for each pair, as one group of messages where the backend can."""
+        if len(outs) > 1 and self.one_launch:
+            options = ReduceScatterOptions()
+            options.reduceOp = dist.ReduceOp(op)
+            options.asyncOp = True
+            return [self._send(getattr(self.process_group, _REDUCES_EACH), list(outs), list(pieces), options)]
+        return [self.reduce_scatter(out, piece, op) for out, piece in zip(outs, pieces, strict=True)]
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """`tensor` of all ranks summed, in place on every rank."""
@@ -235,18 +222,6 @@ class Block(NamedTuple):
     group: ShardGroup
 
 
-class NodeLinks(NamedTuple):
-    """The ranks of a group as nodes, for reductions in two hops (comm/hierarchical.py)."""
-
-    grid: NodeGrid
-    # In the order of their places: those of this rank's node.
-    within: ShardGroup
-    # In the order of nodes: those of this rank's place, one of each.
-    across: ShardGroup
-    # Sums of a node travel in the dtype of its gradients, where that is bfloat16.
-    narrow_partials: bool
-
-
 class Links(NamedTuple):
     """The ranks with which the parameters of one group are exchanged."""
 
@@ -260,8 +235,8 @@ class Links(NamedTuple):
     reduce: ShardGroup | None = None
     # All ranks of the mesh, by their rank in the default group.
     everyone: tuple[int, ...] = ()
-    # Those of `shard` as nodes, where gradients are reduced in two hops.
-    nodes: NodeLinks | None = None
+    # Whether those of `shard`, here or in another group of the mesh, are on several nodes; found out where it matters.
+    on_several_nodes: bool = False
 
     @property
     def reducing(self) -> ShardGroup:
@@ -277,9 +252,6 @@ class Links(NamedTuple):
             self.block.group.open(scope, "block")
         if self.reduce is not None:
             self.reduce.open(scope, "reduce")
-        if self.nodes is not None:
-            self.nodes.within.open(scope, "within")
-            self.nodes.across.open(scope, "across")
 
     @property
     def ranks(self) -> int:

@@ -32,15 +32,13 @@ class _Target(NamedTuple):
     @classmethod
     def of(cls, layout: ReduceLayout, index: int) -> _Target:
         regions = layout.regions(index)
-        *ranks, outer, block = regions[0].sizes if len(regions) == 1 else (0, 0)
-        return cls(index, regions, (*ranks, block) if outer == 1 else None)
+        ranks, outer, block = regions[0].sizes if len(regions) == 1 else (0, 0, 0)
+        return cls(index, regions, (ranks, block) if outer == 1 else None)
 
 
 class MessageReduce:
     """What the strategies over several ranks share: the send buffer and the shapes of the result."""
 
-    # Whether all gradients are in the send buffer on backends that keep none, so that it is large and often new.
-    packs_all = False
     # Whether chunks arrive here as they were sent, so that digests in them can be compared.
     compares = True
 
@@ -59,8 +57,6 @@ class MessageReduce:
         world = group.world
         pack = layout.pack
         self._targets = [_Target.of(layout, i) for i in layout.packed]
-        # What nothing will be written to, where that alone is zeroed in a new buffer, not all of it.
-        self._gaps = layout.gaps() if self.packs_all else ()
         # (local shape, contiguous stride, offset) of this rank's part of each parameter in one chunk
         self.parts = [
             (shape := segment.layout.local_shape(group.rank), contiguous_stride(shape), segment.offset)
@@ -117,9 +113,8 @@ class MessageReduce:
 
     def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
         """A send buffer with presence and the packed gradients in it; whether all gradients are there, direct too."""
-        # On the host zeroing all of a small buffer is less than zeroing its gaps.
-        views_of, zeroed = self._send_views, not self._gaps
-        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, views_of, zeroed=zeroed)
+        # Nothing is written to padding: zeros, once.
+        slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, self._send_views, zeroed=True)
         presence = slot.views[-1]
         sources, destinations = [], []
         complete = True
@@ -149,8 +144,6 @@ class MessageReduce:
         return slot, complete
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
-        if self._gaps:
-            torch._foreach_zero_([send.as_strided(gap.sizes, gap.strides, gap.start) for gap in self._gaps])
         layout = self.layout
         views = []
         for _, regions, rows in self._targets:
@@ -173,23 +166,13 @@ class MessageReduce:
         return parts
 
 
-def sum_of_rows(rows: Tensor, dtype: torch.dtype, divisor: float, out: Tensor) -> None:
-    """The sum of `rows` (n, m), in one operation and in an order that depends on n alone, divided; into `out` (m,)."""
-    if divisor == len(rows):
-        torch.mean(rows, 0, dtype=dtype, out=out)
-        return
-    torch.sum(rows, 0, dtype=dtype, out=out)
-    if divisor != 1:
-        out.div_(divisor)
-
-
-def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The sum of two or more `chunks` (n,), added in their order in `dtype`; into `out`, where there is one."""
+def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of two or more `chunks` (n,), added in their order in `dtype`."""
     if chunks[0].dtype is dtype:
-        total = torch.add(chunks[0], chunks[1], out=out)
+        total = torch.add(chunks[0], chunks[1])
         later = chunks[2:]
     else:
-        total = chunks[0].to(dtype) if out is None else out.copy_(chunks[0])
+        total = chunks[0].to(dtype)
         later = chunks[1:]
     for chunk in later:
         total.add_(chunk)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..layout import contiguous_stride
 from .gather import CastGather, FullMemory, PlannedGather
-from .reduction import Hop, ReduceChannel, Reduction
+from .reduction import ReduceChannel, Reduction
 
 Copy = Callable[[Tensor, Tensor], object]
 
@@ -155,8 +155,8 @@ class _Landing:
         return self._inner.keeps
 
     @property
-    def hop(self) -> Hop:
-        return self._inner.hop
+    def is_replicating(self) -> bool:
+        return self._inner.is_replicating
 
     @property
     def has_next(self) -> bool:
@@ -169,9 +169,6 @@ class _Landing:
     @property
     def held_nbytes(self) -> int:
         return self._inner.held_nbytes
-
-    def shrink(self, nbytes: int) -> bool:
-        return self._inner.shrink(nbytes)
 
     @property
     def nbytes(self) -> int:

@@ -4,17 +4,14 @@
     LocalReduce        none                         none                                     one rank in all
     FlatReduce         none                         none                                     one rank shares, others
                                                                                              replicate
-    ExchangeReduce     all-to-all of what was        here, in rank order, in the sum dtype:   otherwise
-                       computed (wire dtype)        bitwise the same whatever arrives first
-    DirectReduce       the same, large gradients    here, in one operation for each          the same, on backends
-    (direct.py)        from where they are           message, in the sum dtype: likewise      that group messages
+    ExchangeReduce     all-to-all of what was       here, in rank order, in the sum dtype:   ranks of one node, on gloo
+                       computed (wire dtype)        bitwise the same whatever arrives first  or by "all-to-all"
     PairReduce         large gradients from where   here, in rank order: bitwise what        the same, on gloo, from
                        they are, rank to rank       `ExchangeReduce` makes                   a size on
-    HierarchicalReduce all-to-all within a node     here, in rank order within nodes, then    several nodes, or
-    (hierarchical.py)  (wire dtype), then of its    in the order of nodes                     `"hierarchical"`
-                       sums between nodes
-    NativeReduce       one reduce-scatter in the    by the backend                           `communication="torch"`
-                       reduce dtype
+    NativeReduce       one reduce-scatter in the    by the backend                           several nodes, NCCL, or
+                       reduce dtype, and of large                                            `communication="torch"`
+                       gradients from where they
+                       are, on NCCL
 
 What they make is a chunk, the sum over the ranks that share the parameters. Everything after that, an all-reduce over
 the ranks that replicate them before all else, is in `replicate`.
@@ -26,19 +23,18 @@ never depends on which gradients a rank has; a parameter ends without gradient o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from ..layout import Pack, ReduceLayout, sends_directly
+from ..guard import node, same_on_all, scope_of
+from ..layout import Pack, ReduceLayout, ShardLayout, direct_gradients, exchanges_gradients
 from ..policy import Controls, Scale, resolve_scale
 from .comparison import Comparison
 from .data_group import GRADIENTS_TAG, drain
-from .direct import DirectReduce
 from .gather import CustomBuffers, CustomGroup
 from .group import MEAN, SUM, Links, ShardGroup, Work
-from .hierarchical import HierarchicalReduce
 from .message import BothEnds, MessageReduce, sum_in_order
 from .pool import BufferPool, Slot
 from .reduction import Dtypes, FirstStage, LocalReduce, ReduceChannel
@@ -239,9 +235,35 @@ class _Exchange(BothEnds):
 
 
 class NativeReduce(MessageReduce):
-    """One reduce-scatter of the backend, in the reduce dtype. The order of its sum is the backend's."""
+    """Reduce-scatters of the backend, in the reduce dtype: of each direct gradient from where it is (cast, where it has
+    another dtype), and of the message. The order of their sums is the backend's."""
 
     compares = False
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        layout: ReduceLayout,
+        dtypes: Dtypes,
+        pool: BufferPool,
+        scale: Scale,
+        after: AfterSum,
+        *,
+        adds_messages: bool,
+    ) -> None:
+        super().__init__(group, layout, dtypes, pool, scale, after)
+        # With "torch" there is one message and no other.
+        self._adds_messages = adds_messages
+        segments = [layout.pack.segments[index] for index in layout.direct]
+        self._numels = [segment.layout.numel for segment in segments]
+        # [start, stop) in a chunk of what each message brings.
+        self._brings = [(s.offset, s.offset + s.layout.local_numel(group.rank)) for s in segments]
+        self._brings.append((layout.message_start, layout.chunk_numel))
+        self._padding = layout.unwritten(group.rank)
+
+    @property
+    def carries(self) -> bool:
+        return self._adds_messages
 
     def send_dtype(self, accumulated: bool) -> torch.dtype:
         return self.dtypes.reduce
@@ -249,36 +271,135 @@ class NativeReduce(MessageReduce):
     def send(
         self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
     ) -> FirstStage:
+        large = [
+            torch.zeros(numel, dtype=dtype, device=self.device)
+            if (gradient := gradients[index]) is None
+            else gradient.to(dtype).contiguous().view(-1)
+            for index, numel in zip(self.layout.direct, self._numels, strict=True)
+        ]
         if self.scale.overflows and self.scale.before != 1:
             # A sum of many float16 gradients overflows before the division; FSDP2 divides before the sum too.
             send.tensor.div_(self.scale.before)
+            large = [gradient / self.scale.before for gradient in large]
         out = self.group.empty(self.layout.chunk_numel, dtype)
-        work = self.group.reduce_scatter(out, send.tensor, MEAN if self.scale.averages else SUM)
-        return _Native(self, work, send, out)
+        for start, stop in self._padding:
+            out[start:stop].zero_()
+        outs = [out[start:stop] for start, stop in self._brings]
+        op = MEAN if self.scale.averages else SUM
+        works = self.group.reduce_scatter_each(outs, [*large, send.tensor], op)
+        if carried is not None:
+            carried.ask_sharers(self.group)
+        return _Native(self, works, large, send, out, carried)
 
 
 class _Native(FirstStage):
-    def __init__(self, channel: NativeReduce, work: Work, send: Slot, out: Tensor) -> None:
+    def __init__(
+        self,
+        channel: NativeReduce,
+        works: list[Work],
+        large: list[Tensor],
+        send: Slot,
+        out: Tensor,
+        carried: Comparison | None,
+    ) -> None:
         self._channel = channel
-        self._work = work
+        self._works = works
+        # Kept from being freed while they are sent.
+        self._large = large
         self._send = send
         self._out = out
+        self._carried = carried
 
     @property
     def held_nbytes(self) -> int:
-        return self._send.tensor.nbytes + self._out.nbytes
+        return self._send.tensor.nbytes + sum([gradient.nbytes for gradient in self._large]) + self._out.nbytes
 
     def total(self) -> Tensor:
-        self._work.wait()
-        self._channel.pool.give(self._send)
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        if self._carried is not None:
+            self._carried.answered()
+        self._give_back()
         scale = self._channel.scale
         if not scale.averages and not scale.overflows and scale.before != 1:
             self._out.div_(scale.before)
         return self._out
 
     def abandon(self) -> None:
-        drain(self._work)
+        for work in self._works:
+            drain(work)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._works, self._large = [], []
         self._channel.pool.give(self._send)
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------------------
+# Gradients are exchanged within a node. Between nodes a flat exchange would send more than a reduce-scatter, which the
+# backend routes as its network wants it (ADR 0034).
+
+
+def exchanges(links: Links, strategy: str) -> bool:
+    """Whether gradients are exchanged and summed on arrival, not reduced by the backend: as far as is known, where
+    nobody asked on which nodes the ranks are."""
+    if strategy == "torch" or links.on_several_nodes:
+        return False
+    return strategy == "all-to-all" or exchanges_gradients(links.reducing.backend)
+
+
+def direct_of(
+    links: Links, strategy: str, layouts: Sequence[ShardLayout], gathered: Collection[int], itemsize: int
+) -> tuple[int, ...]:
+    """Positions of the parameters whose gradients are sent from where autograd left them. Arguments as for
+    `direct_gradients`; `gathered`: those that are gathered straight into place."""
+    group = links.reducing
+    if strategy == "torch" or group.world == 1:
+        return ()
+    if exchanges(links, strategy):
+        return direct_gradients(layouts, itemsize, backend=group.backend)
+    if not group.one_launch:
+        return ()
+    # Whose parts are equal, so that the gradient is the message.
+    return tuple(i for i, layout in enumerate(layouts) if i in gathered and layout.padded_full_numel == layout.numel)
+
+
+class Nodes:
+    """Which groups of one root are on one node. Its ranks make the same calls in the same order."""
+
+    def __init__(self) -> None:
+        # By the ranks of the mesh and of the group.
+        self._several: dict[tuple[tuple[int, ...], ...], bool] = {}
+
+    def locate(self, links: Links, strategy: str) -> Links:
+        """`links` with what is to be known for `strategy`. Each group is asked once: two questions to the store.
+
+        Raises `ValueError`, on all ranks, where "all-to-all" is wanted between nodes.
+        """
+        if links.shard.world == 1 or not exchanges(links._replace(on_several_nodes=False), strategy):
+            return links
+        key = links.everyone, links.shard.ranks
+        if key not in self._several:
+            self._several[key] = _on_several_nodes(links)
+        if self._several[key] and strategy == "all-to-all":
+            raise ValueError(
+                'set_communication("all-to-all"): expected the ranks that share parameters on one node, found several; '
+                'use "auto", which exchanges gradients within a node and lets the backend reduce them between nodes'
+            )
+        return links._replace(on_several_nodes=self._several[key])
+
+
+def _on_several_nodes(links: Links) -> bool:
+    """The same in all groups of the mesh: what replicas sum has one dtype."""
+    shard, everyone = scope_of(links.shard.ranks), scope_of(links.everyone)
+    if shard is None or everyone is None:
+        return False
+    several = not same_on_all(shard, "the node of this rank", node())
+    if shard is everyone:
+        return several
+    same = same_on_all(everyone, "whether ranks that share parameters are on several nodes", str(several))
+    return several or not same
 
 
 def reduce_channel(
@@ -297,9 +418,11 @@ def reduce_channel(
     where `controls` do not say.
     """
     group = links.reducing
-    native = controls.strategy(communication) == "torch"
+    strategy = controls.strategy(communication)
+    as_torch = strategy == "torch"
+    native = as_torch or (group.world > 1 and not exchanges(links, strategy))
     replicate = links.replicate
-    if replicate is not None and replicate.world == 1 and not native:
+    if replicate is not None and replicate.world == 1 and not as_torch:
         replicate = None
     if group.world == 1 and replicate is None and controls.hook is None:
         return LocalReduce(dtypes.storage, controls.divide_factor)
@@ -311,13 +434,8 @@ def reduce_channel(
     if group.world == 1:
         return FlatReduce(group, ReduceLayout(pack, facts_numel=0), dtypes, pool, scale, after)
     if native:
-        return NativeReduce(group, ReduceLayout(pack, facts_numel=0), dtypes, pool, scale, after)
-    layout = ReduceLayout(pack)
-    if links.nodes is not None:
-        in_hops = ReduceLayout(pack, grid=links.nodes.grid)
-        return HierarchicalReduce(group, links.nodes, in_hops, dtypes, pool, scale, after)
-    if sends_directly(group.backend):
-        return DirectReduce(group, ReduceLayout(pack, direct), dtypes, pool, scale, after)
+        layout = ReduceLayout(pack, direct, facts_numel=0)
+        return NativeReduce(group, layout, dtypes, pool, scale, after, adds_messages=not as_torch)
     if direct and group.sends_in_pairs:
         return PairReduce(group, ReduceLayout(pack, direct), dtypes, pool, scale, after)
-    return ExchangeReduce(group, layout, dtypes, pool, scale, after)
+    return ExchangeReduce(group, ReduceLayout(pack), dtypes, pool, scale, after)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,35 +24,16 @@ class Dtypes(NamedTuple):
     storage: torch.dtype
 
 
-class Hop(IntEnum):
-    """Which message of a reduction is under way. A reduction may leave some out; ranks send them in equal order."""
-
-    EXCHANGE = 0  # among the ranks that share the parameters, or those of them on this rank's node
-    NODES = 1  # between nodes, of what each node has
-    REPLICAS = 2  # among the ranks that hold the same shards
-
-
 class FirstStage(ABC):
     """The sum over the ranks that share the parameters, under way. Here: what one message brings."""
 
     # Whether the sum is in a buffer that will be used again, so that what the caller gets has to be a copy.
     reuses = False
-    # Which message is under way, and whether another one follows before the sum is there.
-    hop = Hop.EXCHANGE
-    has_next = False
 
     @property
     @abstractmethod
     def held_nbytes(self) -> int:
         """Bytes of both ends of the messages that are under way."""
-
-    def shrink(self, nbytes: int) -> bool:
-        """Wait for messages, the oldest first, until `nbytes` of theirs were given up or none is left. Whether any was:
-        the last one, or the only one, is what `total` waits for."""
-        return False
-
-    def advance(self) -> None:  # noqa: B027  (those of one message have nothing to do)
-        """Wait for the message under way and send the next one, where there is one."""
 
     @abstractmethod
     def total(self) -> Tensor:
@@ -76,13 +56,13 @@ class Reduction(Protocol):
         ...
 
     @property
-    def hop(self) -> Hop:
-        """Which message is under way."""
+    def is_replicating(self) -> bool:
+        """Whether what is under way goes among the ranks that hold the same shards: the second message, if any."""
         ...
 
     @property
     def has_next(self) -> bool:
-        """Whether another message follows it: between nodes, or where the shards are replicated."""
+        """Whether another message follows it: where the shards are replicated."""
         ...
 
     @property
@@ -95,14 +75,10 @@ class Reduction(Protocol):
         """Bytes of both ends of the first message, or messages; 0 once it was received."""
         ...
 
-    def shrink(self, nbytes: int) -> bool:
-        """As `FirstStage.shrink`. Nothing is sent by it, so ranks may differ in when they call it."""
-        ...
-
     @property
     def nbytes(self) -> int:
-        """Bytes of a later message that is under way: both ends between nodes, and of one among replicas what is summed
-        when that is no send buffer. 0 while it is the first one."""
+        """Bytes of a later message that is under way: what replicas sum, when that is no send buffer. 0 while it is the
+        first one."""
         ...
 
     def advance(self) -> None:
@@ -174,15 +150,11 @@ class LocalReduce:
 
 
 class _Local:
-    keeps = has_next = keeps_send_buffer = False
-    hop = Hop.EXCHANGE
+    keeps = has_next = keeps_send_buffer = is_replicating = False
     nbytes = held_nbytes = 0
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self._gradients = gradients
-
-    def shrink(self, nbytes: int) -> bool:
-        return False
 
     def advance(self) -> None:
         pass

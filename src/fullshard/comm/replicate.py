@@ -27,7 +27,7 @@ from ..policy import Scale
 from .comparison import Comparison
 from .data_group import drain
 from .group import MEAN, SUM, ShardGroup, Work
-from .reduction import Dtypes, FirstStage, Hop
+from .reduction import Dtypes, FirstStage
 
 
 class Chunks(Protocol):
@@ -84,14 +84,12 @@ class StagedReduction:
             self.advance()
 
     @property
-    def hop(self) -> Hop:
-        return Hop.REPLICAS if self._work is not None else self._first.hop
+    def is_replicating(self) -> bool:
+        return self._work is not None
 
     @property
     def has_next(self) -> bool:
-        if self._total is not None:
-            return False
-        return self._first.has_next or (self._after.replicate is not None and not self.keeps)
+        return self._total is None and self._after.replicate is not None and not self.keeps
 
     @property
     def keeps_send_buffer(self) -> bool:
@@ -99,22 +97,14 @@ class StagedReduction:
 
     @property
     def held_nbytes(self) -> int:
-        return self._first.held_nbytes if self._total is None and self._first.hop is Hop.EXCHANGE else 0
-
-    def shrink(self, nbytes: int) -> bool:
-        return self._total is None and self._first.shrink(nbytes)
+        return self._first.held_nbytes if self._total is None else 0
 
     @property
     def nbytes(self) -> int:
-        if self._total is None:
-            return self._first.held_nbytes if self._first.hop is Hop.NODES else 0
-        return 0 if self._work is None or self._first.reuses else self._total.nbytes
+        return 0 if self._total is None or self._work is None or self._first.reuses else self._total.nbytes
 
     def advance(self) -> None:
-        if self._total is None and self._first.has_next:
-            self._first.advance()
-        else:
-            self._advanced()
+        self._advanced()
 
     def _advanced(self) -> Tensor:
         if self._total is not None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,7 +49,6 @@ _SETTINGS = {
     "gradient_nbytes": "FULLSHARD_GRADIENT_BYTES",
     "reductions_in_flight": "FULLSHARD_REDUCTIONS",
     "communication": "FULLSHARD_COMMUNICATION",
-    "partial_sums": "FULLSHARD_PARTIAL_SUMS",
     "eval_root": "FULLSHARD_EVAL_ROOT",
 }
 
@@ -113,9 +111,7 @@ def _settings(root: Root) -> dict[str, str]:
     facts |= {variable: str(getattr(options, field)) for field, variable in _SETTINGS.items()}
     if root.guard_mode == "off":
         return {"FULLSHARD_GUARD": "off"}
-    # Whether this rank will ask the others how they lie on nodes.
-    several = options.local_world is not None and options.local_world < dist.get_world_size()
-    return facts | {"answer to 'are there several nodes?' (LOCAL_WORLD_SIZE)": str(several)}
+    return facts
 
 
 def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:

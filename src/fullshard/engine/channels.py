@@ -25,9 +25,10 @@ from ..comm import (
     ReduceChannel,
     ShardGroup,
     SharedGather,
+    direct_of,
     reduce_channel,
 )
-from ..layout import GatherPlan, Pack, direct_gradients, sends_directly
+from ..layout import GatherPlan, Pack
 from ..param import ExtensionGroup, NarrowedGroup, OwnedMemory, ParamGroup
 from ..policy import Controls
 
@@ -79,12 +80,10 @@ class Channels(NamedTuple):
         """From gradients of the parameters of `group` that are trainable now to those of the shards."""
         segments = [group.pack.segments[i] for i in group.trainable]
         layouts, names = [s.layout for s in segments], [s.name for s in segments]
-        precision, backend = group.precision, links.reducing.backend
-        if sends_directly(backend):
-            # Those that are gathered straight into place leave straight from where their gradients are.
-            direct = tuple(place for place, i in enumerate(group.trainable) if i in group.plan.direct)
-        else:
-            direct = direct_gradients(layouts, precision.wire.itemsize, backend=backend)
+        precision = group.precision
+        gathered = {place for place, i in enumerate(group.trainable) if i in group.plan.direct}
+        strategy = self.controls.strategy(self.communication)
+        direct = direct_of(links, strategy, layouts, gathered, precision.wire.itemsize)
         pack = Pack.build(layouts, group.pack.align_numel, names=names, first=direct)
         channel = reduce_channel(
             links,

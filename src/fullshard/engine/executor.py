@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
-from ..comm import BufferPool, GatherChannel, Hop, Reduction
+from ..comm import BufferPool, GatherChannel, Reduction
 from ..guard import Scope
 from ..param import ParamGroup, ShardedParam
 from ..schedule import Command, CommandChecker
@@ -51,14 +51,15 @@ class Shared:
 
     def __init__(self, *, keep: bool) -> None:
         self.pool = BufferPool(keep=keep)
-        # Reductions under way, by the message that is (`Hop`): each in the order of their commands, which is that of
-        # their messages on every rank.
-        self.hops: dict[Hop, deque[InFlight]] = {hop: deque() for hop in Hop}
+        # Reductions under way among the ranks that share parameters, and among those that hold the same shards: each in
+        # the order of their commands, which is that of their messages on every rank.
+        self.in_flight: deque[InFlight] = deque()
+        self.replicating: deque[InFlight] = deque()
 
     @property
-    def in_flight(self) -> deque[InFlight]:
-        """Those whose first message is under way."""
-        return self.hops[Hop.EXCHANGE]
+    def all_in_flight(self) -> tuple[deque[InFlight], deque[InFlight]]:
+        """Both, in the order of a reduction's messages."""
+        return self.in_flight, self.replicating
 
 
 # ---- taken back ------------------------------------------------------------------------------------------------------
@@ -191,9 +192,10 @@ class Executor:
         if commands[-1].kind == "finish":
             self._discard(self.units[commands[-1].unit.index])
 
-    def hop_nbytes(self, hop: Hop) -> int:
-        """Bytes of messages that follow a first one and are under way: between nodes, or the ranks that replicate."""
-        return sum(flight.reduction.nbytes for flight in self.shared.hops[hop] if flight.owner is self)
+    @property
+    def replicating_nbytes(self) -> int:
+        """Bytes of messages that are under way among ranks that replicate."""
+        return sum(flight.reduction.nbytes for flight in self.shared.replicating if flight.owner is self)
 
     def must_send(self, unit: Unit) -> bool:
         """Whether this rank has to send for `unit` though the running backward brought nothing that is not sent.
@@ -210,7 +212,7 @@ class Executor:
     @property
     def has_in_flight(self) -> bool:
         """Whether reductions of these units are under way."""
-        return any(map(self._has_own, self.shared.hops.values()))
+        return any(map(self._has_own, self.shared.all_in_flight))
 
     def _has_own(self, flights: Iterable[InFlight]) -> bool:
         for flight in flights:
@@ -316,10 +318,11 @@ class Executor:
 
     def _put(self, flight: InFlight) -> None:
         """To those whose message it is that is under way."""
-        flights = self.shared.hops[flight.reduction.hop]
-        flights.append(flight)
-        if flights is not self.shared.in_flight:
-            self._advance_beyond(flights)
+        if flight.reduction.is_replicating:
+            self.shared.replicating.append(flight)
+            self._advance_beyond(self.shared.replicating)
+        else:
+            self.shared.in_flight.append(flight)
 
     def _advance_beyond(self, flights: deque[InFlight]) -> None:
         while len(flights) > self._limit:
@@ -346,23 +349,17 @@ class Executor:
         if excess <= 0:
             return
         for flight in list(in_flight):
-            reduction = flight.reduction
-            held = reduction.held_nbytes
-            reduction.shrink(excess)
-            left = reduction.held_nbytes
-            excess -= held - left
+            # A second message may not go before other ranks send theirs.
+            if flight is not in_flight[0] or flight.reduction.has_next:
+                return
+            excess -= flight.reduction.held_nbytes
+            self._advance_oldest(in_flight)
             if excess <= 0:
                 return
-            # A later message may not go before other ranks send theirs.
-            if flight is in_flight[0] and not reduction.has_next:
-                self._advance_oldest(in_flight)
-                excess -= left
-                if excess <= 0:
-                    return
 
     def _make_room(self, send_buffers: int) -> None:
         """Wait until one buffer less than `send_buffers` is in use."""
-        in_flight, replicating = self.shared.in_flight, self.shared.hops[Hop.REPLICAS]
+        in_flight, replicating = self.shared.all_in_flight
         while len(in_flight) >= send_buffers:
             self._advance_oldest(in_flight)
         while sum(f.reduction.keeps_send_buffer for f in replicating) + len(in_flight) >= send_buffers:
@@ -390,7 +387,7 @@ class Executor:
 
     def _finish(self, root: Unit) -> None:
         # What follows a message is behind it.
-        for flights in self.shared.hops.values():
+        for flights in self.shared.all_in_flight:
             while self._has_own(flights):
                 self._advance_oldest(flights)
         for unit in self._touched:
@@ -438,7 +435,7 @@ class Executor:
         self.stepping.finish({unit: [param for _, param in params] for unit, params in arrived.items()})
 
     def _discard(self, root: Unit) -> None:
-        for flights in self.shared.hops.values():
+        for flights in self.shared.all_in_flight:
             for _ in range(len(flights)):
                 flight = flights.popleft()
                 if flight.owner is self:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Links, alike
+from ..comm import Links, alike, exchanges
 from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, parse_question, scope_of
 from ..param import PendingGrad
 from ..policy import Options
@@ -256,10 +256,10 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
 def _way(unit: Unit, links: Links) -> str:
     """How gradients are reduced, where that is not in one exchange."""
     assert unit.root is not None
-    if unit.controls.strategy(unit.root.options.communication) == "torch":
+    strategy = unit.controls.strategy(unit.root.options.communication)
+    if strategy == "torch":
         return "/torch"
-    nodes = links.nodes
-    return "" if nodes is None else f"/{nodes.grid.nodes}x{nodes.grid.local}"
+    return "" if links.shard.world == 1 or exchanges(links, strategy) else "/native"
 
 
 def _is_native(unit: Unit) -> bool:

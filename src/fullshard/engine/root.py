@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._torch import current_backward, in_transform, keeps_graph, saved_tensor_hooks_allowed, without_transforms
-from ..comm import OnNodes
+from ..comm import Nodes
 from ..guard import mode
 from ..param import ShardedParam
 from ..policy import Controls, Options
@@ -53,7 +53,7 @@ class Root:
         self.executor = Executor(
             self.units,
             self.shared,
-            reductions_in_flight=options.reductions_in_flight,
+            reductions_in_flight=options.reductions_on(device.type),
             check=options.check,
             order=self.order,
         )
@@ -81,7 +81,7 @@ class Root:
         # What is to be compared with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self)
         self.agreement.refuse_other_structure()
-        self._on_nodes = OnNodes(options.local_world, narrow_partials=options.partial_sums == "wire")
+        self._nodes = Nodes()
         for unit in self.units:
             self.settle_links(unit, unit.controls)
         self.executor.scopes = self.peers.scopes
@@ -345,10 +345,6 @@ class Root:
         chosen, options = first.prefetch_nbytes, self.options
         self.run.prefetch_nbytes = options.prefetch_nbytes if chosen is None else chosen
         chosen = options.gradient_nbytes if first.gradient_nbytes is None else first.gradient_nbytes
-        if chosen is None and any(unit.sends_directly for unit in self.units):
-            # Three quarters of what the largest unit needs by itself: in no precision more than FSDP2 takes. Messages
-            # are received as the gradients of the next unit come.
-            chosen = max(unit.sent_nbytes for unit in self.units) * 3 // 4
         self.executor.gradient_nbytes = chosen
 
     def share(self, shared: Shared) -> None:
@@ -367,7 +363,7 @@ class Root:
     def settle_links(self, unit: Unit, controls: Controls) -> None:
         """Between which ranks the messages of `unit` go under `controls`; every rank of the root makes this call."""
         strategy = controls.strategy(self.options.communication)
-        unit.links = [self._on_nodes.links(links, strategy) for links in unit.links]
+        unit.links = [self._nodes.locate(links, strategy) for links in unit.links]
         self.peers.open(unit)
 
     def _wait_for_optimizer(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import local_of
 from .._torch.modules import call, outside_graphs
 from ..comm import BufferPool, GatherChannel, HostLink, Links, ReduceChannel
-from ..layout import UnitMemory, sends_directly
+from ..layout import UnitMemory
 from ..param import DtypeChanged, ExtensionGroup, Found, ParamGroup, Placing, ShardedParam, has_extension, note_initial
 from ..policy import Controls, Offload, Precision, resolve_precision
 from ..policy.policies import MixedPrecisionLike
@@ -276,16 +276,6 @@ class Unit:
         if any(isinstance(group, ExtensionGroup) for group in self.groups):
             return None
         return sum(memory_of(group).full_nbytes for group in self.groups if not group.shares_memory)
-
-    @property
-    def sends_directly(self) -> bool:
-        """Whether its gradients leave from where they are, in messages that can be received one by one."""
-        return any(sends_directly(links.reducing.backend) and links.nodes is None for links in self.links)
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes of its gradients, and of what arrives for them."""
-        return sum(2 * group.pack.numel * group.precision.wire.itemsize for group in self.groups)
 
     @property
     def is_replicated(self) -> bool:

@@ -23,8 +23,10 @@ from .order import deviation as deviation
 from .order import disagreement as disagreement
 from .order import parse_action as parse_action
 from .order import parse_question as parse_question
+from .process import node as node
 from .scope import Scope as Scope
 from .scope import ask as ask
+from .scope import same_on_all as same_on_all
 from .scope import tell as tell
 from .structure import Difference as Difference
 from .structure import Item as Item

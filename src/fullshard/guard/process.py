@@ -4,6 +4,7 @@ and where one of its own threads is."""
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,11 @@ def machine() -> str:
         return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
     except OSError:
         return ""
+
+
+def node() -> str:
+    """The computer: the same in all of its containers, another one after it was started anew."""
+    return machine().partition("/")[0] or socket.gethostname()
 
 
 def identity() -> str:

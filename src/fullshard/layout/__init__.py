@@ -2,7 +2,7 @@
 
 Standard library only: it imports where torch is not installed. Files: `shard` (one parameter; bytes per element),
 `flat` (one unit, and its gradients in messages), `gather` (direct or packed; what is kept between forward and
-backward), `nodes` (reductions in two hops), `memory` (expected bytes, and what fits into so many).
+backward), `memory` (expected bytes, and what fits into so many).
 """
 
 from .flat import FACTS_NUMEL as FACTS_NUMEL
@@ -15,12 +15,10 @@ from .gather import GatherPlan as GatherPlan
 from .gather import Span as Span
 from .gather import direct_gradients as direct_gradients
 from .gather import direct_indices as direct_indices
+from .gather import exchanges_gradients as exchanges_gradients
 from .gather import groups_messages as groups_messages
-from .gather import joins_exchanges as joins_exchanges
-from .gather import launches as launches
 from .gather import narrow_pack as narrow_pack
 from .gather import plan_gather as plan_gather
-from .gather import sends_directly as sends_directly
 from .gather import sends_in_pairs as sends_in_pairs
 from .memory import Candidate as Candidate
 from .memory import Term as Term
@@ -35,9 +33,6 @@ from .memory import peak as peak
 from .memory import sending_terms as sending_terms
 from .memory import shard_terms as shard_terms
 from .memory import total as total
-from .nodes import NodeGrid as NodeGrid
-from .nodes import node_grid as node_grid
-from .nodes import reduces_in_hops as reduces_in_hops
 from .shard import Piece as Piece
 from .shard import ShardLayout as ShardLayout
 from .shard import contiguous_stride as contiguous_stride

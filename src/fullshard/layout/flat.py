@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .nodes import NodeGrid, SlotGrid, flat_grids
 from .shard import ShardLayout, require_int
 
 # ---- pack ------------------------------------------------------------------------------------------------------------
@@ -237,14 +236,6 @@ def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int
 FACTS_NUMEL = 8
 
 
-class SendGap(NamedTuple):
-    """A grid of elements of the send buffer that nothing is written to."""
-
-    sizes: tuple[int, ...]
-    start: int
-    strides: tuple[int, ...]
-
-
 class SendRegion(NamedTuple):
     """A part of one full gradient whose place in the send buffer is a grid of equal `sizes`. Elements."""
 
@@ -267,8 +258,7 @@ class ReduceLayout:
     arrival (comm/comparison.py), whether it carries one or not.
 
     The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
-    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel). Its
-    chunks are in rank order, or as `grid` has them (layout/nodes.py).
+    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel).
 
     >>> from fullshard.layout import ShardLayout
     >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
@@ -283,17 +273,10 @@ class ReduceLayout:
     pack: Pack
     # The first ones of `pack.order`; each gathers in place, so the parts of the ranks are runs of the whole gradient.
     direct: tuple[int, ...] = ()
-    # Of a reduction in two hops; None: in one.
-    grid: NodeGrid | None = None
     # Elements for what ranks compare; 0 where the backend sums messages, so that nobody sees what each rank sent.
     facts_numel: int = FACTS_NUMEL
 
     def __post_init__(self) -> None:
-        if self.grid is not None and self.grid.world != self.pack.world:
-            raise ValueError(
-                f"grid: expected {self.pack.world} ranks in all, found {self.grid.nodes} times {self.grid.local}; "
-                f"use node_grid"
-            )
         front = self.pack.order[: len(self.direct)]
         if self.direct != front:
             raise ValueError(
@@ -366,60 +349,20 @@ class ReduceLayout:
 
         >>> from fullshard.layout import ShardLayout
         >>> pack = Pack.build([ShardLayout((8,), world=4)], align_numel=1)
-        >>> ReduceLayout(pack, grid=NodeGrid(2, 2)).regions(0)[0][:3]
-        ((2, 2, 1, 2), 0, (4, 2, 8, 1))
+        >>> ReduceLayout(pack).regions(0)[0][:3]
+        ((4, 1, 2), 0, (2, 8, 1))
         """
         offset, chunk = self.pack.segments[index].offset - self.message_start, self.message_numel
-        found = []
-        for piece in self.pack.segments[index].layout.pieces:
-            for grid in self._grids(piece.first_rank, piece.ranks):
-                found.append(
-                    SendRegion(
-                        (*grid.sizes, piece.outer, piece.block),
-                        piece.full_start + (grid.first_rank - piece.first_rank) * piece.full_rank_stride,
-                        (*(n * piece.full_rank_stride for n in grid.rank_strides), piece.full_outer_stride, 1),
-                        grid.slot * chunk + offset,
-                        (*(n * chunk for n in grid.slot_strides), piece.block, 1),
-                    )
-                )
-        return tuple(found)
-
-    def gaps(self) -> tuple[SendGap, ...]:
-        """What neither the gradients of `regions` nor presence fill: alignment, the padding of uneven rows, and what is
-        compared, which not every message carries.
-
-        >>> from fullshard.layout import ShardLayout
-        >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
-        >>> [(gap.sizes, gap.start) for gap in ReduceLayout(pack).gaps()]
-        [((2, 2), 6), ((2, 2), 10), ((1, 1), 33), ((2, 10), 14)]
-        """
-        chunk, world = self.message_numel, self.pack.world
-        found = []
-
-        def add(first: int, ranks: int, start: int, stop: int) -> None:
-            """[start, stop) of the chunks of these ranks."""
-            if ranks and start < stop:
-                for grid in self._grids(first, ranks):
-                    strides = (*(n * chunk for n in grid.slot_strides), 1)
-                    found.append(
-                        SendGap((*grid.sizes, stop - start), grid.slot * chunk + start - self.message_start, strides)
-                    )
-
-        starts = [self.pack.segments[index].offset for index in self.packed] + [self.presence_offset]
-        for index, after in zip(self.packed, starts[1:], strict=True):
-            segment = self.pack.segments[index]
-            add(0, world, segment.end, after)
-            full = 0
-            for piece in segment.layout.pieces:
-                numel = piece.outer * piece.block
-                add(piece.first_rank, piece.ranks, segment.offset + numel, segment.end)
-                full = piece.first_rank + piece.ranks
-            add(full, world - full, segment.offset, segment.end)
-        add(0, world, self.facts_offset, self.chunk_numel)
-        return tuple(found)
-
-    def _grids(self, first: int, ranks: int) -> Iterator[SlotGrid]:
-        return (flat_grids if self.grid is None else self.grid.grids)(first, ranks)
+        return tuple(
+            SendRegion(
+                (piece.ranks, piece.outer, piece.block),
+                piece.full_start,
+                (piece.full_rank_stride, piece.full_outer_stride, 1),
+                piece.first_rank * chunk + offset,
+                (chunk, piece.block, 1),
+            )
+            for piece in self.pack.segments[index].layout.pieces
+        )
 
     def segment(self, index: int, rank: int) -> int:
         """First element, in the send buffer, of the gradient of packed parameter `index` that goes to `rank`."""
@@ -436,4 +379,4 @@ class ReduceLayout:
     def _message(self, rank: int) -> int:
         if not 0 <= rank < self.pack.world:
             raise ValueError(f"rank: expected 0 <= rank < {self.pack.world}, found {rank!r}; give a rank of the group")
-        return (rank if self.grid is None else self.grid.slot(rank)) * self.message_numel
+        return rank * self.message_numel

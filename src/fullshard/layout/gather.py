@@ -59,8 +59,9 @@ def _kept(shards: ShardLayout, world: int) -> ShardLayout:
 
 # Backends that can launch many gathers as one grouped operation.
 GROUPING_BACKENDS = frozenset({"nccl"})
-# Backends that make one launch of whatever exchanges are issued together.
-JOINING_BACKENDS = frozenset({"nccl"})
+# Backends on which an all-to-all and a sum on arrival is faster than their own reduce-scatter (benchmarks/pairs.py),
+# and those that take gloo's place in tests. Elsewhere the backend reduces, until a measurement speaks against it.
+EXCHANGING_BACKENDS = frozenset({"gloo", "threaded", "fake"})
 # Backends whose ranks send to each other at the price of a system call (comm/data_group.py), and from which size on, of
 # what one rank sends to another, it pays for a parameter and for a gradient: benchmarks/pairs.py.
 PAIRWISE_BACKENDS = frozenset({"gloo"})
@@ -78,39 +79,9 @@ def groups_messages(backend: str) -> bool:
     return backend in GROUPING_BACKENDS
 
 
-def joins_exchanges(backend: str) -> bool:
-    """Whether several all-to-alls are one launch there."""
-    return backend in JOINING_BACKENDS
-
-
-def sends_directly(backend: str) -> bool:
-    """Whether gradients that need no packing are sent one by one, and their parts summed in one operation on arrival.
-
-    Elsewhere one message of them, whose parts are added one after the other in rank order, is faster; see
-    `direct_gradients` for backends whose ranks send to each other.
-    """
-    return backend in GROUPING_BACKENDS
-
-
-def launches(numels: Sequence[int]) -> list[tuple[int, int]]:
-    """Which of several exchanges, of so many elements, are issued together: [start, stop) of each launch, in order.
-
-    Each has a quarter of the elements, or what is left: the default limit on gradients in flight is three quarters of
-    a unit with its messages (`Root.limit_bytes`), so the first launch has to be received while the others travel.
-
-    >>> launches([16, 4, 4, 16, 58, 58, 58, 1])
-    [(0, 5), (5, 6), (6, 7), (7, 8)]
-    >>> launches([4])
-    [(0, 1)]
-    """
-    share = -(-sum(numels) // 4)
-    found, start, filled = [], 0, 0
-    for place, numel in enumerate(numels):
-        filled += numel
-        if filled >= share or place == len(numels) - 1:
-            found.append((start, place + 1))
-            start, filled = place + 1, 0
-    return found
+def exchanges_gradients(backend: str) -> bool:
+    """Whether gradients are exchanged there by default, and summed where they arrive, among the ranks of one node."""
+    return backend in EXCHANGING_BACKENDS
 
 
 class Span(NamedTuple):

@@ -61,12 +61,6 @@ class UnitMemory:
     kept: Pack | None = None
     # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
     direct_gradients: tuple[int, ...] = ()
-    # Their parts arrive from all ranks, this one too, each in a message of its own (comm/direct.py).
-    grouped: bool = False
-    # On how many nodes the ranks are, where gradients are reduced in two hops (layout/nodes.py), and bytes per element
-    # of what a node sends to others; 1: in one hop.
-    nodes: int = 1
-    partial_itemsize: int = 4
     # None of its parameters is trained: there are no gradients and nothing is sent. With `reshard` off it stays full
     # from step to step (`set_resident_bytes`).
     frozen: bool = False
@@ -77,7 +71,7 @@ class UnitMemory:
                 f"kept of {self.name!r}: expected None where full parameters stay after forward (reshard=False), found "
                 f"a pack; a part is kept of what is freed"
             )
-        for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize", "nodes"):
+        for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
 
     @property
@@ -162,28 +156,11 @@ class UnitMemory:
         This rank's own chunk does not have to arrive where ranks send to each other."""
         if self.frozen or self.pack.world == 1:
             return 0
-        if self.grouped:
-            padded = sum(self.pack.segments[i].layout.padded_full_numel for i in self.direct_gradients)
-            return self.send_nbytes + padded * self.wire_itemsize
+        if not self.exchanges:
+            return self._chunk_numel * self.sent_itemsize
         if self.direct_gradients:
             return (self.pack.world - 1) * self._chunk_numel * self.wire_itemsize
-        return self.send_nbytes if self.exchanges else self.send_nbytes // self.pack.world
-
-    @property
-    def crossing_nbytes(self) -> int:
-        """Both ends of the second hop: a chunk for each node, and one from each."""
-        return 2 * self._run_numel * self.partial_itemsize
-
-    @property
-    def widest_partial_nbytes(self) -> int:
-        """The sums of a node before they are rounded for the second hop; 0 where they are not."""
-        return self._run_numel * self.sum_itemsize if self.partial_itemsize < self.sum_itemsize else 0
-
-    @property
-    def _run_numel(self) -> int:
-        if self.frozen or self.pack.world == 1 or self.nodes == 1:
-            return 0
-        return self.nodes * self._chunk_numel
+        return self.send_nbytes
 
     @property
     def replicating_nbytes(self) -> int:
@@ -267,9 +244,8 @@ def backward_terms(
 
     The unit before it is being gathered, or as many as fit into `prefetch_nbytes`. `reductions_in_flight` counts the
     earlier reductions (units current + 1, ...) whose buffers still exist. Their gradients are gone, copied into the
-    send buffer, unless they are sent from where they are, and live as long as one would. Of ranks on several nodes as
-    many more, behind these, are in their second hop, and on a mesh that replicates as many more are summed over the
-    replicas. `gradient_nbytes` limits gradients and messages together.
+    send buffer, unless they are sent from where they are, and live as long as one would. On a mesh that replicates as
+    many more, after these, are summed over the replicas. `gradient_nbytes` limits gradients and messages together.
     """
     room = None
     if gradient_nbytes is not None:
@@ -300,12 +276,13 @@ def sending_terms(
         room = max(0, gradient_nbytes - 2 * units[current].gradient_nbytes)
     units_behind = _behind(units, current, reductions_in_flight, room)
     unit = units[current]
+    cast = unit.leaving_nbytes if unit.wire_itemsize != unit.compute_itemsize else 0
     return [
         *shard_terms(units),
         *_kept(units, current),
         *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), widening=True),
         Term(f"gradients of {unit.name}", unit.gradient_nbytes),
-        Term(f"reduction of {unit.name}", unit.send_nbytes + unit.receive_nbytes),
+        Term(f"reduction of {unit.name}", unit.send_nbytes + cast + unit.receive_nbytes),
         *units_behind,
     ]
 
@@ -349,20 +326,6 @@ def buffer_terms(
             reductions,
             lambda u: (u.pack, u.wire_itemsize),
             lambda u: u.receive_nbytes,
-        ),
-        *_shared(
-            "sums between nodes",
-            [unit for unit in backwards if unit.nodes > 1],
-            reductions,
-            lambda u: (u.pack, u.partial_itemsize),
-            lambda u: u.crossing_nbytes,
-        ),
-        *_shared(
-            "sums of a node",
-            [unit for unit in backwards if unit.nodes > 1],
-            1,
-            lambda u: (u.pack, u.sum_itemsize),
-            lambda u: u.widest_partial_nbytes,
         ),
     ]
 
@@ -439,28 +402,24 @@ def _behind(
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
     behind = units[current + 1 :]
     sending = [u for u in behind[:reductions_in_flight] if u.send_nbytes]
-    crossing = [u for u in behind[reductions_in_flight : 2 * reductions_in_flight] if u.crossing_nbytes]
     # As many again are summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
     replicating = [
         unit
         for place, unit in enumerate(behind)
-        if unit.replicating_nbytes and 0 <= place - (1 + (unit.nodes > 1)) * reductions_in_flight < reductions_in_flight
+        if unit.replicating_nbytes and 0 <= place - reductions_in_flight < reductions_in_flight
     ]
     under_way: dict[str, int] = {}
     left = room
     for unit in sending:
         nbytes = unit.send_nbytes + unit.leaving_nbytes + unit.receive_nbytes
         if left is not None:
-            # The oldest are received first, one gradient after the other where these are messages of their own.
-            nbytes = min(nbytes, left) if unit.grouped else nbytes * (nbytes <= left)
+            nbytes = nbytes * (nbytes <= left)
             left -= nbytes
         under_way[unit.name] = nbytes
-    # What was received in part has its sum already.
-    sending = [u for u in sending if under_way[u.name] == u.send_nbytes + u.leaving_nbytes + u.receive_nbytes]
-    arrived = [u for u in behind if u not in sending and u not in crossing and u not in replicating]
+    sending = [u for u in sending if under_way[u.name]]
+    arrived = [u for u in behind if u not in sending and u not in replicating]
     return [
         *(Term(f"reduction of {name}", nbytes) for name, nbytes in under_way.items() if nbytes),
-        *(Term(f"sums between nodes of {u.name}", u.crossing_nbytes) for u in crossing),
         *(Term(f"all-reduce of {u.name}", u.replicating_nbytes) for u in replicating),
         *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived if not u.frozen),
     ]

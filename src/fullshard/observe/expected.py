@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import local_of
-from ..comm import partial_dtype
+from ..comm import direct_of, exchanges
 from ..engine import Unit
-from ..layout import Pack, Term, UnitMemory, direct_gradients, narrow_pack, peak, sends_directly
+from ..layout import Pack, Term, UnitMemory, narrow_pack, peak
 from ..param import ShardedParam
 from ..policy import Options
 
@@ -75,37 +75,26 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and is_outer)
     keeps = keeps or unit.record.resident
-    exchanges = unit.controls.strategy(communication) != "torch"
-    sums_here = exchanges and group.placing.world > 1
-    direct: tuple[int, ...] = ()
-    # Of a root that has not formed it is not known yet whether there are nodes.
-    nodes = unit.links[position].nodes
-    grouped = exchanges and nodes is None and sends_directly(group.placing.backend)
-    partial = precision.sum
-    if nodes is not None:
-        partial = partial_dtype(precision.wire, precision.sum, narrow=nodes.narrow_partials)
-    elif grouped:
-        direct = group.plan.direct if group.placing.world > 1 else ()
-    elif exchanges:
-        layouts = [segment.layout for segment in group.pack.segments]
-        direct = direct_gradients(layouts, precision.wire.itemsize, backend=group.placing.backend)
+    # Of a root that has not formed it is not known yet whether there are several nodes.
+    links, strategy = unit.links[position], unit.controls.strategy(communication)
+    exchanged = exchanges(links, strategy)
+    sums_here = exchanged and group.placing.world > 1
+    layouts = [segment.layout for segment in group.pack.segments]
+    direct = direct_of(links, strategy, layouts, group.plan.direct, precision.wire.itemsize)
     return UnitMemory(
         name or "root",
         group.pack,
         group.plan,
         precision.storage.itemsize,
         precision.compute.itemsize,
-        (precision.wire if exchanges else precision.reduce).itemsize,
+        (precision.wire if exchanged else precision.reduce).itemsize,
         reshard=not keeps,
         outer=is_outer,
-        exchanges=exchanges,
+        exchanges=exchanged,
         replicas=_replicas(unit, position),
         sum_itemsize=(precision.sum if sums_here else precision.reduce).itemsize,
         kept=_kept_pack(unit, position),
         direct_gradients=direct,
-        grouped=grouped,
-        nodes=1 if nodes is None else nodes.grid.nodes,
-        partial_itemsize=partial.itemsize,
         frozen=not any(standing(param).requires_grad for param in group.params),
     )
 
@@ -171,7 +160,7 @@ def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[
     moment, terms = peak(
         memories,
         prefetch_depth=options.prefetch_depth,
-        reductions_in_flight=options.reductions_in_flight,
+        reductions_in_flight=options.reductions_on(found[0][1].device.type),
         prefetch_nbytes=options.prefetch_nbytes if chosen is None else chosen,
         gradient_nbytes=limit,
     )

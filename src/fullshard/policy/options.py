@@ -2,16 +2,13 @@
 
 FULLSHARD_PREFETCH        how many units a forward gathers ahead along the recorded order (default 1; 0: none)
 FULLSHARD_PREFETCH_BYTES  in its place, and in backward too: how many bytes of gathers may be ahead (default: none set)
-FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2)
+FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2; on a
+                          device 1, as FSDP2)
 FULLSHARD_GRADIENT_BYTES  how many bytes unreduced gradients and their messages may take (default: none set)
-FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend, in two hops between nodes;
+FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend: on gloo gradients are
+                          exchanged within a node; on NCCL, and between nodes, the backend reduces them;
                           "torch": one all-gather and one reduce-scatter per unit, as FSDP2;
-                          "all-to-all": "auto", and gradients in one hop wherever ranks are;
-                          "hierarchical": "auto", and gradients in two hops: within nodes, then between them
-FULLSHARD_LOCAL_WORLD_SIZE  how many consecutive ranks are on a node (default: LOCAL_WORLD_SIZE, which torchrun sets;
-                          where there is neither, they are all on one)
-FULLSHARD_PARTIAL_SUMS    "sum" (default): what a node has of a gradient goes to others in the dtype of sums (float32);
-                          "wire": as its gradients did, where that is bfloat16
+                          "all-to-all": "auto", and gradients exchanged within a node on every backend
 FULLSHARD_WATCH           "auto" (default): saved weights are watched in a unit's first forwards, and as long as its
                           backward reads weights that no gradient of an output announced; "always"; "never"
 FULLSHARD_EVAL_ROOT       "free" (default): a root that stays full between forward and backward by default (not by an
@@ -32,8 +29,13 @@ from torch import Tensor
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
-COMMUNICATION = ("auto", "torch", "all-to-all", "hierarchical")
-PARTIAL_SUMS = ("sum", "wire")
+COMMUNICATION = ("auto", "torch", "all-to-all")
+# What was taken away, and what to do instead.
+_REMOVED = {
+    "hierarchical": 'leave the default, "auto": between nodes the backend reduces gradients',
+    "FULLSHARD_LOCAL_WORLD_SIZE": "leave it out: ranks find out themselves on which nodes they are",
+    "FULLSHARD_PARTIAL_SUMS": "leave it out: between nodes the backend reduces gradients, in the reduce dtype",
+}
 WATCH = ("auto", "always", "never")
 EVAL_ROOT = ("free", "keep")
 
@@ -45,26 +47,33 @@ class Options:
     prefetch_depth: int = 1
     prefetch_nbytes: int | None = None
     gradient_nbytes: int | None = None
-    reductions_in_flight: int = 2
+    reductions_in_flight: int | None = None
     communication: str = "auto"
-    local_world: int | None = None
-    partial_sums: str = "sum"
     watch: str = "auto"
     eval_root: str = "free"
     check: bool = False
+
+    def reductions_on(self, device: str) -> int:
+        """How many reductions may be in flight on a device of this type."""
+        default = 2 if device == "cpu" else 1
+        return default if self.reductions_in_flight is None else self.reductions_in_flight
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Options:
         """Read the variables above; `ValueError` names the variable, its value and what it may be."""
         source = os.environ if environ is None else environ
+        for name in _REMOVED:
+            if source.get(name):
+                raise ValueError(
+                    f"{name}: expected no such variable, which is of versions before 0.2, found "
+                    f"{source[name]!r}; {_REMOVED[name]}"
+                )
         return cls(
             prefetch_depth=_count(source, "FULLSHARD_PREFETCH", 1, at_least=0),
             prefetch_nbytes=_count(source, "FULLSHARD_PREFETCH_BYTES", None, at_least=0),
             gradient_nbytes=_count(source, "FULLSHARD_GRADIENT_BYTES", None, at_least=0),
-            reductions_in_flight=_count(source, "FULLSHARD_REDUCTIONS", 2, at_least=1),
+            reductions_in_flight=_count(source, "FULLSHARD_REDUCTIONS", None, at_least=1),
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
-            local_world=_local_world(source),
-            partial_sums=_choice(source, "FULLSHARD_PARTIAL_SUMS", PARTIAL_SUMS),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
             eval_root=_choice(source, "FULLSHARD_EVAL_ROOT", EVAL_ROOT),
             check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
@@ -74,13 +83,13 @@ class Options:
 def _choice(source: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
     value = source.get(name) or choices[0]
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}{removed(value)}")
     return value
 
 
-def _local_world(source: Mapping[str, str]) -> int | None:
-    chosen = _count(source, "FULLSHARD_LOCAL_WORLD_SIZE", None, at_least=1)
-    return chosen if chosen is not None else _count(source, "LOCAL_WORLD_SIZE", None, at_least=1)
+def removed(value: str) -> str:
+    """What to do instead of a strategy that was taken away, for the end of an error; "" for others."""
+    return f"; {_REMOVED[value]}" if value in _REMOVED else ""
 
 
 @overload

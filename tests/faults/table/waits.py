@@ -310,11 +310,7 @@ FIRST = (
 def _setting(name: str, does: str, *words: str, on: Any = (0,), error: str = "RanksDisagree", **values: str) -> Case:
     """Of rank 1 alone, which those who compare settings are told."""
     expected = Raises(error, ("rank 1", *words, TO_DO), on=on)
-    return _case(name, does, expected, at(-1, "start", do.set_environment(**values), rank=1), setup=more_ranks(values))
-
-
-def more_ranks(values: dict[str, str]) -> Setup:
-    return Setup(world=4, environment=(("LOCAL_WORLD_SIZE", "4"),)) if "LOCAL_WORLD_SIZE" in values else Setup()
+    return _case(name, does, expected, at(-1, "start", do.set_environment(**values), rank=1))
 
 
 def _everywhere(name: str, does: str, *environment: tuple[str, str], expected: Outcome = PLAIN) -> Case:
@@ -336,19 +332,11 @@ SETTINGS = (
         Raises("PeerFailed", ("rank 1", "FULLSHARD_GUARD"), on=(0,)),
         at(-1, "start", do.set_environment(FULLSHARD_GUARD="nothing"), rank=1),
     ),
-    _setting(
+    _case(
         "local_ranks",
-        "rank 1 alone has LOCAL_WORLD_SIZE=2",
-        "LOCAL_WORLD_SIZE|node",
-        on=(0, 2, 3),
-        LOCAL_WORLD_SIZE="2",
-    ),
-    _setting(
-        "local_ranks_none",
-        "rank 1 alone has LOCAL_WORLD_SIZE=1",
-        "LOCAL_WORLD_SIZE|node",
-        on=(0, 2, 3),
-        LOCAL_WORLD_SIZE="1",
+        "rank 1 alone has LOCAL_WORLD_SIZE=1, which nothing of ours reads",
+        PLAIN,
+        at(-1, "start", do.set_environment(LOCAL_WORLD_SIZE="1"), rank=1),
     ),
     _setting(
         "messages", "rank 1 alone has FULLSHARD_COMMUNICATION=torch", "communication", FULLSHARD_COMMUNICATION="torch"

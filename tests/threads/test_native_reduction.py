@@ -1,4 +1,5 @@
-"""The plan that NCCL gets, forced on ranks that are threads: gradients leave from where autograd put them."""
+"""Gradients that the backend reduces: the plan that NCCL gets, forced on ranks that are threads, and ranks of several
+nodes."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.counting import nccl_plan
-from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm.direct import DirectReduce
+from fullshard import fully_shard
 from fullshard.engine import unit_of
+from fullshard.policy import Options
 from tests.harness import tolerance
-from tests.harness.parity import assert_same_bits, environment, train_alone, train_beside_oracle
+from tests.harness.parity import assert_same_bits, environment, on_nodes, train_alone, train_beside_oracle
 from tests.harness.random_models import EXPLORING, BlockSpec, LeafSpec, ModelSpec, examples, model_specs
 from tests.harness.threads import run_ranks
 
@@ -31,7 +33,7 @@ TIMEOUT = 60.0
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int, threshold: int) -> None:
     """64 bytes: small parameters are packed, and travel with the presence of all."""
     with environment(spec.environment()), nccl_plan(threshold):
-        run_ranks(world, train_beside_oracle, spec, world, 3, timeout=TIMEOUT)
+        run_ranks(world, partial(train_beside_oracle, reordered=True), spec, world, 3, timeout=TIMEOUT)
 
 
 @examples(4, 40)
@@ -40,7 +42,7 @@ def test_and_so_it_does_with_little_room_for_gradients(spec: ModelSpec, world: i
     """Messages are waited for while the gradients of other units come."""
     dials = {**spec.environment(), "FULLSHARD_GRADIENT_BYTES": str(nbytes)}
     with environment(dials), nccl_plan(0) if nccl else nullcontext():
-        run_ranks(world, train_beside_oracle, spec, world, 3, timeout=TIMEOUT)
+        run_ranks(world, partial(train_beside_oracle, reordered=nccl), spec, world, 3, timeout=TIMEOUT)
 
 
 @examples(3, 30)
@@ -49,7 +51,8 @@ def test_and_so_it_does_on_a_mesh_that_replicates(spec: ModelSpec, shape: tuple[
     world = shape[0] * shape[1]
     room = {"FULLSHARD_GRADIENT_BYTES": "200"}
     with environment({**spec.environment(), **room}), nccl_plan(0):
-        replicas = run_ranks(world, partial(train_beside_oracle, replicas=shape[0]), spec, world, 3, timeout=TIMEOUT)
+        train = partial(train_beside_oracle, replicas=shape[0], reordered=True)
+        replicas = run_ranks(world, train, spec, world, 3, timeout=TIMEOUT)
     for trained in replicas[1:]:
         assert_same_bits(trained, replicas[0])
 
@@ -70,13 +73,8 @@ def test_two_runs_have_the_same_bits(world: int) -> None:
     """Uneven rows, a parameter that some ranks do not use, and gradients of an accumulation window."""
     with nccl_plan(0):
         first, again = (run_ranks(world, train_alone, MODEL, 3, timeout=TIMEOUT)[0] for _ in range(2))
-        run_ranks(world, train_beside_oracle, MODEL, world, 3, timeout=TIMEOUT)
+        run_ranks(world, partial(train_beside_oracle, reordered=True), MODEL, world, 3, timeout=TIMEOUT)
     assert_same_bits(first, again)
-
-
-def _channels(model: nn.Module) -> list[Any]:
-    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
-    return [channel for unit in units for known in unit._reduces for channel in known.values()]
 
 
 def _two_layers(**options: Any) -> Any:
@@ -86,46 +84,6 @@ def _two_layers(**options: Any) -> Any:
         p.data.copy_(torch.linspace(-0.5, 1.0, p.numel()).view(p.shape))
     fully_shard(model[0], **options)
     return fully_shard(model, **options)
-
-
-def test_what_travels_how() -> None:
-    """A weight of 120 bytes directly, its bias of 20 packed; all of it in one message where the user asks for that."""
-
-    def rank_main(rank: int) -> None:
-        model = _two_layers()
-        for strategy, expected in (("auto", [(0,), (0,)]), ("torch", None)):
-            model.set_communication(strategy)
-            model(torch.ones(2, 6)).sum().backward()
-            channels = _channels(model)
-            if expected is None:
-                assert not any(isinstance(channel, DirectReduce) for channel in channels)
-            else:
-                assert sorted(channel.layout.direct for channel in channels) == expected
-
-    with nccl_plan(64):
-        run_ranks(2, rank_main)
-
-
-def test_the_gradient_itself_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a copy: of float32, and of bfloat16 that will be summed in float32."""
-    sent: list[int] = []
-    ends_of = DirectReduce._ends
-
-    def noting(self: Any, run: Any, gradient: Tensor | None, dtype: torch.dtype, key: int) -> Any:
-        ends = ends_of(self, run, gradient, dtype, key)
-        assert gradient is not None and ends.sent.data_ptr() == gradient.data_ptr()
-        sent.append(run.numel)
-        return ends
-
-    monkeypatch.setattr(DirectReduce, "_ends", noting)
-
-    def rank_main(rank: int) -> None:
-        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
-            _two_layers(mp_policy=policy)(torch.ones(2, 6)).float().sum().backward()
-
-    with nccl_plan(0):
-        run_ranks(2, rank_main)
-    assert sorted(set(sent)) == [5, 20, 30] and len(sent) == 2 * 2 * 3
 
 
 @pytest.fixture
@@ -175,13 +133,95 @@ def test_a_failed_backward_leaves_nothing_under_way() -> None:
         run_ranks(2, rank_main)
 
 
-def test_other_backends_send_one_message() -> None:
-    """Without the plan of NCCL nothing is sent directly: not even by a unit of one parameter."""
+# ---- nodes -----------------------------------------------------------------------------------------------------------
 
+
+def _ways(model: nn.Module) -> set[str]:
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    return {type(channel).__name__ for unit in units for known in unit._reduces for channel in known.values()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "way"),
+    [
+        ((4,), 1, "ExchangeReduce"),
+        ((4,), 2, "NativeReduce"),
+        # The ranks that share are on one node each; on several; and of both kinds, where all do what they can all do.
+        ((2, 2), 2, "ExchangeReduce"),
+        ((2, 2), 4, "NativeReduce"),
+        ((2, 2), 3, "NativeReduce"),
+    ],
+)
+def test_between_nodes_the_backend_reduces(shape: tuple[int, ...], nodes: int, way: str) -> None:
+    def rank_main(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = _two_layers(mesh=mesh)
+        model(torch.ones(2, 6) * (rank + 1)).sum().backward()
+        assert _ways(model) == {way}
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    with on_nodes(4, nodes):
+        found = run_ranks(4, rank_main, timeout=TIMEOUT)
+    for gradient, expected in zip(found[0], run_ranks(4, rank_main_alone, timeout=TIMEOUT)[0], strict=True):
+        tolerance.assert_close(gradient, expected)
+
+
+def rank_main_alone(rank: int) -> list[Tensor]:
+    """The same mean by a model of one rank."""
+    layers: Any = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False))
+    for p in layers.parameters():
+        p.data.copy_(torch.linspace(-0.5, 1.0, p.numel()).view(p.shape))
+    sum(layers(torch.ones(2, 6) * (each + 1)).sum() / 4 for each in range(4)).backward()
+    return [p.grad for p in layers.parameters()]
+
+
+@pytest.mark.parametrize("how", ["method", "method after a step", "environment"])
+def test_an_exchange_between_nodes_is_refused_on_all_ranks(how: str) -> None:
     def rank_main(rank: int) -> None:
         model = _two_layers()
+        if how == "method after a step":
+            model(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(ValueError, match=r'"all-to-all".*one node, found several; use "auto"'):
+            if how != "environment":
+                model.set_communication("all-to-all")
+            model(torch.ones(2, 6))
+        model.set_communication("auto")
         model(torch.ones(2, 6)).sum().backward()
-        assert len(_channels(model)) == 2
-        assert not any(isinstance(channel, DirectReduce) for channel in _channels(model))
+        assert _ways(model) == {"NativeReduce"}
+
+    dials = {"FULLSHARD_COMMUNICATION": "all-to-all"} if how == "environment" else {}
+    with environment(dials), on_nodes(2, 2):
+        run_ranks(2, rank_main, timeout=TIMEOUT)
+
+
+def test_gradients_are_exchanged_on_request_where_the_backend_reduces_by_default() -> None:
+    def rank_main(rank: int) -> None:
+        model = _two_layers()
+        for strategy, way in (("auto", "NativeReduce"), ("all-to-all", "ExchangeReduce"), ("auto", "NativeReduce")):
+            model.set_communication(strategy)
+            model(torch.ones(2, 6)).sum().backward()
+            assert _ways(model) == {way}
+
+    with nccl_plan(0):
+        run_ranks(2, rank_main, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "instead"),
+    [
+        ("FULLSHARD_COMMUNICATION", "hierarchical", '"auto": between nodes the backend'),
+        ("FULLSHARD_LOCAL_WORLD_SIZE", "8", "ranks find out themselves"),
+        ("FULLSHARD_PARTIAL_SUMS", "wire", "the backend reduces"),
+    ],
+)
+def test_what_was_removed_names_what_to_do_instead(variable: str, value: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=f"^{variable}: .*{value}.*; .*{instead}"):
+        Options.from_environment({variable: value})
+
+
+def test_a_removed_strategy_names_what_to_do_instead() -> None:
+    def rank_main(rank: int) -> None:
+        with pytest.raises(ValueError, match="found 'hierarchical'; leave the default, \"auto\""):
+            _two_layers().set_communication("hierarchical")
 
     run_ranks(2, rank_main)
