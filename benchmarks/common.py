@@ -181,7 +181,7 @@ def build_nccl_plan(shape: ModelShape, gradients: float | None) -> nn.Module:
     with nccl_plan(1 << 20):
         model: Any = build_fullshard(shape)
         block = sum(p.numel() * p.element_size() for p in Block(shape).parameters())
-        model.set_gradient_bytes(1 << 62 if gradients is None else int(gradients * block))
+        model.set_memory_budget(gradients=1 << 62 if gradients is None else int(gradients * block))
         # Here, because the first step makes the messages.
         model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
         model.zero_grad()

@@ -12,21 +12,21 @@ block (`P`).
                          activations, and vectors
     fsdp2, fsdp1         torch's; on a CPU they gather when needed, and wait: less memory, and no overlap
     gloo plan            ours, as it is on a CPU for blocks of an 8B model
-    NCCL plan            ours, as it is on a GPU: buffers are not kept, gradients are the send buffers, and with them
-                         the messages take 3/4 of what the largest unit needs by itself
-    in flight            FULLSHARD_REDUCTIONS: how many reductions may be under way (default 2)
-    1 gP                 `set_gradient_bytes` of the gradients of a block; "2 in flight": without that limit. Step
-                         times at these limits, over gloo: cpu_step --implementations fsdp2 plan "plan 1.5gP" "plan 1gP"
+    NCCL plan            ours, as it is on a GPU: buffers are not kept, gradients are the send buffers; one reduction is
+                         under way, as it is there
+    in flight            how many reductions may be under way (default 2 on a CPU, 1 on a device)
+    1 gP                 `set_memory_budget(gradients=)` of the gradients of a block. Step times at such limits, over
+                         gloo: cpu_step --implementations fsdp2 plan "plan 1.5gP" "plan 1gP"
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from torch import nn
 from benchmarks.common import ModelShape, print_json
 from benchmarks.counting import MemoryCounter, gloo_plan, nccl_plan
 from benchmarks.host import Chain
+from fullshard.policy import use_options
 
 # A sixteenth of the elements of a Llama-3-8B block each; grouped-query attention is left out, all four are square.
 SHAPE = ModelShape(vocabulary=64, width=1024, hidden=3584, heads=8, depth=5)
@@ -47,29 +48,27 @@ PRECISIONS = {"fp32": (FP32, None, None), "mixed precision": (FP32, BF16, FP32),
 
 
 class Way(NamedTuple):
-    """One line of the table. `settings` are environment variables."""
+    """One line of the table. `options`: for `use_options`."""
 
     name: str
     library: str
     nccl: bool = False
-    settings: tuple[tuple[str, str], ...] = ()
-    # `set_gradient_bytes`, in gradients of one block; None: the default.
+    options: Mapping[str, int] = MappingProxyType({})
+    # `set_memory_budget(gradients=)`, in gradients of one block; None: the default.
     gradient_bytes: float | None = None
-
-
-def _flights(count: int) -> tuple[tuple[str, str], ...]:
-    return (("FULLSHARD_REDUCTIONS", str(count)),)
+    # Send buffers: 1 is the default on a device.
+    buffers: int | None = None
 
 
 WAYS = (
     Way("fsdp2", "fsdp2"),
     Way("fsdp1", "fsdp1"),
-    Way("gloo plan, 2 in flight", "fullshard", settings=_flights(2)),
-    Way("gloo plan, 1 in flight", "fullshard", settings=_flights(1)),
-    Way("NCCL plan", "fullshard", nccl=True),
-    Way("NCCL plan, 1 gP", "fullshard", nccl=True, gradient_bytes=1.0),
-    Way("NCCL plan, 2 in flight", "fullshard", nccl=True, gradient_bytes=9.0),
-    Way("NCCL plan, none ahead", "fullshard", nccl=True, settings=(("FULLSHARD_PREFETCH", "0"),)),
+    Way("gloo plan, 2 in flight", "fullshard", options={"reductions_in_flight": 2}),
+    Way("gloo plan, 1 in flight", "fullshard", options={"reductions_in_flight": 1}),
+    Way("NCCL plan", "fullshard", nccl=True, buffers=1),
+    Way("NCCL plan, 1 gP", "fullshard", nccl=True, buffers=1, gradient_bytes=1.0),
+    Way("NCCL plan, 2 in flight", "fullshard", nccl=True, buffers=2),
+    Way("NCCL plan, none ahead", "fullshard", nccl=True, buffers=1, options={"prefetch_depth": 0}),
 )
 
 
@@ -97,20 +96,11 @@ def build(way: Way, shape: ModelShape, precision: str, device: torch.device) -> 
     for block in model.blocks:
         library.fully_shard(block, mp_policy=policy)
     model = library.fully_shard(model, mp_policy=policy)
+    if way.buffers is not None:
+        model.set_reduce_scatter_max_input_buffers(way.buffers)
     if way.gradient_bytes is not None:
-        model.set_gradient_bytes(int(way.gradient_bytes * _numel(shape) * (compute or storage).itemsize))
+        model.set_memory_budget(gradients=int(way.gradient_bytes * _numel(shape) * (compute or storage).itemsize))
     return model
-
-
-@contextmanager
-def settings(way: Way) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(way.settings)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def count_on_cpu(way: Way, shape: ModelShape, precision: str) -> dict[str, float]:
@@ -118,7 +108,7 @@ def count_on_cpu(way: Way, shape: ModelShape, precision: str) -> dict[str, float
     storage, compute, _ = PRECISIONS[precision]
     norm_nbytes = shape.width * (compute or storage).itemsize
     plan = nullcontext() if way.library != "fullshard" else (nccl_plan if way.nccl else gloo_plan)(norm_nbytes + 1)
-    with settings(way), plan:
+    with use_options(**way.options), plan:
         model = build(way, shape, precision, torch.device("cpu"))
         x = torch.randn(1, TOKENS, shape.width, dtype=compute or storage)
         with MemoryCounter() as counter:
@@ -143,7 +133,7 @@ def count_on_gpu(way: Way, shape: ModelShape, precision: str, device: torch.devi
     storage, compute, _ = PRECISIONS[precision]
     gc.collect()
     torch.cuda.empty_cache()
-    with settings(way):
+    with use_options(**way.options):
         model = build(way, shape, precision, device)
         x = torch.randn(1, TOKENS, shape.width, dtype=compute or storage, device=device)
         for _ in range(3):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.overlap                    2 ranks, both workloads; some two minutes on two cores
 
-Two models that differ in `FULLSHARD_PREFETCH` alone take steps in turn, beside torch's FSDP2 and a model without any
+Two models that differ in `prefetch_depth` alone take steps in turn, beside torch's FSDP2 and a model without any
 communication. Reported per step:
 
     step       from the moment all ranks start to the moment the last has finished
@@ -17,7 +17,6 @@ waiting for gathers.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -40,9 +39,10 @@ from benchmarks.common import (
 )
 from fullshard.comm import data_group
 from fullshard.comm.group import ShardGroup
+from fullshard.policy import use_options
 
 WARMUP_ROUNDS = 3  # the order of execution is recorded in the first, and followed from the second on
-VARIANTS = {"prefetch on": "1", "prefetch off": "0"}
+VARIANTS = {"prefetch on": 1, "prefetch off": 0}
 PEERS = ("none", "fsdp2")
 NAMES = (*PEERS, *VARIANTS)
 
@@ -91,10 +91,10 @@ def measure(
     tokens, targets = batch_of(shape, workload, rank)
     trainees = {name: Trainee(name, BUILDERS[name](shape), adamw=False) for name in PEERS}
     losses: dict[str, float] = {}
-    for name, value in VARIANTS.items():
-        os.environ["FULLSHARD_PREFETCH"] = value  # read when a root first runs, which is in the next line but one
+    for name, depth in VARIANTS.items():
         trainees[name] = Trainee(name, BUILDERS["fullshard"](shape), adamw=False)
-        losses[name] = trainees[name].step(tokens, targets).item()
+        with use_options(prefetch_depth=depth):  # read when a root first runs
+            losses[name] = trainees[name].step(tokens, targets).item()
     if len(set(losses.values())) != 1:
         raise AssertionError(f"rank {rank}: prefetch changes the loss: {losses}")
     seconds: dict[str, dict[str, list[float]]] = {name: {"step": [], "gather": [], "reduce": []} for name in NAMES}

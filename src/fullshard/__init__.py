@@ -34,6 +34,7 @@ __all__ = [
     "StepInBackward",
     "Turn",
     "UnitInfo",
+    "UnitReport",
     "UnshardHandle",
     "__version__",
     "check_gradients",

@@ -36,6 +36,7 @@ from .extras import replay as replay
 from .extras import step_in_backward as step_in_backward
 from .observe import Report as Report
 from .observe import UnitInfo as UnitInfo
+from .observe import UnitReport as UnitReport
 from .observe import inspect_units as inspect_units
 from .observe import report as report
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy

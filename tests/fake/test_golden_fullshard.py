@@ -1,8 +1,8 @@
 """The engine, end to end, issues the commands of torch's FSDP2 in torch's order: every golden trace, on a fake group.
 
-Gathering ahead along the recorded order is switched off (FULLSHARD_PREFETCH=0): torch has no such prefetch in forward,
+Gathering ahead along the recorded order is switched off (`prefetch_depth=0`): torch has no such prefetch in forward,
 where on a device it relies on the CPU running ahead. Every command is checked for legality on the way
-(FULLSHARD_CHECK=1).
+(`check=True`).
 
 Compared are gather, wait, free, reduce, drop, narrow and widen, one flat list for a whole program. The other commands
 of ours have no counterpart in torch and are left out here: `shelve` and `expose` (torch leaves full parameters on the
@@ -13,12 +13,14 @@ without a word), `finish`. `discard` occurs in none of these programs.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from fullshard import fully_shard
 from fullshard.engine import unit_of
 from fullshard.observe import record
+from fullshard.policy import use_options
 from tests.golden.parse import commands_of
 from tests.golden.scenarios import RESHARD, SCENARIOS, world_of
 from tests.golden.test_traces import CASES, read
@@ -37,6 +39,9 @@ def ours(name: str, reshard: str) -> list[str]:
     """The commands of a scenario on the engine of fullshard: rank 0 of a fake world."""
     with fake_world(world_of(reshard)):
         model = SCENARIOS[name].build(fully_shard, RESHARD[reshard])
+        if RESHARD[reshard] is None:
+            # Said to us, as it is what torch makes of None: by default we free the root after an evaluation (ADR 0007).
+            model.set_reshard_after_forward(False, recurse=False)
         with record(model) as trace:
             SCENARIOS[name].run(model)
         unit = unit_of(model)
@@ -52,11 +57,9 @@ def torchs(name: str, reshard: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def checked_and_without_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FULLSHARD_PREFETCH", "0")
-    # By default we free the root after an evaluation (ADR 0010); torch keeps it, and its traces say so.
-    monkeypatch.setenv("FULLSHARD_EVAL_ROOT", "keep")
-    monkeypatch.setenv("FULLSHARD_CHECK", "1")
+def checked_and_without_prefetch() -> Iterator[None]:
+    with use_options(prefetch_depth=0, check=True):
+        yield
 
 
 @pytest.mark.parametrize(("name", "reshard"), [case for case in CASES if case[0] != EARLIER])

@@ -14,9 +14,9 @@ from benchmarks.counting import MemoryCounter, nccl_plan
 from fullshard import MixedPrecisionPolicy, fully_shard, report
 from fullshard.engine import unit_of
 from fullshard.layout import total
+from fullshard.policy import use_options
 from fullshard.schedule import Command
 from tests.harness.fake import fake_world
-from tests.harness.parity import environment
 
 WIDTH, LAYERS, WEIGHTS, WORLD = 32, 6, 4, 4
 # One weight, and all of a unit, in float32.
@@ -38,10 +38,10 @@ class Block(nn.Module):
 
 
 @contextmanager
-def _model(*, nccl: bool, policy: MixedPrecisionPolicy | None = None, **dials: str) -> Iterator[Any]:
+def _model(*, nccl: bool, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Iterator[Any]:
     with ExitStack() as stack:
         stack.enter_context(fake_world(WORLD))
-        stack.enter_context(environment(dials))
+        stack.enter_context(use_options(**options))
         if nccl:
             stack.enter_context(nccl_plan(0))
         model = nn.Sequential(*(Block() for _ in range(LAYERS)))
@@ -83,26 +83,23 @@ def _step(model: Any) -> None:
 SMALL = WEIGHT
 
 
-@pytest.mark.parametrize("way", ["method", "environment"])
-def test_a_limit_in_bytes_is_kept(way: str) -> None:
+def test_a_limit_in_bytes_is_kept() -> None:
     """Down to what the unit that computes needs by itself. Without a limit two units more are under way."""
-    dials = {"FULLSHARD_GRADIENT_BYTES": str(UNIT)} if way == "environment" else {}
-    with _model(nccl=True, **dials) as model:
+    with _model(nccl=True) as model:
         for _ in range(2):
             _step(model)
-        if way == "method":
-            model.set_gradient_bytes(UNIT)
+        model.set_memory_budget(gradients=UNIT)
         limited, _ = _peaks(model)
         # Nothing of other units: its gradients, and its message.
         assert limited <= UNIT + UNIT + MESSAGE + SMALL
-        model.set_gradient_bytes(0)
+        model.set_memory_budget(gradients=0)
         at_once, under_way = _peaks(model)
         assert under_way == 0 and at_once <= limited
-        model.set_gradient_bytes(99 * UNIT)
+        model.set_memory_budget(gradients=99 * UNIT)
         unlimited, under_way = _peaks(model)
         assert under_way >= 2 * MESSAGE and unlimited >= 2 * UNIT + UNIT + 2 * UNIT - WEIGHT
-        model.set_gradient_bytes(None)
-        assert (_peaks(model)[0] <= limited) == (way == "environment")
+        model.set_memory_budget(gradients=None)
+        assert _peaks(model)[0] > limited
 
 
 def test_mixed_precision_takes_two_full_units_and_one_message() -> None:
@@ -111,7 +108,7 @@ def test_mixed_precision_takes_two_full_units_and_one_message() -> None:
     with _model(nccl=True, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)) as model:
         for _ in range(2):
             _step(model)
-        model.set_gradient_bytes(UNIT // 2)
+        model.set_memory_budget(gradients=UNIT // 2)
         with MemoryCounter() as counter:
             counter.mark("forward")
             loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
@@ -126,13 +123,13 @@ def test_mixed_precision_takes_two_full_units_and_one_message() -> None:
 
 def test_one_message_a_unit_is_waited_for_as_a_whole() -> None:
     """As on a CPU, where nothing is limited by default."""
-    with _model(nccl=False, FULLSHARD_REDUCTIONS="3") as model:
+    with _model(nccl=False, reductions_in_flight=3) as model:
         for _ in range(2):
             _step(model)
         assert _peaks(model)[1] >= 6 * UNIT
-        model.set_gradient_bytes(3 * UNIT + SMALL)
+        model.set_memory_budget(gradients=3 * UNIT + SMALL)
         assert 0 < _peaks(model)[1] <= 2 * UNIT + SMALL
-        model.set_gradient_bytes(2 * UNIT)
+        model.set_memory_budget(gradients=2 * UNIT)
         assert _peaks(model)[1] == 0
 
 
@@ -141,7 +138,7 @@ def test_the_expected_peak_knows_the_limit(limit: int) -> None:
     """What is counted is no more than the report says, and not much less; gradient shards are not part of it."""
     with _model(nccl=True) as model:
         _step(model)
-        model.set_gradient_bytes(limit)
+        model.set_memory_budget(gradients=limit)
         for _ in range(2):
             _step(model)
         moving = [term for term in report(model).peak_terms if not term.name.startswith(("shards", "reduced"))]
@@ -153,19 +150,37 @@ def test_the_expected_peak_knows_the_limit(limit: int) -> None:
 
 @pytest.mark.parametrize("reductions", [1, 2, 4])
 def test_the_number_of_reductions_is_a_limit_too(reductions: int) -> None:
-    with _model(nccl=True, FULLSHARD_REDUCTIONS=str(reductions)) as model:
+    with _model(nccl=True, reductions_in_flight=reductions) as model:
         for _ in range(2):
             _step(model)
-        model.set_gradient_bytes(99 * UNIT)
+        model.set_memory_budget(gradients=99 * UNIT)
         under_way = _peaks(model)[1]
         assert reductions * MESSAGE <= under_way <= reductions * (MESSAGE + SMALL)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_expected_peak_knows_the_send_buffers(buffers: int, mixed: bool) -> None:
+    """With one, the default on a device, no more than FSDP2 takes: (2c + g + r)P, without the shards that it leaves."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    with _model(nccl=True, policy=policy) as model:
+        model.set_reduce_scatter_max_input_buffers(buffers)
+        for _ in range(3):
+            _step(model)
+        moving = [term for term in report(model).peak_terms if not term.name.startswith(("shards", "reduced"))]
+        brought = sum(term.nbytes // (WORLD + 1) for term in moving if term.name.startswith("reduction"))
+        counted, expected = _peaks(model)[0], total(moving) - brought
+        assert counted - SMALL <= expected <= counted + 2 * WEIGHT, moving
+        if buffers == 1:
+            compute = UNIT // 2 if mixed else UNIT
+            assert counted <= 2 * compute + compute + UNIT + SMALL
 
 
 def test_send_buffers_are_a_limit_too() -> None:
     """`set_reduce_scatter_max_input_buffers`: one more than are under way when another is made."""
     with _model(nccl=True) as model:
         _step(model)
-        model.set_gradient_bytes(99 * UNIT)
+        model.set_memory_budget(gradients=99 * UNIT)
         for buffers in (1, 3):
             model.set_reduce_scatter_max_input_buffers(buffers)
             _step(model)
@@ -176,7 +191,7 @@ def test_send_buffers_are_a_limit_too() -> None:
 def test_a_limit_is_of_the_root_and_a_number_of_bytes() -> None:
     with _model(nccl=False) as model:
         _step(model)
-        with pytest.raises(RuntimeError, match="set_gradient_bytes: expected the root module, found 0 below it"):
-            model[0].set_gradient_bytes(1)
-        with pytest.raises(ValueError, match="nbytes: expected a whole number of bytes"):
-            model.set_gradient_bytes(-1)
+        with pytest.raises(RuntimeError, match=r"\(gradients\): expected the root module, found 0 below it"):
+            model[0].set_memory_budget(gradients=1)
+        with pytest.raises(ValueError, match="gradients: expected a whole number of bytes"):
+            model.set_memory_budget(gradients=-1)

@@ -19,7 +19,7 @@ from fullshard import (
     MixedPrecisionPolicy,
     ShardPlacementResult,
     fully_shard,
-    inspect_units,
+    report,
 )
 from fullshard.comm import ShardGroup
 from fullshard.engine import unit_of
@@ -93,7 +93,7 @@ def _commands(case: Case, strategy: Strategy, shape: tuple[int, ...], rank: int)
         with record(model) as trace, torch.no_grad():
             case.loss(_Float32(model), case.batch(3))
         # What the user keeps full stays so in an evaluation too.
-        live = any(info.full_nbytes_live for info in inspect_units(model) if info.name)
+        live = any(info.full_nbytes_live for info in report(model).units if info.name)
         assert live == (strategy.options(shape).get("reshard_after_forward") is False)
         return [*commands, trace.commands, [(link.uploads, link.downloads) for link in links(model)]]
 

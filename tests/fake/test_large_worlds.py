@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard import fully_shard, inspect_units
+from fullshard import fully_shard, report
 from fullshard.comm import ShardGroup
 from fullshard.layout import FACTS_NUMEL
 from fullshard.observe import record
@@ -47,7 +47,7 @@ def test_local_shards_are_those_of_torch_chunk(case: Case, world: int, rank: int
             assert ours.placements == (Shard(0),)
             assert ours.to_local().shape == expected.shape, name
             assert torch.equal(ours.to_local(), expected), name
-        infos = inspect_units(model)
+        infos = report(model).units
         assert sum(info.numel for info in infos) == sum(p.numel() for p in plain.parameters())
         assert sum(info.local_numel for info in infos) == sum(p.to_local().numel() for p in model.parameters())
         assert {info.world for info in infos if info.num_params} == {world}
@@ -94,7 +94,7 @@ def _commands(case: Case, world: int, rank: int, **options: Any) -> list[list[tu
                 model.zero_grad()
         with record(model) as trace, torch.no_grad():
             case.loss(model, case.batch(3))
-        assert not any(info.full_nbytes_live for info in inspect_units(model) if info.name)
+        assert not any(info.full_nbytes_live for info in report(model).units if info.name)
         return [*steps, trace.commands]
 
 
@@ -202,6 +202,6 @@ def test_ranks_that_own_nothing_step_and_save_as_the_others(world: int, rank: in
         for name, value in state.items():
             rows = -(-value.shape[0] // world)
             assert value.to_local().shape[0] == max(0, min(rows, value.shape[0] - rank * rows)), name
-        assert sum(info.local_numel for info in inspect_units(model)) == (
+        assert sum(info.local_numel for info in report(model).units) == (
             0 if rank > 4 else sum(value.to_local().numel() for value in state.values())
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import fully_shard, inspect_units
+from fullshard import fully_shard, report
 from fullshard.engine import Executor, unit_of
 from fullshard.observe import record
 from fullshard.schedule import Command, Event, order, rules
@@ -117,7 +117,7 @@ class _Observer:
         else:
             shard = "kept" if torch.equal(local, self._before) else "written"
         self._before = local.clone()
-        (info,) = [info for info in inspect_units(self.model) if info.name == UNIT]
+        (info,) = [info for info in report(self.model).units if info.name == UNIT]
         full = f"{info.full_nbytes_live} bytes"
         if info.full_nbytes_live and isinstance(weight, DTensor):
             full += ", arriving"
@@ -177,7 +177,6 @@ def documented(heading: str) -> list[list[str]]:
 def lives() -> list[tuple[list[Row], str]]:
     """The step as each rank lives it, with the default settings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("FULLSHARD_PREFETCH", raising=False)
         patch.setenv("FULLSHARD_CHECK", "1")
         return [live(rank) for rank in range(WORLD)]
 
@@ -258,7 +257,7 @@ def lines_of(world: int = WORLD, *, steps: int = 1, train: bool = True, sync: bo
         for _ in range(steps):
             with record(model) as trace, torch.set_grad_enabled(train):
                 loss = model(tokens).sum()
-                assert world > 1 or not any(info.full_nbytes_live for info in inspect_units(model))
+                assert world > 1 or not any(info.full_nbytes_live for info in report(model).units)
                 if train:
                     loss.backward()
     return [line.strip() for line in trace.lines]

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units
+from fullshard import MixedPrecisionPolicy, fully_shard, report
 from fullshard.engine import Unit, unit_of
 from fullshard.layout import Pack, ShardLayout, UnitMemory, align_numel, direct_indices, narrow_pack, plan_gather, total
 from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, narrowing_terms, shard_terms
+from fullshard.policy import use_options
 from fullshard.schedule import Command
 from tests.harness.fake import fake_world
 from tests.harness.models import BY_NAME, Case
-from tests.harness.parity import environment
 
 
 def _single_weights() -> nn.Module:
@@ -176,7 +176,7 @@ class _Counted:
                 module.register_forward_pre_hook(self._noting(name or "root"))
 
     def live(self) -> _Live:
-        infos = inspect_units(self.model)
+        infos = report(self.model).units
         return _Live(sum(i.full_nbytes_live for i in infos), sum(i.kept_nbytes_live for i in infos))
 
     def _noting(self, name: str) -> Any:
@@ -190,7 +190,7 @@ class _Counted:
         assert root is not None
         root.executor.listeners.append(self._command)
         for unit in root.units:
-            for part in unit.narrowing.parts:
+            for part in unit.channels.narrowing.parts:
                 if part is not None:
                     part.show = self._showing(unit.record.name, part.show)  # type: ignore[method-assign]
 
@@ -227,6 +227,7 @@ def _run(case: Case, setting: Setting) -> tuple[_Counted, int, int]:
         axes = (setting.replicas, setting.world)
         options["mesh"] = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard"))
     case.shard(model, fully_shard, mp_policy=policy, reshard_after_forward=setting.reshard, **options)
+    model.set_memory_budget(prefetch=setting.prefetch_nbytes)
     counted = _Counted(model)
     for step in range(3):
         loss = case.loss(_Float32(model), case.batch(step))
@@ -263,13 +264,12 @@ def _live(terms: list[Any]) -> _Live:
 @pytest.mark.parametrize("name", CASES)
 def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
     case = CASES[name]
-    dials = {
-        "FULLSHARD_PREFETCH": str(setting.prefetch_depth),
-        "FULLSHARD_REDUCTIONS": str(setting.reductions_in_flight),
-        "FULLSHARD_COMMUNICATION": setting.communication,
-        "FULLSHARD_PREFETCH_BYTES": "" if setting.prefetch_nbytes is None else str(setting.prefetch_nbytes),
+    options = {
+        "prefetch_depth": setting.prefetch_depth,
+        "reductions_in_flight": setting.reductions_in_flight,
+        "communication": setting.communication,
     }
-    with fake_world(setting.world * setting.replicas), environment(dials):
+    with fake_world(setting.world * setting.replicas), use_options(**options):
         counted, shards, buffers = _run(case, setting)
     units = _expected_units(case, setting)
     assert shards == total(shard_terms(units))

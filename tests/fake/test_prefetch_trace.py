@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import fully_shard
 from fullshard.engine import unit_of
 from fullshard.observe import Trace, record
+from fullshard.policy import use_options
 from fullshard.schedule import Full
 from tests.golden import models
 from tests.harness.behaviours import behaviour
@@ -67,7 +68,6 @@ class Tower(nn.Module):
 
 @pytest.fixture(autouse=True)
 def defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FULLSHARD_PREFETCH", raising=False)
     monkeypatch.setenv("FULLSHARD_CHECK", "1")
 
 
@@ -258,9 +258,9 @@ def test_a_backward_list_takes_effect(tower: Any) -> None:
     assert during(lines, "pre_backward layers.1") == ["wait layers.1", "gather layers.0"]
 
 
-def test_prefetch_0_gathers_when_needed(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@use_options(prefetch_depth=0)
+def test_prefetch_0_gathers_when_needed(tower: Any) -> None:
     """In forward. Backward is not concerned, and the user's lists are still obeyed."""
-    monkeypatch.setenv("FULLSHARD_PREFETCH", "0")
     tower.layers[2].set_modules_to_forward_prefetch([tower.layers[3]])
     for _ in range(2):
         lines = traced(tower)
@@ -271,9 +271,9 @@ def test_prefetch_0_gathers_when_needed(tower: Any, monkeypatch: pytest.MonkeyPa
         assert during(lines, "pre_backward layers.3") == ["wait layers.3", "gather layers.2"]
 
 
-def test_prefetch_2_gathers_two_ahead(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@use_options(prefetch_depth=2)
+def test_prefetch_2_gathers_two_ahead(tower: Any) -> None:
     """Each layer once, two before it is needed."""
-    monkeypatch.setenv("FULLSHARD_PREFETCH", "2")
     traced(tower)
     lines = traced(tower)
     assert during(lines, "pre_forward root") == ["gather root", "wait root", "gather layers.0", "gather layers.1"]
@@ -282,7 +282,7 @@ def test_prefetch_2_gathers_two_ahead(tower: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @behaviour(
-    "`set_prefetch_bytes` limits what is gathered ahead, in forward and in backward",
+    "`set_memory_budget(prefetch=)` limits what is gathered ahead, in forward and in backward",
     area="prefetch",
     torch="none",
     reason="not in torch, where lists of modules are the only dial",
@@ -291,38 +291,38 @@ def test_bytes_limit_what_is_gathered_ahead(tower: Any) -> None:
     """A layer of (3, 3) on four ranks: 12 elements with padding, in memory for 16."""
     nbytes = 4 * 16
     traced(tower)
-    tower.set_prefetch_bytes(0)
+    tower.set_memory_budget(prefetch=0)
     lines = traced(tower)
     for i in range(BLOCKS):
         assert during(lines, f"pre_forward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
         assert during(lines, f"pre_backward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
-    tower.set_prefetch_bytes(2 * nbytes)
+    tower.set_memory_budget(prefetch=2 * nbytes)
     lines = traced(tower)
     assert during(lines, "pre_forward root") == ["gather root", "wait root", "gather layers.0", "gather layers.1"]
     assert during(lines, "pre_forward layers.0") == ["wait layers.0", "gather layers.2"]
     assert during(lines, "pre_backward root") == ["gather layers.3", "gather layers.2"]
     assert during(lines, "pre_backward layers.3") == ["wait layers.3", "gather layers.1"]
-    tower.set_prefetch_bytes(2 * nbytes - 1)
+    tower.set_memory_budget(prefetch=2 * nbytes - 1)
     assert during(traced(tower), "pre_backward layers.3") == ["wait layers.3", "gather layers.2"]
-    tower.set_prefetch_bytes(1 << 30)
+    tower.set_memory_budget(prefetch=1 << 30)
     lines = traced(tower)
     assert [line for line in during(lines, "pre_forward root") if "layers" in line] == [
         f"gather layers.{i}" for i in range(BLOCKS)
     ]
-    tower.set_prefetch_bytes(None)
+    tower.set_memory_budget(prefetch=None)
     assert during(traced(tower), "pre_forward layers.0") == ["wait layers.0", "gather layers.1"]
 
 
 def test_a_limit_in_bytes_is_of_the_root(tower: Any) -> None:
     """Said below it, it would do nothing: an error, before and after the root is known."""
     layer = tower.layers[0]
-    layer.set_prefetch_bytes(100)
-    with pytest.raises(RuntimeError, match="one was called on FSDPNoted below FSDPTower; call it on the root"):
+    layer.set_memory_budget(prefetch=100)
+    with pytest.raises(RuntimeError, match="it was called on FSDPNoted below FSDPTower; call it on the root"):
         traced(tower)
-    layer.set_prefetch_bytes(None)
+    layer.set_memory_budget(prefetch=None)
     traced(tower)
     with pytest.raises(RuntimeError, match=r"found layers.0 below it; call it on the root"):
-        layer.set_prefetch_bytes(100)
+        layer.set_memory_budget(prefetch=100)
 
 
 def test_more_backwards_may_be_announced_before_the_first_forward(tower: Any) -> None:

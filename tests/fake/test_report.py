@@ -52,6 +52,24 @@ def steps(case: Any, model: nn.Module, optimizer: torch.optim.Optimizer, count: 
         optimizer.step()
 
 
+def test_units_have_ranks_sizes_and_names_and_the_former_call_returns_them() -> None:
+    with fake_world(4):
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+        with pytest.warns(DeprecationWarning, match=r"use report\(model\)\.units") as told:
+            assert fullshard.inspect_units(net) == ()
+        assert told[0].filename == __file__
+        fully_shard([net[0], net[1]], mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float64))
+        root, pair = fullshard.report(fully_shard(net)).units
+        assert (pair.storage_itemsize, pair.compute_itemsize, pair.reduce_itemsize, pair.world) == (4, 2, 8, 4)
+        # Two of six rows on each of the first three ranks.
+        assert pair.local_numel == 2 * (2 * 6 + 2) <= pair.padded_local_numel
+        assert (pair.name, pair.param_names) == ("0+1", ("0.weight", "0.bias", "1.weight", "1.bias"))
+        # Asked about one module of the two, the other has its names in the unit.
+        assert len(fullshard.report(net[0]).units[0].param_names) == 4
+        with pytest.warns(DeprecationWarning):
+            assert fullshard.inspect_units(net) == (root, pair)
+
+
 @behaviour(
     "`report`: units, what is not sharded, bytes expected and measured",
     area="state",
@@ -146,7 +164,7 @@ def test_rows_say_what_the_units_are() -> None:
         # Another order of execution is the one that counts for the peak, once it is known.
         model(case.batch(0)[0])
         live = fullshard.report(model).units[0].full_nbytes_live
-        assert live == sum(unit.full_nbytes_live for unit in fullshard.inspect_units(model)) > 0
+        assert live == sum(unit.full_nbytes_live for unit in fullshard.report(model).units) > 0
 
 
 def test_kept_parts_are_in_the_report() -> None:
@@ -162,7 +180,7 @@ def test_kept_parts_are_in_the_report() -> None:
         assert all(unit.kept_nbytes > 0 and unit.kept_nbytes_live == 0 for unit in before.units)
         loss = case.loss(model, case.batch(0))
         during = fullshard.report(model)
-        for unit, info in zip(during.units, fullshard.inspect_units(model), strict=True):
+        for unit, info in zip(during.units, fullshard.report(model).units, strict=True):
             assert unit.kept_nbytes == unit.kept_nbytes_live == info.kept_nbytes_live
         kept = sum(unit.kept_nbytes for unit in during.units)
         line = "kept between forward and backward, of an integer reshard_after_forward"
@@ -295,7 +313,7 @@ def test_memory_that_waits_for_a_recorded_graph_is_noted() -> None:
         for ends in (lambda: model(x).sum().backward(), lambda: [layer.reshard() for layer in model]):
             assert fullshard.report(model).notes == ()
             torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
-            live = sum(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+            live = sum(unit.full_nbytes_live for unit in fullshard.report(model).units)
             (note,) = fullshard.report(model).notes
             assert live and f"0, 1, {human(live)}; " in note and "create_graph" in note
             ends()

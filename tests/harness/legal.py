@@ -26,10 +26,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
+from fullshard.policy import use_options
 from tests.harness import threads
 from tests.harness.errors import RanksFailed
 from tests.harness.legal_programs import Program, generate, run
-from tests.harness.parity import environment
 
 COUNT = 2000
 SECONDS = 60.0
@@ -58,7 +58,7 @@ def alarms_of(program: Program) -> list[Alarm]:
     logger.addHandler(records)
     texts: list[str] = []
     try:
-        with warnings.catch_warnings(record=True) as warned, environment(program.spec.environment()):
+        with warnings.catch_warnings(record=True) as warned, use_options(**program.spec.options()):
             warnings.simplefilter("always")
             try:
                 steps = threads.run_ranks(program.world, run, program, timeout=SECONDS)

@@ -109,12 +109,12 @@ def _no_prefetch_lists(run: Run) -> None:
 
 
 def _byte_limits(run: Run) -> None:
-    run.model.set_prefetch_bytes(run.chance.choice([None, 0, 100, 10_000]))
-    run.model.set_gradient_bytes(run.chance.choice([None, 0, 100, 10_000]))
+    run.model.set_memory_budget(prefetch=run.chance.choice([None, 0, 100, 10_000]))
+    run.model.set_memory_budget(gradients=run.chance.choice([None, 0, 100, 10_000]))
 
 
 def _resident(run: Run) -> None:
-    run.model.set_resident_bytes(run.chance.choice([0, 200, 10_000]))
+    run.model.set_memory_budget(resident=run.chance.choice([0, 200, 10_000]))
 
 
 BEFORE: dict[str, Action] = {

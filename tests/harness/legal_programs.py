@@ -334,7 +334,7 @@ def _look_on_one_rank(run: Run) -> None:
     if run.rank == 0:
         repr(run.model)
         sum(p.to_local().abs().sum().item() for p in run.model.parameters() if isinstance(p, DTensor))
-        fullshard.inspect_units(run.model)
+        fullshard.report(run.model)
         len(list(run.model.named_buffers()))
 
 

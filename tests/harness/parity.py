@@ -35,7 +35,7 @@ EPS = 2.0
 class Oracle:
     """Plain training of `spec` for `world` ranks."""
 
-    def __init__(self, spec: ModelSpec, world: int, replicas: int = 1) -> None:
+    def __init__(self, spec: ModelSpec, world: int, replicas: int = 1, *, by_backend: bool = False) -> None:
         self.spec, self.world = spec, world
         self.model = build(spec)
         self.optimizer = adamw(self.model.parameters(), watched=False)
@@ -46,7 +46,7 @@ class Oracle:
         # In how many eps of the storage dtype gradients may differ because they were accumulated in a narrower dtype:
         # in which order that rounds is not part of the contract.
         reduce, storage = torch.finfo(self.precision.reduce), torch.finfo(self.precision.storage)
-        narrow = reduce.eps > storage.eps and (len(spec.sync) > 1 or replicas > 1)
+        narrow = reduce.eps > storage.eps and (len(spec.sync) > 1 or replicas > 1 or by_backend)
         self.rounding = 4 * reduce.eps / storage.eps if narrow else 0.0
         for name, _ in unit_names(spec):
             self.compute.get_submodule(name).register_forward_pre_hook(self._cast)
@@ -232,7 +232,7 @@ def train_beside_oracle(
     *,
     local: bool = True,
     replicas: int = 1,
-    reordered: bool = False,
+    by_backend: bool = False,
     disturb: Callable[[Any, int, int], None] | None = None,
     lasting: bool = False,
     prepare: Callable[[Any, int], None] | None = None,
@@ -241,11 +241,12 @@ def train_beside_oracle(
     """Train on this rank; rank 0 compares with the oracle at every step. What training left, full, on every rank.
 
     `disturb(model, step, rank)` is called before the micro-batches of a step; `prepare(model, step)` before that, for
-    the oracle's models too. `reordered`: gradients are not added rank after rank. `lasting`: what is frozen may stay
+    the oracle's models too. `by_backend`: gradients are added by the backend, in the reduce dtype and in any
+    order. `lasting`: what is frozen may stay
     full between steps. `fully_shard`: as `Ours` takes it.
     """
     ours = Ours(spec, local=local, replicas=replicas, fully_shard=fully_shard)
-    oracle = Oracle(spec, world, replicas) if rank == 0 else None
+    oracle = Oracle(spec, world, replicas, by_backend=by_backend) if rank == 0 else None
     # Where nothing is cut, a rank computes without waiting for others; and recomputation sets the random state of the
     # whole process back, in the middle of drawing the oracle's initial values.
     dist.barrier()
@@ -266,7 +267,7 @@ def train_beside_oracle(
             assert not missing, f"step {step}: gradients of {sorted(missing)} on one side only"
             for name, gradient in expected.items():
                 allowed = max(eps, oracle.rounding)
-                if (replicas > 1 or reordered or oracle.rounding) and gradient.numel():
+                if (replicas > 1 or by_backend or oracle.rounding) and gradient.numel():
                     # Added or rounded in another order than the oracle's: what counts is the size of what is added,
                     # which may be much larger than the sum.
                     allowed *= max(1.0, 2 * oracle.largest[name] / max(gradient.abs().max().item(), 1e-30))
@@ -275,7 +276,7 @@ def train_beside_oracle(
             assert_same_training(trained, oracle.step(gradients), eps)
             oracle.load(trained)
         ours.zero_grad()
-        live = {u.name: u.full_nbytes_live for u in fullshard.inspect_units(ours.model) if u.full_nbytes_live}
+        live = {u.name: u.full_nbytes_live for u in fullshard.report(ours.model).units if u.full_nbytes_live}
         if lasting:
             trainable = {name.rpartition(".")[0] for name, p in ours.model.named_parameters() if p.requires_grad}
             live = {name: nbytes for name, nbytes in live.items() if name in trainable}

@@ -86,12 +86,12 @@ class ModelSpec:
     def storage(self) -> torch.dtype:
         return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
 
-    def environment(self) -> dict[str, str]:
-        """What the runtime is to read; every command is checked."""
+    def options(self) -> dict[str, Any]:
+        """For `use_options`; every command is checked."""
         return {
-            "FULLSHARD_PREFETCH": str(self.prefetch_depth),
-            "FULLSHARD_REDUCTIONS": str(self.reductions_in_flight),
-            "FULLSHARD_CHECK": "1",
+            "prefetch_depth": self.prefetch_depth,
+            "reductions_in_flight": self.reductions_in_flight,
+            "check": True,
         }
 
 

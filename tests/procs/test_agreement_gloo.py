@@ -54,11 +54,11 @@ def _on_other_meshes(rank: int) -> None:
 
 
 def _other_settings(rank: int) -> None:
-    os.environ["FULLSHARD_PREFETCH"] = str(rank)
+    os.environ["FULLSHARD_COMMUNICATION"] = ("auto", "torch")[rank]
     try:
         _train(shard(seeded(Model)), rank)
     finally:
-        del os.environ["FULLSHARD_PREFETCH"]
+        del os.environ["FULLSHARD_COMMUNICATION"]
 
 
 def _kept_in_other_parts(rank: int) -> None:
@@ -83,7 +83,11 @@ CASES: dict[str, tuple[Callable[[int], None], int, str]] = {
         4,
         "root: expected the same mesh on every rank, found cpu (2, 2) ('replicate', 'shard'",
     ),
-    "settings": (_other_settings, 2, "expected the same FULLSHARD_PREFETCH on every rank, found 0 on rank 0 and 1 on"),
+    "settings": (
+        _other_settings,
+        2,
+        "expected the same FULLSHARD_COMMUNICATION on every rank, found auto on rank 0 and",
+    ),
     "parts": (_kept_in_other_parts, 4, "expected all ranks to come to the same places in the same order, found ranks"),
     "seeds": (_other_seeds, 3, "embedding.weight: expected the same values on every rank"),
 }

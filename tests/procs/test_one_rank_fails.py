@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fullshard
+from fullshard.policy import use_options
 from tests.harness.failing_places import PLACES, Fault
 from tests.harness.forked import run_forks
 from tests.harness.models import Trained
-from tests.harness.parity import Ours, assert_same_bits, environment, train_alone
+from tests.harness.parity import Ours, assert_same_bits, train_alone
 from tests.harness.random_models import EXPLORING, ModelSpec, build, examples, loss, model_specs
 
 pytestmark = pytest.mark.hang_after(7200 if EXPLORING else 180)
@@ -104,7 +105,7 @@ def _comes_to_it(spec: ModelSpec, failing: Failing) -> bool:
 def test_a_step_that_one_rank_failed_may_be_tried_again(drawn: tuple[ModelSpec, int, Failing]) -> None:
     spec, world, failing = drawn
     assume(_comes_to_it(spec, failing))
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         undisturbed = run_forks(world, train_alone, (spec, STEPS), 60)
         disturbed = run_forks(world, _train, (spec, failing), 60)
     for ours, expected in zip(disturbed, undisturbed, strict=True):

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard import MixedPrecisionPolicy
+from fullshard.policy import use_options
 from tests.harness.models import (
     BY_NAME,
     CASES,
@@ -112,7 +113,7 @@ def test_after_many_steps() -> None:
 
 
 def _random_model(rank: int, spec: ModelSpec, world: int) -> Trained:
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         return train_beside_oracle(rank, spec, world, 3)
 
 

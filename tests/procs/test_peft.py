@@ -73,7 +73,7 @@ def _sent(rank: int) -> tuple[dict[str, list[str]], float]:
     kinds: dict[str, list[str]] = {}
     for kind, unit, *_ in commands:
         kinds.setdefault(kind, []).append(unit)
-    return kinds, sum(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+    return kinds, sum(unit.full_nbytes_live for unit in fullshard.report(model).units)
 
 
 def test_a_frozen_base_is_gathered_and_never_reduced() -> None:

@@ -152,7 +152,7 @@ def test_a_used_folder_is_refused(finished: Finished, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1 and "run.dir" in error and f"{finished.run_dir.name}-2" in error
     assert main(command(finished.run_dir, "--set", "model.heads=2")) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "going on must not change it; nearest valid: 4" in error
+    assert error.count("\n") == 1 and "a continued run must not change it; nearest valid: 4" in error
 
 
 @pytest.mark.slow

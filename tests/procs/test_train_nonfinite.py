@@ -174,6 +174,6 @@ def test_a_run_that_goes_on_ends_well(tmp_path: Path, mode: str) -> None:
     manifest = json.loads((run_dir / "manifest.json").read_text())
     assert manifest["status"] == "completed" and manifest["nonfinite_steps"] == 3
     assert (manifest["val_loss"] is None) == counted
-    told = "and updated all the same" if counted else "and left out"
+    told = "and updated anyway" if counted else "and skipped"
     assert f"3 steps had a NaN or inf, {told}; the first was step 2" in ended.stdout
     assert (run_dir / "loss.png").exists() and (run_dir / "sample.txt").exists() != counted

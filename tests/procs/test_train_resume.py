@@ -226,7 +226,7 @@ def test_another_corpus_is_refused(tmp_path: Path) -> None:
     config = config_of("training.steps=2")
     pool(2).run(ran, config, str(tmp_path), timeout=60)
     for text in pool(2).run(_refuses, config, str(tmp_path)):
-        assert "is of another run: corpus_sha256: 'x' there, 'another' here" in text
+        assert "belongs to another run: corpus_sha256: 'x' there, 'another' here" in text
 
 
 def _seeds(rank: int, config: Config) -> list[int]:
@@ -266,12 +266,12 @@ def test_what_may_change_and_what_not(tmp_path: Path) -> None:
         "optimizer.lr=0.1",
         "data.tokenizer=bpe",
     ):
-        with pytest.raises(ConfigError, match="going on must not change it; nearest valid"):
+        with pytest.raises(ConfigError, match="a continued run must not change it; nearest valid"):
             make_run_dir(load_config(None, [folder, refused]))
     assert load_config(tmp_path / "run" / "config.toml") == load_config(None, [folder])  # as it was
     open_manifest(tmp_path / "run", {"world": {"processes": 2}})
     close_manifest(tmp_path / "run", "completed", last_step=300)
-    with pytest.raises(ConfigError, match="ended well after 300 steps"):
+    with pytest.raises(ConfigError, match="is complete after 300 steps"):
         make_run_dir(load_config(None, [folder]))
     make_run_dir(load_config(None, [folder, "training.steps=301"]))
     open_manifest(tmp_path / "run", {"world": {"processes": 4}})
@@ -364,7 +364,7 @@ def test_sigterm_to_one_process_stops_the_run_with_a_checkpoint(told: str, tmp_p
         [sys.executable, "-m", "fullshard", *words], capture_output=True, text=True, env=environment()
     )
     assert done.returncode == 0, done.stderr
-    assert f"going on after step {last}" in done.stdout
+    assert f"continuing after step {last}" in done.stdout
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, last + 3))
     assert json.loads((run_dir / "manifest.json").read_text())["sittings"][0]["status"] == "stopped"
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import Report, UnitInfo, inspect_units, report
+from fullshard import Report, UnitReport, report
 from fullshard.train.config import Config
 from tests.harness.pool import pool
 from tests.procs.test_train_world import config_of, trainer_of
@@ -36,7 +36,7 @@ class Moment(NamedTuple):
 
 
 class Seen(NamedTuple):
-    units: tuple[UnitInfo, ...]
+    units: tuple[UnitReport, ...]
     moments: list[Moment]  # of the second step: the first one records the order
     between_steps: dict[str, int]
     after_validation: dict[str, int]
@@ -50,7 +50,7 @@ def observed(rank: int, config: Config) -> Seen:
     model, moments = trainer.model, []
 
     def live() -> dict[str, int]:
-        return {unit.name: unit.full_nbytes_live for unit in inspect_units(model)}
+        return {unit.name: unit.full_nbytes_live for unit in report(model).units}
 
     def note(hook: str, name: str, *_: object) -> None:
         moments.append(Moment(hook, name, live()))
@@ -79,7 +79,7 @@ def observed(rank: int, config: Config) -> Seen:
     second, between = list(moments), live()
     trainer.validate()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return Seen(inspect_units(model), second, between, live(), held[-1], rows, shapes)
+    return Seen(report(model).units, second, between, live(), held[-1], rows, shapes)
 
 
 @pytest.fixture(scope="module", params=["none", "block"])

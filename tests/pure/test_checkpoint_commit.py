@@ -146,5 +146,5 @@ def test_what_is_in_a_generation_and_not_ours_stays(tmp_path: Path) -> None:
 
 def test_a_directory_says_what_it_has_instead(tmp_path: Path) -> None:
     Saving.begin(str(tmp_path), A)._folder.close()
-    with Folder.open(str(tmp_path)) as folder, pytest.raises(CheckpointNotFound, match="did not come to its end"):
+    with Folder.open(str(tmp_path)) as folder, pytest.raises(CheckpointNotFound, match="found only an unfinished save"):
         read_current(folder)

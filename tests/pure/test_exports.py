@@ -66,6 +66,7 @@ def test_the_promised_names_are_there() -> None:
         "MixedPrecisionPolicy",
         "OffloadPolicy",
         "UnitInfo",
+        "UnitReport",
         "UnshardHandle",
         "clip_grad_norm_",
         "full_params",

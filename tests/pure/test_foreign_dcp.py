@@ -108,7 +108,7 @@ def test_a_path_is_found_to_be_what_it_is(saved: Path, tmp_path: Path) -> None:
     # A save that never came to its end is not the newest.
     (tmp_path / "titan" / "step-100" / ".metadata").unlink()
     assert detect(tmp_path / "titan").path.name == "step-10"
-    with pytest.raises(UnknownCheckpoint, match="never came to its end"):
+    with pytest.raises(UnknownCheckpoint, match="the save never completed"):
         detect(tmp_path / "titan" / "step-100")
     with pytest.raises(UnknownCheckpoint, match="no such file or folder"):
         detect(tmp_path / "nothing")

@@ -99,11 +99,11 @@ def test_one_tensor_is_in_memory_at_a_time_and_a_failure_leaves_nothing(tmp_path
 
 
 BREAKS: list[tuple[str, Callable[[Path, dict[str, Any]], object]]] = [
-    ("expected a plain name beside it", lambda _, i: i["weight_map"].update({"a.w": "../x.safetensors"})),
-    ("expected a plain name beside it", lambda _, i: i["weight_map"].update({"a.w": "/etc/passwd"})),
-    ("the index names it, and it is not there", lambda f, _: (f / "model-00002-of-00004.safetensors").unlink()),
-    ("do not belong together", lambda _, i: i["weight_map"].pop("a.b")),
-    ("do not belong together", lambda _, i: i["weight_map"].update({"ghost": "model-00001-of-00004.safetensors"})),
+    ("expected a plain file name in its folder", lambda _, i: i["weight_map"].update({"a.w": "../x.safetensors"})),
+    ("expected a plain file name in its folder", lambda _, i: i["weight_map"].update({"a.w": "/etc/passwd"})),
+    ("the index names this file, which does not exist", lambda f, _: (f / "model-00002-of-00004.safetensors").unlink()),
+    ("files do not match", lambda _, i: i["weight_map"].pop("a.b")),
+    ("files do not match", lambda _, i: i["weight_map"].update({"ghost": "model-00001-of-00004.safetensors"})),
     ("expected a weight_map", lambda _, i: i.pop("weight_map")),
     ("is a link out of its folder", lambda f, _: _link(f / "model-00001-of-00004.safetensors")),
 ]
@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_one_error_that_lists_it_all(tmp_path: Path) -> Non
         with pytest.raises(CheckpointMismatch) as caught:
             Chosen(source, skip=["nothing*"], renaming=llama("titan", "hf", head_dim=2))
         text = str(caught.value)
-        for part in ("'nothing*'", "rope.freqs: no name", "other: no name", "would both be model.norm.weight"):
+        for part in ("'nothing*'", "rope.freqs: unknown", "other: unknown", "would both be model.norm.weight"):
             assert part in text
         kept = Chosen(source, skip=["rope.*", "module.*", "other"], renaming=llama("titan", "fullshard", head_dim=2))
         assert list(kept.tensors) == ["norm.weight"] and kept.left_out == 3

@@ -246,7 +246,7 @@ def test_wrong_arguments_are_named() -> None:
         peak([])
     with pytest.raises(ValueError, match="current: expected a unit that keeps a part, found 'root'"):
         narrowing_terms(units, 0)
-    with pytest.raises(ValueError, match="kept of 'root': expected None where full parameters stay"):
+    with pytest.raises(ValueError, match="kept of 'root': expected None with reshard=False"):
         unit("root", 4, world=4, reshard=False, degree=2)
     with pytest.raises(ValueError, match="wire_itemsize of 'root'"):
         UnitMemory("root", units[0].pack, units[0].plan, 4, 4, 0)

@@ -240,7 +240,7 @@ class World:
         root_kept: bool = True,
         fifo: bool = False,
     ) -> None:
-        """`reshard`, `depth`: as `reshard_after_forward` and FULLSHARD_PREFETCH. `root_kept`: with `reshard` None the
+        """`reshard`, `depth`: as `reshard_after_forward` and `prefetch_depth`. `root_kept`: with `reshard` None the
         root stays full after an evaluation too, as in torch."""
         kept = reshard is False
         self.uses = Uses(fifo=fifo)

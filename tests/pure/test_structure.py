@@ -58,8 +58,8 @@ DIFFERENCES: list[tuple[str, list[list[Item]], str]] = [
     ),
     (
         "settings",
-        [[Item(SETTINGS, "", {"FULLSHARD_PREFETCH": str(i // 3)})] for i in range(4)],
-        "expected the same FULLSHARD_PREFETCH on every rank, found 0 on ranks 0 to 2 and 1 on rank 3; set the env",
+        [[Item(SETTINGS, "", {"prefetch_depth": str(i // 3)})] for i in range(4)],
+        "expected the same prefetch_depth on every rank, found 0 on ranks 0 to 2 and 1 on rank 3; set it to",
     ),
     (
         "a fact that some have",

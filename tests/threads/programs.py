@@ -375,7 +375,7 @@ def _train(
             optimizer.zero_grad()
     tolerance.assert_parameters_close(model, reference, optimizers[1])
     if impl is FULLSHARD:
-        live = {unit.name: unit.full_nbytes_live for unit in fullshard.inspect_units(model) if unit.full_nbytes_live}
+        live = {unit.name: unit.full_nbytes_live for unit in fullshard.report(model).units if unit.full_nbytes_live}
         assert not live, f"full parameters left in memory: {live}"
     else:
         assert kinds(model) == {DTensor}, "full parameters left on the module"

@@ -218,8 +218,12 @@ DIVERGENCES: dict[str, Odd] = {
         "root: expected the same reshard_after_backward",
         after=lambda m: m.set_reshard_after_backward(False, recurse=False),
     ),
-    "bytes ahead": Odd("root: expected the same prefetch_nbytes", after=lambda m: m.set_prefetch_bytes(1 << 20)),
-    "gradient bytes": Odd("root: expected the same gradient_nbytes", after=lambda m: m.set_gradient_bytes(1 << 20)),
+    "bytes ahead": Odd(
+        "root: expected the same prefetch_nbytes", after=lambda m: m.set_memory_budget(prefetch=1 << 20)
+    ),
+    "gradient bytes": Odd(
+        "root: expected the same gradient_nbytes", after=lambda m: m.set_memory_budget(gradients=1 << 20)
+    ),
     # ---- values
     "a buffer": Odd("mean (rank 0 unlike rank 1): expected the same values of a buffer", lambda m: m.mean.fill_(1)),
     "another seed": Odd(f"embedding.weight: {VALUES}", lambda m: m.load_state_dict(OTHER.state_dict())),

@@ -315,10 +315,10 @@ def test_nothing_is_asked_in_later_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[str] = []
     agree = Scope.agree
 
-    def counting(self: Scope, what: str, value: str) -> Any:
+    def counting(self: Scope, what: str, value: str, **options: bool) -> Any:
         if self.rank == 0 and any(word in what for word in ("buffers", "values", "units", "to_empty")):
             asked.append(what)
-        return agree(self, what, value)
+        return agree(self, what, value, **options)
 
     monkeypatch.setattr(Scope, "agree", counting)
 

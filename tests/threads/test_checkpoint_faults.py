@@ -252,7 +252,7 @@ def test_two_savers_where_nothing_locks(saved: Path, monkeypatch: pytest.MonkeyP
     # Another saver ends: seen by its pointer.
     moved |= {"generation": f"g000009-{'b' * 32}", "save_id": "b" * 32}
     (saved / "CURRENT").write_text(json.dumps(moved) + "\n")
-    with pytest.raises(CheckpointBusy, match="another one ended meanwhile"):
+    with pytest.raises(CheckpointBusy, match="another save completed meanwhile"):
         first.commit(b"{}")
     first.end()
 
@@ -450,9 +450,9 @@ def test_an_attacker_who_mends_every_checksum_is_found_by_the_digest(saved: Path
     (saved / "CURRENT").write_text(json.dumps(pointer) + "\n")
     checkpoint.verify(saved)
     for act in (checkpoint.verify, checkpoint.inspect):
-        with pytest.raises(CheckpointDamaged, match="digest that was asked for"):
+        with pytest.raises(CheckpointDamaged, match="requested digest"):
             act(saved, manifest_sha256=digest)
-    with pytest.raises(CheckpointDamaged, match="digest that was asked for"):
+    with pytest.raises(CheckpointDamaged, match="requested digest"):
         checkpoint.load(state(0), checkpoint_id=saved, manifest_sha256=digest)
 
 
@@ -605,7 +605,7 @@ def test_what_a_killed_first_save_left_goes_with_retention(tmp_path: Path) -> No
 
     directory.Saving.begin(str(tmp_path / "step-1"), "a" * 32)._folder.close()
     checkpoint.save({"step": 2}, checkpoint_id=tmp_path / "step-2")
-    with pytest.raises(checkpoint.CheckpointNotFound, match="did not come to its end"):
+    with pytest.raises(checkpoint.CheckpointNotFound, match="found only an unfinished save"):
         checkpoint.load({"step": 0}, checkpoint_id=tmp_path / "step-1")
     import gc
 

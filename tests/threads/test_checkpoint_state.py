@@ -141,7 +141,7 @@ def test_writing_tensor_by_tensor(tmp_path: Any) -> None:
     for act, says in [
         (lambda w: w.write("m.t1", torch.zeros(1)), "expected m.t0"),
         (lambda w: w.write("m.t0", torch.zeros(0, 2)), "float32"),
-        (lambda w: None, "lacks"),
+        (lambda w: None, "missing"),
     ]:
         with pytest.raises(ValueError, match=says):
             with checkpoint.CheckpointWriter(tmp_path / "c", specs) as writer:

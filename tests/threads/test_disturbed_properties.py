@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fullshard
+from fullshard.policy import use_options
 from tests.harness.failing_places import PLACES, Fault
-from tests.harness.parity import assert_same_bits, environment, train_beside_oracle
+from tests.harness.parity import assert_same_bits, train_beside_oracle
 from tests.harness.random_models import EXPLORING, ModelSpec, build, examples, loss, model_specs
 from tests.harness.threads import run_ranks
 
@@ -151,7 +152,7 @@ def test_disturbed_training_is_plain_training(drawn: Disturbed, strategy: str) -
         fully_shard=fully_shard,
         lasting=True,
     )
-    with environment(drawn.spec.environment()):
+    with use_options(**drawn.spec.options()):
         trained = run_ranks(world, train, drawn.spec, world, STEPS, timeout=TIMEOUT)
     for other in trained[1:]:
         assert_same_bits(other, trained[0])

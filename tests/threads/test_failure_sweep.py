@@ -195,7 +195,7 @@ def _sweep(
         different = [name for name, value in wanted.items() if name in found and not torch.equal(found[name], value)]
         if different:
             said = said or f"{len(different)} tensors differ, the first is {different[0]}"
-        units = fullshard.inspect_units(disturbed.model) if impl is FULLSHARD else ()
+        units = fullshard.report(disturbed.model).units if impl is FULLSHARD else ()
         live = [unit.name for unit in units if unit.full_nbytes_live]
         if live:
             said = said or f"full parameters in memory: {live}"

@@ -74,7 +74,7 @@ def _train(
     model = shard(copy.deepcopy(base), impl)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     script(model, optimizer, rank)
-    assert impl is not FULLSHARD or not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+    assert impl is not FULLSHARD or not any(unit.full_nbytes_live for unit in fullshard.report(model).units)
     state = [p.full_tensor().detach() for p in model.parameters()]
     for p in model.parameters():
         entry = optimizer.state[p]
@@ -356,7 +356,7 @@ def test_a_late_intermediate_is_an_error_and_then_right(base: nn.Module) -> None
     def expected(model: Any, optimizer: Any, rank: int) -> None:
         for unit in model.modules():
             if isinstance(unit, fullshard.FSDPModule):
-                unit._unit().watched = 100
+                unit._unit().watching.left = 100
         for step in range(3):
             _good_step(model, optimizer, rank, step)
         program.loss(model, part(batch(WORLD, 9), rank), 0).backward()

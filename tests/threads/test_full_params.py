@@ -46,7 +46,7 @@ def steps_of(case: Any, model: nn.Module, optimizer: torch.optim.Optimizer, rank
 
 def assert_sharded(model: nn.Module) -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+    assert not any(unit.full_nbytes_live for unit in fullshard.report(model).units)
 
 
 @behaviour(

@@ -111,7 +111,7 @@ def test_replicas_of_one_shard_exchange_gradients_alone() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert_same_bits(collect(model, optimizers[0]), collect(reference, optimizers[1]))
-        assert all(info.full_nbytes_live == 0 for info in fullshard.inspect_units(model))
+        assert all(info.full_nbytes_live == 0 for info in fullshard.report(model).units)
 
     run_ranks(2, rank_main)
 

@@ -39,7 +39,7 @@ def test_ranks_with_fewer_batches_take_part_in_the_evaluation_of_the_others(coun
                     own.append(turn.own)
                     if turn.own:
                         found.append(loss.item())
-            assert not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+            assert not any(unit.full_nbytes_live for unit in fullshard.report(model).units)
         return found, own
 
     model = seeded(Stack)

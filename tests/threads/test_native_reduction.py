@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.counting import nccl_plan
 from fullshard import fully_shard
 from fullshard.engine import unit_of
-from fullshard.policy import Options
+from fullshard.policy import use_options
 from tests.harness import tolerance
 from tests.harness.parity import assert_same_bits, environment, on_nodes, train_alone, train_beside_oracle
 from tests.harness.random_models import EXPLORING, BlockSpec, LeafSpec, ModelSpec, examples, model_specs
@@ -32,26 +32,32 @@ TIMEOUT = 60.0
 @given(spec=model_specs(), world=st.integers(2, 4), threshold=st.sampled_from([0, 64]))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int, threshold: int) -> None:
     """64 bytes: small parameters are packed, and travel with the presence of all."""
-    with environment(spec.environment()), nccl_plan(threshold):
-        run_ranks(world, partial(train_beside_oracle, reordered=True), spec, world, 3, timeout=TIMEOUT)
+    with use_options(**spec.options()), nccl_plan(threshold):
+        run_ranks(world, partial(train_beside_oracle, by_backend=True), spec, world, 3, timeout=TIMEOUT)
+
+
+def _limited(nbytes: int) -> Callable[[Any, int, int], None]:
+    def limit(model: Any, step: int, rank: int) -> None:
+        model.set_memory_budget(gradients=nbytes)
+
+    return limit
 
 
 @examples(4, 40)
 @given(spec=model_specs(), world=st.integers(2, 3), nbytes=st.sampled_from([0, 100, 700]), nccl=st.booleans())
 def test_and_so_it_does_with_little_room_for_gradients(spec: ModelSpec, world: int, nbytes: int, nccl: bool) -> None:
     """Messages are waited for while the gradients of other units come."""
-    dials = {**spec.environment(), "FULLSHARD_GRADIENT_BYTES": str(nbytes)}
-    with environment(dials), nccl_plan(0) if nccl else nullcontext():
-        run_ranks(world, partial(train_beside_oracle, reordered=nccl), spec, world, 3, timeout=TIMEOUT)
+    train = partial(train_beside_oracle, by_backend=nccl, disturb=_limited(nbytes))
+    with use_options(**spec.options()), nccl_plan(0) if nccl else nullcontext():
+        run_ranks(world, train, spec, world, 3, timeout=TIMEOUT)
 
 
 @examples(3, 30)
 @given(spec=model_specs(), shape=st.sampled_from([(2, 2), (2, 1)]))
 def test_and_so_it_does_on_a_mesh_that_replicates(spec: ModelSpec, shape: tuple[int, int]) -> None:
     world = shape[0] * shape[1]
-    room = {"FULLSHARD_GRADIENT_BYTES": "200"}
-    with environment({**spec.environment(), **room}), nccl_plan(0):
-        train = partial(train_beside_oracle, replicas=shape[0], reordered=True)
+    with use_options(**spec.options()), nccl_plan(0):
+        train = partial(train_beside_oracle, replicas=shape[0], by_backend=True, disturb=_limited(200))
         replicas = run_ranks(world, train, spec, world, 3, timeout=TIMEOUT)
     for trained in replicas[1:]:
         assert_same_bits(trained, replicas[0])
@@ -73,7 +79,7 @@ def test_two_runs_have_the_same_bits(world: int) -> None:
     """Uneven rows, a parameter that some ranks do not use, and gradients of an accumulation window."""
     with nccl_plan(0):
         first, again = (run_ranks(world, train_alone, MODEL, 3, timeout=TIMEOUT)[0] for _ in range(2))
-        run_ranks(world, partial(train_beside_oracle, reordered=True), MODEL, world, 3, timeout=TIMEOUT)
+        run_ranks(world, partial(train_beside_oracle, by_backend=True), MODEL, world, 3, timeout=TIMEOUT)
     assert_same_bits(first, again)
 
 
@@ -138,7 +144,7 @@ def test_a_failed_backward_leaves_nothing_under_way() -> None:
 
 def _ways(model: nn.Module) -> set[str]:
     units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
-    return {type(channel).__name__ for unit in units for known in unit._reduces for channel in known.values()}
+    return {type(channel).__name__ for unit in units for known in unit.channels._reduces for channel in known.values()}
 
 
 @pytest.mark.parametrize(
@@ -204,19 +210,6 @@ def test_gradients_are_exchanged_on_request_where_the_backend_reduces_by_default
 
     with nccl_plan(0):
         run_ranks(2, rank_main, timeout=TIMEOUT)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "instead"),
-    [
-        ("FULLSHARD_COMMUNICATION", "hierarchical", '"auto": between nodes the backend'),
-        ("FULLSHARD_LOCAL_WORLD_SIZE", "8", "ranks find out themselves"),
-        ("FULLSHARD_PARTIAL_SUMS", "wire", "the backend reduces"),
-    ],
-)
-def test_what_was_removed_names_what_to_do_instead(variable: str, value: str, instead: str) -> None:
-    with pytest.raises(ValueError, match=f"^{variable}: .*{value}.*; .*{instead}"):
-        Options.from_environment({variable: value})
 
 
 def test_a_removed_strategy_names_what_to_do_instead() -> None:

@@ -19,6 +19,7 @@ from fullshard.comm.group import message_device
 from fullshard.comm.offload import land
 from fullshard.engine import unit_of
 from fullshard.engine.root import refuse_off_host
+from fullshard.policy import use_options
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation, for_each_implementation, run
 from tests.harness.models import BY_NAME, assert_same_training, collect, seeded
@@ -154,8 +155,8 @@ def _downloads(link: HostLink) -> bool:
     return sys._getframe(2).f_code.co_name == "download"
 
 
-def test_a_failed_backward_and_a_retry(moved: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FULLSHARD_REDUCTIONS", "1")
+@use_options(reductions_in_flight=1)
+def test_a_failed_backward_and_a_retry(moved: None) -> None:
     models = [CASE.build() for _ in range(2 * WORLD)]
 
     def rank_main(rank: int) -> None:

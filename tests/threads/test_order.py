@@ -271,9 +271,9 @@ class Asked:
         self._counts = counts = threading.local()
         agree = Scope.agree
 
-        def counted(scope: Scope, what: str, value: str) -> dict[int, str] | None:
+        def counted(scope: Scope, what: str, value: str, **options: bool) -> dict[int, str] | None:
             counts.value = self.count + (what == "order")
-            return agree(scope, what, value)
+            return agree(scope, what, value, **options)
 
         monkeypatch.setattr(Scope, "agree", counted)
 

@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fullshard.policy import use_options
 from tests.harness.models import Trained
-from tests.harness.parity import Ours, assert_same_bits, environment, train_alone, train_beside_oracle
+from tests.harness.parity import Ours, assert_same_bits, train_alone, train_beside_oracle
 from tests.harness.random_models import (
     EXPLORING,
     BlockSpec,
@@ -34,7 +35,7 @@ TIMEOUT = 60.0
 @examples(25, 150)
 @given(spec=model_specs(), world=st.integers(2, 4))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) -> None:
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         run_ranks(world, train_beside_oracle, spec, world, 3, timeout=TIMEOUT)
 
 
@@ -46,7 +47,7 @@ def test_any_model_trains_as_plain_training_does_on_a_mesh_that_replicates(
     """Windows with micro-batches that are not all-reduced among them; and replicas have the same bits."""
     world = shape[0] * shape[1]
     train = partial(train_beside_oracle, replicas=shape[0])
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         replicas = run_ranks(world, train, spec, world, 3, timeout=TIMEOUT)
     for trained in replicas[1:]:
         assert_same_bits(trained, replicas[0])
@@ -95,7 +96,7 @@ FOUND = {
 def test_models_that_were_wrong_once(name: str) -> None:
     """What the property above has found, kept by name."""
     spec = FOUND[name]
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         run_ranks(2, train_beside_oracle, spec, 2, 3, timeout=TIMEOUT)
 
 
@@ -185,7 +186,7 @@ def test_a_step_that_raised_leaves_nothing_behind(drawn: tuple[ModelSpec, Fault]
     """On all ranks a module raises, the caller goes on: bitwise what it would have been without that micro-batch."""
     spec, fault = drawn
     assume(_raises(spec, build(spec), fault, 0))
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         undisturbed = run_ranks(world, train_alone, spec, 3, timeout=TIMEOUT)
         disturbed = run_ranks(world, _train_with_fault, spec, fault, 3, timeout=TIMEOUT)
     for ours, expected in zip(disturbed, undisturbed, strict=True):
@@ -209,5 +210,5 @@ WHOLE = LeafSpec("dense", 2)
 def test_gradients_that_only_some_ranks_have(blocks: tuple[BlockSpec, ...], tokens: bool) -> None:
     """Every rank runs every unit, but what inside it is used depends on the rank's data: absent gradients are zeros."""
     spec = ModelSpec(blocks, width=3, tokens=tokens)
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         run_ranks(2, train_beside_oracle, spec, 2, 2, timeout=5)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from fullshard import fully_shard, inspect_units
+from fullshard import fully_shard, report
 from fullshard._torch import allocate_for
 from fullshard.comm import ShardGroup
 from fullshard.engine import unit_of
@@ -104,7 +104,7 @@ def test_the_former_name_of_the_divide_factor(impl: Implementation) -> None:
         with pytest.warns((DeprecationWarning, FutureWarning), match="set_gradient_divide_factor"):
             model.set_reduce_scatter_divide_factor(2.0)
         unit = unit_of(model)
-        assert unit is None or unit.controls.divide_factor == 2.0
+        assert unit is None or unit.settings.controls.divide_factor == 2.0
 
 
 def test_scales_are_those_of_torch() -> None:
@@ -241,7 +241,7 @@ def test_a_step_after_a_hook_that_raised_is_right(shape: tuple[int, ...]) -> Non
                 model(inputs).pow(2).sum().backward()
             unit.set_all_reduce_hook(None)
             assert all(p.grad is None for p in model.parameters())
-            assert not any(info.full_nbytes_live for info in inspect_units(model))
+            assert not any(info.full_nbytes_live for info in report(model).units)
             # Added to nothing: without zero_grad, which would hide what is left.
             model(inputs).pow(2).sum().backward()
             assert all(torch.equal(_full(p.grad), e) for p, e in zip(model.parameters(), expected, strict=True))

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import MixedPrecisionPolicy, fully_shard, inspect_units, report
+from fullshard import MixedPrecisionPolicy, fully_shard, report
+from fullshard.engine import unit_of
 from fullshard.observe import record
+from fullshard.policy import use_options
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
-from tests.harness.parity import environment, train_beside_oracle
+from tests.harness.parity import train_beside_oracle
 from tests.harness.random_models import EXPLORING, ModelSpec, examples, model_specs
 from tests.harness.threads import run_ranks
 
@@ -38,7 +40,7 @@ def _layers(count: int, frozen: tuple[int, ...] = (), policy: MixedPrecisionPoli
 
 
 def _live(model: Any) -> dict[str, int]:
-    return {unit.name: unit.full_nbytes_live for unit in inspect_units(model) if unit.full_nbytes_live}
+    return {unit.name: unit.full_nbytes_live for unit in report(model).units if unit.full_nbytes_live}
 
 
 def _gathers(model: Any, run: Callable[[], object]) -> list[str]:
@@ -56,7 +58,7 @@ def test_what_fits_is_chosen_and_no_more_is_held() -> None:
     with fake_world(4):
         for budget in (0, LAYER - 1, LAYER, 2 * LAYER + 5, 99 * LAYER):
             model = _layers(4)
-            kept = model.set_resident_bytes(budget)
+            kept = model.set_memory_budget(resident=budget).resident
             assert kept == ("0", "1", "2", "3")[4 - min(4, budget // LAYER) :]
             for _ in range(2):
                 loss = model(torch.ones(2, WIDTH)).sum()
@@ -70,7 +72,7 @@ def test_frozen_ones_are_chosen_first_and_stay() -> None:
     """Of two layers that fit one is the frozen one, which is gathered once for many steps; the budget holds always."""
     with fake_world(4):
         model = _layers(4, frozen=(1,))
-        assert model.set_resident_bytes(2 * LAYER) == ("1", "3")
+        assert model.set_memory_budget(resident=2 * LAYER).resident == ("1", "3")
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         gathered = []
         for _ in range(3):
@@ -84,12 +86,12 @@ def test_frozen_ones_are_chosen_first_and_stay() -> None:
         with torch.no_grad():
             assert "1" not in _gathers(model, lambda: model(torch.ones(2, WIDTH)))
         assert sum(_live(model).values()) <= 2 * LAYER
-        model.set_resident_bytes(0)
+        model.set_memory_budget(resident=0)
         assert _live(model) == {}
 
 
 @behaviour(
-    "`set_resident_bytes` keeps what fits full, and training is the same",
+    "`set_memory_budget(resident=)` keeps what fits full, and training is the same",
     area="when parameters are full",
     torch="none",
     reason="not in torch; the alternative there is reshard_after_forward for each module by hand",
@@ -100,13 +102,13 @@ def test_any_model_trains_as_without(spec: ModelSpec, world: int, nbytes: int) -
     """The choice is made anew before each step, with other bytes."""
 
     def disturb(model: Any, step: int, rank: int) -> None:
-        model.set_resident_bytes(nbytes if step != 1 else nbytes // 2)
+        model.set_memory_budget(resident=nbytes if step != 1 else nbytes // 2)
 
     def train(rank: int) -> None:
         # What is frozen and kept is still there behind the last step: given back before memory is looked at.
         train_beside_oracle(rank, spec, world, 3, disturb=disturb, lasting=True)
 
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         run_ranks(world, train, timeout=60.0)
 
 
@@ -124,7 +126,7 @@ def test_edits_of_frozen_parameters_are_seen(edit: str, world: int) -> None:
 
     def rank_main(rank: int) -> None:
         model = _layers(2, frozen=(0,))
-        assert model.set_resident_bytes(LAYER) == ("0",)
+        assert model.set_memory_budget(resident=LAYER).resident == ("0",)
         x = torch.ones(2, WIDTH)
         before = model(x).detach()
         assert _gathers(model, lambda: model(x)).count("0") == 0
@@ -141,7 +143,7 @@ def test_loading_and_late_gradients_are_seen() -> None:
     def rank_main(rank: int) -> None:
         x = torch.ones(2, WIDTH)
         model = _layers(2, frozen=(0,))
-        model.set_resident_bytes(LAYER)
+        model.set_memory_budget(resident=LAYER)
         before = model(x).detach()
         state = {name: value.clone() for name, value in model.state_dict().items()}
         state["0.weight"].mul_(2)
@@ -153,7 +155,7 @@ def test_loading_and_late_gradients_are_seen() -> None:
         for m in (model, plain):
             m(x).sum().backward()
             m[0].requires_grad_(False)
-        assert model.set_resident_bytes(LAYER) == ("0",)
+        assert model.set_memory_budget(resident=LAYER).resident == ("0",)
         for _ in range(2):
             assert torch.equal(model(x), plain(x))
             for optimizer in optimizers:
@@ -166,7 +168,7 @@ def test_loading_and_late_gradients_are_seen() -> None:
 def test_mixed_precision_and_replicas_count_the_compute_dtype() -> None:
     with fake_world(4):
         model = _layers(3, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        assert model.set_resident_bytes(LAYER) == ("1", "2")
+        assert model.set_memory_budget(resident=LAYER).resident == ("1", "2")
         loss = model(torch.ones(2, WIDTH)).float().sum()
         assert sum(_live(model).values()) == LAYER
         loss.backward()
@@ -181,10 +183,10 @@ def test_units_that_stay_full_anyway_are_no_choice() -> None:
         fully_shard(model[1])
         fully_shard(model)
         for _ in range(2):
-            assert model.set_resident_bytes(99 * LAYER) == ("1",)
+            assert model.set_memory_budget(resident=99 * LAYER).resident == ("1",)
             _step(model)
     with fake_world(1):
-        assert _layers(2).set_resident_bytes(99 * LAYER) == ()
+        assert _layers(2).set_memory_budget(resident=99 * LAYER).resident == ()
 
 
 def test_the_report_shows_the_choice() -> None:
@@ -195,25 +197,71 @@ def test_the_report_shows_the_choice() -> None:
         model.zero_grad()
         _step(model)
         before = report(model)
-        model.set_resident_bytes(2 * LAYER)
+        model.set_memory_budget(resident=2 * LAYER)
         after = report(model)
         assert [unit.resident for unit in after.units] == [False, True, False, False, False, False, True]
-        assert "kept full within set_resident_bytes: 0, 5" in str(after)
-        assert "set_resident_bytes" not in str(before)
+        assert "kept full within set_memory_budget(resident): 0, 5" in str(after)
+        assert "set_memory_budget" not in str(before)
         terms = {term.name: term.nbytes for term in after.peak_terms}
         assert terms["full 0 (kept)"] == LAYER
         assert before.peak_nbytes < after.peak_nbytes <= before.peak_nbytes + 2 * LAYER
 
 
-@pytest.mark.parametrize("nbytes", [-1, 0.5, None, True])
-def test_bytes_are_whole_numbers(nbytes: Any) -> None:
+@pytest.mark.parametrize("nbytes", [-1, 0.5, "1", True])
+@pytest.mark.parametrize("budget", ["prefetch", "gradients", "resident"])
+def test_bytes_are_whole_numbers(budget: str, nbytes: Any) -> None:
+    """A call with one that is not changes none of the others."""
     with fake_world(2):
         model = _layers(1)
-        with pytest.raises(ValueError, match="nbytes: expected a whole number of bytes >= 0"):
-            model.set_resident_bytes(nbytes)
-        if nbytes is not None:
-            with pytest.raises(ValueError, match="nbytes: expected a whole number of bytes >= 0"):
-                model.set_prefetch_bytes(nbytes)
+        before = model.set_memory_budget(prefetch=1, gradients=2, resident=LAYER)
+        others = {"prefetch": 10, "gradients": 20, "resident": 0}
+        with pytest.raises(ValueError, match=f"{budget}: expected a whole number of bytes >= 0"):
+            model.set_memory_budget(**others | {budget: nbytes})
+        assert model.set_memory_budget() == before == (1, 2, ("0",))
+
+
+def test_budgets_that_are_left_out_stay_and_none_is_the_default() -> None:
+    with fake_world(2):
+        model = _layers(3)
+        assert model.set_memory_budget() == (None, None, ())
+        assert model.set_memory_budget(prefetch=5, resident=LAYER) == (5, None, ("2",))
+        _step(model)
+        root = unit_of(model).root  # type: ignore[union-attr]
+        assert root is not None and (root.run.prefetch_nbytes, root.executor.gradient_nbytes) == (5, None)
+        assert model.set_memory_budget(gradients=7) == (5, 7, ("2",))
+        assert (root.run.prefetch_nbytes, root.executor.gradient_nbytes) == (5, 7)
+        assert model.set_memory_budget(prefetch=None, resident=None) == (None, 7, ())
+        assert (root.run.prefetch_nbytes, root.executor.gradient_nbytes) == (None, 7)
+        _step(model)
+
+
+def test_below_the_root_units_are_kept_and_nothing_is_limited() -> None:
+    """The two limits of a root are refused there, before anything changes; what is returned is what the root holds."""
+    with fake_world(2):
+        model = _layers(3)
+        model.set_memory_budget(gradients=7)
+        _step(model)
+        for limits in ({"prefetch": 1}, {"gradients": 1}, {"prefetch": 1, "gradients": 1}):
+            with pytest.raises(RuntimeError, match=rf"\({', '.join(limits)}\): .* found 1 below it; call it on"):
+                model[1].set_memory_budget(**limits, resident=LAYER)
+        assert model.set_memory_budget() == (None, 7, ())
+        assert model[1].set_memory_budget(resident=LAYER) == (None, 7, ("",))
+        assert model.set_memory_budget() == (None, 7, ("1",))
+
+
+def test_the_former_names_still_act() -> None:
+    with fake_world(2):
+        model = _layers(2)
+        with pytest.warns(DeprecationWarning, match=r"set_prefetch_bytes .*use set_memory_budget\(prefetch=") as told:
+            assert model.set_prefetch_bytes(5) is None
+        assert told[0].filename == __file__
+        assert model.set_memory_budget() == (5, None, ())
+        with pytest.warns(DeprecationWarning, match=r"set_gradient_bytes .*use set_memory_budget\(gradients="):
+            assert model.set_gradient_bytes(7) is None
+        assert model.set_memory_budget() == (5, 7, ())
+        with pytest.warns(DeprecationWarning, match=r"set_resident_bytes .*use set_memory_budget\(resident="):
+            assert model.set_resident_bytes(LAYER) == ("1",)
+        assert model.set_memory_budget() == (5, 7, ("1",))
 
 
 def test_a_failed_step_gives_everything_back() -> None:
@@ -222,7 +270,7 @@ def test_a_failed_step_gives_everything_back() -> None:
     def rank_main(rank: int) -> None:
         def gradients(fail: bool) -> list[Tensor]:
             model = _layers(3, frozen=(0,))
-            model.set_resident_bytes(3 * LAYER)
+            model.set_memory_budget(resident=3 * LAYER)
             if fail:
                 broken = torch.ones(2, WIDTH, requires_grad=True).clone()
                 broken.register_hook(lambda _: (_ for _ in ()).throw(RuntimeError("broken")))

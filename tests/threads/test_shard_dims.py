@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fullshard import MixedPrecisionPolicy, full_params, fully_shard, inspect_units, materialize
+from fullshard import MixedPrecisionPolicy, full_params, fully_shard, materialize, report
 from fullshard.comm import BufferPool, Dtypes, Links, ShardGroup, reduce_channel
 from fullshard.comm.message import MessageReduce
 from fullshard.layout import Pack, ShardLayout
-from fullshard.policy import Controls
+from fullshard.policy import Controls, use_options
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
@@ -31,7 +31,7 @@ from tests.harness.models import (
     seeded,
     train_reference,
 )
-from tests.harness.parity import assert_same_bits, environment, train_alone, train_beside_oracle
+from tests.harness.parity import assert_same_bits, train_alone, train_beside_oracle
 from tests.harness.random_models import BlockSpec, LeafSpec, ModelSpec
 from tests.harness.threads import run_ranks
 
@@ -217,13 +217,13 @@ _SPEC = ModelSpec(
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_uneven_dims_train_as_plain_training(world: int, policy: str) -> None:
     spec = ModelSpec(**{**vars(_SPEC), "policy": policy})
-    with environment(spec.environment()):
+    with use_options(**spec.options()):
         run_ranks(world, train_beside_oracle, spec, world, 2)
 
 
 def test_one_reduce_scatter_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend's reduction reads the same send buffer."""
-    with environment({**_SPEC.environment(), "FULLSHARD_COMMUNICATION": "torch"}):
+    with use_options(**_SPEC.options(), communication="torch"):
         run_ranks(3, train_beside_oracle, _SPEC, 3, 2)
 
 
@@ -239,7 +239,7 @@ def test_the_dim_changes_no_bit() -> None:
     def rank_main(rank: int, dims: tuple[int, ...]) -> Trained:
         return train_alone(rank, ModelSpec(**{**vars(_SPEC), "dims": dims}), 2)
 
-    with environment(_SPEC.environment()):
+    with use_options(**_SPEC.options()):
         expected = run_ranks(3, rank_main, (0,))[0]
         for dims in ((1,), (2, 0, 1)):
             assert_same_bits(run_ranks(3, rank_main, dims)[2], expected)
@@ -377,7 +377,7 @@ def test_state_goes_out_and_in_by_every_way(world: int) -> None:
         for ours, plain in zip(drawn[0].parameters(), drawn[1].parameters(), strict=True):
             assert torch.equal(full_copy(ours), plain)
         check(model.double())
-        assert not any(info.full_nbytes_live for info in inspect_units(model) if info.name)
+        assert not any(info.full_nbytes_live for info in report(model).units if info.name)
 
     run_ranks(world, rank_main, world)
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.policy import use_options
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation, for_each_implementation
@@ -280,7 +281,7 @@ def test_unshard_and_reshard() -> None:
             _loss(model, part(batch(WORLD, 0), rank)).backward()
         block.unshard(async_op=True)  # used by the next forward
         _loss(model, part(batch(WORLD, 0), rank)).backward()
-        assert not any(unit.full_nbytes_live for unit in fullshard.inspect_units(model))
+        assert not any(unit.full_nbytes_live for unit in fullshard.report(model).units)
 
     run_ranks(WORLD, job)
 
@@ -404,10 +405,9 @@ def test_names_and_classes_of_a_sharded_module() -> None:
     run_ranks(1, job)
 
 
-@pytest.mark.parametrize("prefetch", ["0", "1", "2"])
-def test_full_parameters_are_freed(prefetch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_full_parameters_are_freed(prefetch: int) -> None:
     """At every hook of every module, in forward and backward: the root and the unit at work, and no more."""
-    monkeypatch.setenv("FULLSHARD_PREFETCH", prefetch)
     base = _base(0)
 
     def job(rank: int) -> None:
@@ -415,7 +415,7 @@ def test_full_parameters_are_freed(prefetch: str, monkeypatch: pytest.MonkeyPatc
         seen: list[set[str]] = []
 
         def look(*_: Any) -> None:
-            seen.append({unit.name for unit in fullshard.inspect_units(model) if unit.full_nbytes_live})
+            seen.append({unit.name for unit in fullshard.report(model).units if unit.full_nbytes_live})
 
         for module in model.modules():
             module.register_forward_pre_hook(look)
@@ -429,7 +429,8 @@ def test_full_parameters_are_freed(prefetch: str, monkeypatch: pytest.MonkeyPatc
         assert all(len(names - {""}) <= 1 for names in seen), max(seen, key=len)
         assert any("layers.1" in names for names in seen)
 
-    run_ranks(several(), job)
+    with use_options(prefetch_depth=prefetch):
+        run_ranks(several(), job)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.param import ShardedParam, SteppedGrad
+from fullshard.policy import use_options
 from tests.harness.behaviours import behaviour
 from tests.harness.errors import RanksFailed
 from tests.harness.models import BY_NAME, CASES, Case, assert_same_training, collect, seeded
@@ -241,7 +242,6 @@ def test_with_gradients_that_go_to_the_host() -> None:
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_gradients_are_freed_unit_by_unit(in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted at each arrival of a unit's reduced gradients: bytes of all of them that are alive."""
-    monkeypatch.setenv("FULLSHARD_REDUCTIONS", str(in_flight))
     alive: dict[int, list[weakref.ref[Tensor]]] = {}
     most: dict[int, int] = {}
     original = ShardedParam.receive
@@ -273,8 +273,9 @@ def test_gradients_are_freed_unit_by_unit(in_flight: int, monkeypatch: pytest.Mo
         return most[rank]
 
     unit_nbytes = 4 * (width * width + width) // 2
-    assert set(run_ranks(2, rank_main, False)) == {depth * unit_nbytes}
-    assert set(run_ranks(2, rank_main, True)) == {unit_nbytes}
+    with use_options(reductions_in_flight=in_flight):
+        assert set(run_ranks(2, rank_main, False)) == {depth * unit_nbytes}
+        assert set(run_ranks(2, rank_main, True)) == {unit_nbytes}
 
 
 def test_state_dicts_are_canonical_and_load() -> None:
@@ -527,9 +528,9 @@ class Fault(RuntimeError):
     reason="torch has no such function",
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_backward_that_fails_half_way(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@use_options(reductions_in_flight=1)
+def test_a_backward_that_fails_half_way(world: int) -> None:
     """`accept()` goes on from there; after a checkpoint was loaded the training is what it would have been."""
-    monkeypatch.setenv("FULLSHARD_REDUCTIONS", "1")
     case = BY_NAME["residual"]
 
     def fail(gradient: Tensor) -> None:

@@ -149,7 +149,7 @@ def test_one_gather_one_wait_and_one_reduction_for_a_list() -> None:
     def rank_main(rank: int, impl: Implementation) -> None:
         model = _sharded(impl)
         unit = "norm+head"
-        assert [(info.name, info.param_names) for info in fullshard.inspect_units(model)][2] == (
+        assert [(info.name, info.param_names) for info in fullshard.report(model).units][2] == (
             unit,
             ("norm.weight", "norm.bias", "head.weight"),
         )

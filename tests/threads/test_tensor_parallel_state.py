@@ -123,15 +123,16 @@ def test_plain_tensors_load_into_uneven_shards_of_two_axes() -> None:
 
 
 def test_steps_on_shards_and_the_report_know_two_axes() -> None:
-    """Our own tools on 2-D parameters: `step_on_shards` and `inspect_units`."""
+    """Our own tools on 2-D parameters: `step_on_shards` and `report`."""
 
     def rank_main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = parallel(FULLSHARD, blocks(), mesh)
-        infos = fullshard.inspect_units(model)
-        # This rank's part of the tp mesh is what its data-parallel ranks share.
+        infos = fullshard.report(model).units
         assert infos[1].param_names[2] == "0.up.weight" and infos[1].world == 2
-        assert infos[1].numel == 6 + 6 + 5 * 6 + 5 + 6 * 5 + 6
+        assert infos[1].numel == 6 + 6 + 10 * 6 + 10 + 6 * 10 + 6
+        # This rank's part of the tp mesh is what its data-parallel ranks share.
+        assert infos[1].padded_local_numel < infos[1].numel / 2
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         fullshard.step_on_shards(optimizer)
         model(batch(0, mesh.get_local_rank("dp"))).square().mean().backward()

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 import fullshard.observe
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.policy import use_options
 from tests.harness import tolerance
 from tests.harness.forked import run_forks
 from tests.harness.models import seeded
@@ -107,13 +109,12 @@ def symptom(title: str) -> Callable[[Callable[[int, str], None]], Callable[[int,
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("title", BLOCKS)
-def test_row(title: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if title == "Gathers are not ahead":
-        monkeypatch.setenv("FULLSHARD_PREFETCH", "0")
+def test_row(title: str, world: int) -> None:
     if title == "One rank alone has the checkpoint":
         # torch broadcasts over a real process group only.
         run_forks(world, SYMPTOMS[title], (title,), 60.0)
-    else:
+        return
+    with use_options(prefetch_depth=0) if title == "Gathers are not ahead" else nullcontext():
         run_ranks(world, SYMPTOMS[title], title)
 
 
@@ -180,7 +181,7 @@ def _(rank: int, title: str) -> None:
         row.see()
     row["model"] = build()
     row.mend()
-    assert len(fullshard.inspect_units(row["model"])) == 4
+    assert len(fullshard.report(row["model"]).units) == 4
 
 
 @symptom("Units are too small")
@@ -271,7 +272,7 @@ def _(rank: int, title: str) -> None:
     def full_nbytes() -> int:
         for module in (*row["model"].layers, row["model"]):
             module.unshard()
-        return sum(unit.full_nbytes_live for unit in fullshard.inspect_units(row["model"]))
+        return sum(unit.full_nbytes_live for unit in fullshard.report(row["model"]).units)
 
     row = Row(title, model=shard(build()))
     assert {dtypes for _, *dtypes_ in row.see()[0] for dtypes in dtypes_} == {("float32",)}

@@ -527,7 +527,7 @@ def _train(rank: int, use: Use, base: nn.Module, impl: Implementation, world: in
         # After several backwards that recorded graphs the root's memory may stay until its shards changed
         # (schedule/record.py).
         model.reshard()
-        live = {unit.name: unit.full_nbytes_live for unit in fullshard.inspect_units(model) if unit.full_nbytes_live}
+        live = {unit.name: unit.full_nbytes_live for unit in fullshard.report(model).units if unit.full_nbytes_live}
         assert not live, f"full parameters left in memory: {live}"
     else:
         assert kinds(model) == {DTensor}, "full parameters left on the module"

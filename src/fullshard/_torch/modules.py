@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -78,11 +79,6 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`: for `outside_graphs`, where what is to be called differs from call to call."""
-    return function(*args)
-
-
 def outside_graphs(function: F) -> F:
     """`function`, run as plain Python, with all it calls, also where a compiled function is what calls it.
 
@@ -91,3 +87,16 @@ def outside_graphs(function: F) -> F:
     """
     wrapped: F = torch.compiler.disable(function, reason="fullshard: messages and memory are no part of a graph")
     return wrapped
+
+
+@cache
+def _caller() -> Callable[..., Any]:
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    return outside_graphs(call)
+
+
+def call_outside(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, run as `outside_graphs` runs it."""
+    return _caller()(function, *args)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine import Unit, unit_of
 from ..engine.explicit_gathers import before_opening
-from ..engine.full_params import NoSteps, Opening, OpenUnit, refuse_in_step
+from ..engine.full_params import NoSteps, Opening, OpenUnit, opened_of, refuse_in_step
 from ..engine.root import module_units
 
 
@@ -65,9 +65,10 @@ def full_params(
     opening = Opening(rank0_only, offload_to_cpu)
     refuse_in_step(units)
     for unit in units:
-        if unit.opened is not None and unit.opened.opening != opening:
+        known = opened_of(unit)
+        if known is not None and known.opening != opening:
             raise RuntimeError(
-                f"full_params: expected {unit.opened.opening} as of the context around this one, found {opening}; "
+                f"full_params: expected {known.opening} as of the context around this one, found {opening}; "
                 f"give nested contexts the same, or leave the outer one"
             )
     keep = opening.keeps(units)
@@ -76,11 +77,12 @@ def full_params(
         if writeback:
             stack.enter_context(NoSteps(units))
         for unit in units:
-            if unit.opened is None:
+            known = opened_of(unit)
+            if known is None:
                 opened = OpenUnit(unit, opening, keep=keep)
                 stack.callback(partial(opened.close, writeback=writeback))
             elif writeback:
-                stack.callback(unit.opened.write_back)
+                stack.callback(known.write_back)
         yield
 
 

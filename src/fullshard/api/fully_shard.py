@@ -16,7 +16,7 @@ from .._torch import TorchFSDPModule, concatenated_mesh, flattened_axes, publish
 from ..comm import attend, block_of, mesh_links
 from ..engine import Part, Unit, unit_of
 from ..engine.explicit_gathers import own_parameters
-from ..engine.hooks import UnitHooks
+from ..engine.hooks import UnitHooks, hooks_of
 from ..engine.state_dict import hook_state_dict, note_replaced
 from ..engine.step_facts import ignored_names
 from ..guard import watch
@@ -171,7 +171,7 @@ def fully_shard(
 
     device = validate.device_of(mesh)
     offload = resolve_offload(offload_policy, device.type)
-    options = Options.from_environment()
+    options = Options.current()
     direct_nbytes = None if options.communication == "torch" else DIRECT_GATHER_NBYTES
     parts = [_part(share, mesh, device, direct_nbytes, offload, shards=shards) for share in shares]
     reshard, degree = validate.degree_of(reshard_after_forward, [part.placing.world for part in parts])
@@ -189,7 +189,7 @@ def fully_shard(
             reshard_after_forward=reshard,
             note_values=guarded is not None and guarded.settings.mode == "full",
         )
-    unit.ignored_names = ignored_names(roots, ignored)
+    unit.settings.ignored_names = ignored_names(roots, ignored)
     own_parameters(unit)
     UnitHooks(unit)
     note_replaced(unit, found)
@@ -351,8 +351,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     if getattr(method, _MARK, None) is module:
         return
-    hooks = unit.hooks
-    assert hooks is not None
+    hooks = hooks_of(unit)
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

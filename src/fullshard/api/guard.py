@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..engine.guarded_steps import GuardedSteps
 from ..engine.optimizer_facts import tensors_restored, units_restored
 from ..engine.peers import peers_below
-from ..engine.root import module_units
+from ..engine.root import formed, module_units
 
 
 @contextmanager
@@ -50,7 +50,9 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
     if not models:
         raise ValueError("guard: expected a model that fully_shard was applied to, found none; pass it first")
     peers = peers_below(*models)
-    roots = dict.fromkeys(unit.root for model in models for unit in module_units(model) if unit.root is not None)
+    roots = dict.fromkeys(
+        root for model in models for unit in module_units(model) if (root := formed(unit)) is not None
+    )
     steps = GuardedSteps(peers, list(roots), optimizers)
     try:
         with steps:

@@ -418,7 +418,7 @@ def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
                 source = _written(param, full)
                 if id(param.sharded) in lost:
                     _keep_part(group, param, source)
-                    if unit is not None and unit.notes_values:
+                    if unit is not None and unit.settings.notes_values:
                         note_loaded(param, source)
     finally:
         for group in groups:

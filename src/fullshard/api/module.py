@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import MIXED, TorchFSDPModule, TorchUnshardHandle, mark_managed, publish_state
+from .._torch.modules import call_outside
 from ..engine import Unit, unit_of
-from ..engine.executor import Shared
 from ..engine.full_params import refuse_opened
-from ..engine.root import early_root_of, module_units
+from ..engine.root import early_root_of, formed, module_units
 from ..engine.state_dict import noting_emptied
 from ..engine.uninitialized import Conversion, note_uninitialized
-from ..engine.unit import WATCHED_FORWARDS
+from ..engine.unit import WATCHED_FORWARDS, Shared
 from ..schedule import Full
 from . import settings, validate
 
@@ -59,7 +59,7 @@ class StateView:
 
     @property
     def _is_root(self) -> bool | None:
-        root = self._unit.root
+        root = formed(self._unit)
         return None if root is None or root.provisional else root.units[0] is self._unit
 
     @property
@@ -68,8 +68,9 @@ class StateView:
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce what backwards without synchronisation left, as far as synchronisation is on again."""
-        if self._unit.root is not None:
-            self._unit.root.reduce_held()
+        root = formed(self._unit)
+        if root is not None:
+            root.reduce_held()
 
 
 class ContextView:
@@ -80,14 +81,14 @@ class ContextView:
 
     @property
     def all_states(self) -> list[StateView]:
-        root = self._unit.root
+        root = formed(self._unit)
         units = [self._unit] if root is None else root.units
         return [state for unit in units if (state := torch_state_of(unit.module)) is not None]
 
     @property
     def is_last_backward(self) -> bool:
-        root = self._unit.root
-        return self._unit.is_last_backward if root is None else root.run.is_last_backward
+        root = formed(self._unit)
+        return self._unit.settings.is_last_backward if root is None else root.run.is_last_backward
 
 
 def torch_state_of(module: nn.Module) -> StateView | None:
@@ -222,7 +223,7 @@ class UnshardHandle(TorchUnshardHandle):
         """Put the full parameters on the module. Later calls do nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.outside(_wait_unshard, unit)
+            call_outside(_wait_unshard, unit)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -252,13 +253,13 @@ class FSDPModule(TorchFSDPModule):
         They stay full until `reshard()` or the end of the next forward or backward that frees them.
         """
         unit = self._unit()
-        unit.outside(_unshard, unit, not async_op)
+        call_outside(_unshard, unit, not async_op)
         return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
         """Free this module's full parameters and put the sharded ones on the module."""
         unit = self._unit()
-        unit.outside(_reshard, unit)
+        call_outside(_reshard, unit)
 
     # ---- when to communicate -------------------------------------------------------------------------------
 
@@ -272,7 +273,8 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._units(recurse):
             unit.record.sync = requires_gradient_sync
 
-    # How many bytes something may take.
+    # How many bytes something may take; the last three are deprecated names of the first.
+    set_memory_budget = settings.set_memory_budget
     set_prefetch_bytes = settings.set_prefetch_bytes
     set_gradient_bytes = settings.set_gradient_bytes
     set_resident_bytes = settings.set_resident_bytes
@@ -294,9 +296,10 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards through the forwards already run will follow; keep what they need of the order."""
         unit = self._unit()
-        unit.is_last_backward = is_last_backward
-        if unit.root is not None:
-            unit.root.run.is_last_backward = is_last_backward
+        unit.settings.is_last_backward = is_last_backward
+        root = formed(unit)
+        if root is not None:
+            root.run.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to free full parameters after forward, from the next forward on; in the place of an integer too."""
@@ -306,7 +309,7 @@ class FSDPModule(TorchFSDPModule):
                 f"degrees are given to fully_shard"
             )
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.settings.reshard_after_forward = reshard_after_forward
             unit.record.reshard_after_forward = reshard_after_forward
             unit.record.narrows = False
 
@@ -333,7 +336,7 @@ class FSDPModule(TorchFSDPModule):
         """
         unit = self._unit()
         unit.record.gathers_in_backward = bool(unshard_in_backward)
-        unit.watched = max(unit.watched, WATCHED_FORWARDS)
+        unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the gathers of the next forward of the root, and all that follows, come after `event`, which an optimizer
@@ -350,7 +353,7 @@ class FSDPModule(TorchFSDPModule):
             )
         unit = self._unit()
         first = unit if unit.root is None else unit.root.units[0]
-        first.post_optim_event = event
+        first.settings.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for torch's call shape. True asks torch for asynchronous gathers on the compute stream without a
@@ -380,13 +383,14 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Discard what a failed step left. Never needed: the next forward does it. Harmless (root only, as torch)."""
         unit = self._unit()
-        if unit.root is None:
+        root = formed(unit)
+        if root is None:
             return
-        if unit.root.units[0] is not unit:
+        if root.units[0] is not unit:
             raise RuntimeError(
                 f"reset_iter_state: expected the root module, found {unit.record.name} below it; call it on the root"
             )
-        unit.root.abandon()
+        root.abandon()
 
     # ---- what surrounds a module ---------------------------------------------------------------------------
 
@@ -485,8 +489,8 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let models that run side by side, such as the chunks of a pipeline stage, share what communication needs.
 
-    modules: roots; from now on they use the buffers of the first one's messages, and `FULLSHARD_REDUCTIONS` bounds the
-        reductions of all together. Call it before the first forward, or between steps. Empty: nothing.
+    modules: roots; from now on they use the buffers of the first one's messages, and the limit on reductions in
+        flight holds for all together. Call it before the first forward, or between steps. Empty: nothing.
     Raises `ValueError` for what is not sharded and for another device, `RuntimeError` while messages are under way.
     """
     units = validate.check_sharded(modules, "modules", unit_of)
@@ -496,9 +500,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     if not units:
         return
     first = units[0]
-    root = first.root
-    shared = root.shared if root is not None else first.shared or Shared(keep=first.device.type == "cpu")
+    root = formed(first)
+    shared = root.shared if root is not None else first.settings.shared or Shared(keep=first.device.type == "cpu")
     for unit in units:
-        if unit.root is not None:
-            unit.root.share(shared)
-        unit.shared = shared
+        root = formed(unit)
+        if root is not None:
+            root.share(shared)
+        unit.settings.shared = shared

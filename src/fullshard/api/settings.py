@@ -7,15 +7,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from ..comm import GroupMemoryGather, GroupMemoryScatter, ShardGroup
 from ..engine import Unit, unit_of
 from ..engine.misuse import clean_name
-from ..engine.root import module_units
+from ..engine.root import formed, module_units
 from ..layout import Candidate, choose_resident
 from ..policy import CustomComm
 from ..policy.options import COMMUNICATION, removed
@@ -36,7 +37,7 @@ def set_requires_all_reduce(self: object, requires_all_reduce: bool, *, recurse:
     that replicates it changes nothing.
     """
     for unit in _units(self, recurse):
-        unit.all_reduces = bool(requires_all_reduce)
+        unit.settings.all_reduces = bool(requires_all_reduce)
 
 
 def set_gradient_divide_factor(self: object, factor: float) -> None:
@@ -116,7 +117,7 @@ def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) 
     """
     unit = _unit(self)
     kinds = (GroupMemoryGather, GroupMemoryScatter)
-    custom = [c for c in (unit.controls.gather, unit.controls.reduce_scatter) if c is not None]
+    custom = [c for c in (unit.settings.controls.gather, unit.settings.controls.reduce_scatter) if c is not None]
     others = [type(comm).__name__ for comm in custom if not isinstance(comm, kinds)]
     if others:
         raise AssertionError(
@@ -146,7 +147,7 @@ def set_communication(self: object, strategy: str, *, recurse: bool = True) -> N
     if strategy not in COMMUNICATION:
         raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}{removed(strategy)}")
     for unit in _units(self, recurse):
-        unit.control(dataclasses.replace(unit.controls, communication=strategy))
+        unit.control(dataclasses.replace(unit.settings.controls, communication=strategy))
 
 
 def set_reduce_scatter_unused_params(self: object, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -156,13 +157,13 @@ def set_reduce_scatter_unused_params(self: object, reduce_scatter_unused_params:
     have none at all where others have some, and then the unit has to be the last of its backward.
     """
     for unit in _units(self, recurse):
-        unit.control(dataclasses.replace(unit.controls, zero_unused=bool(reduce_scatter_unused_params)))
+        unit.control(dataclasses.replace(unit.settings.controls, zero_unused=bool(reduce_scatter_unused_params)))
 
 
 def set_reduce_scatter_max_input_buffers(self: object, max_input_buffers: int, *, recurse: bool = True) -> None:
     """At most so many send buffers of reductions exist at once; the oldest is waited for before another is made.
 
-    Without it `FULLSHARD_REDUCTIONS` holds: so many in flight, and the one being made. Raises `TypeError` for what is
+    Without it two may be in flight, on a device one, beside the one being made. Raises `TypeError` for what is
     not an int and `ValueError` below 1.
     """
     if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -170,7 +171,7 @@ def set_reduce_scatter_max_input_buffers(self: object, max_input_buffers: int, *
     if max_input_buffers < 1:
         raise ValueError(f"max_input_buffers: expected at least 1, found {max_input_buffers}; 1 keeps a single buffer")
     for unit in _units(self, recurse):
-        unit.control(dataclasses.replace(unit.controls, send_buffers=max_input_buffers))
+        unit.control(dataclasses.replace(unit.settings.controls, send_buffers=max_input_buffers))
 
 
 def set_separate_reduce_scatter_group(self: object, enable: bool = True, *, recurse: bool = True) -> None:
@@ -213,7 +214,7 @@ def _unit(module: object) -> Unit:
 
 def _set(module: object, **settings: Any) -> None:
     unit = _unit(module)
-    unit.control(dataclasses.replace(unit.controls, **settings))
+    unit.control(dataclasses.replace(unit.settings.controls, **settings))
 
 
 def _one_group(module: object, what: str) -> Unit:
@@ -240,75 +241,103 @@ def _checked(comm: Any) -> CustomComm | None:
 # None of them is in torch. They change when messages go and what stays in memory, never a result.
 
 
-def set_prefetch_bytes(self: object, nbytes: int | None) -> None:
-    """Gather ahead what fits into `nbytes`, in forward along the recorded order and in backward along its reverse.
+class MemoryBudget(NamedTuple):
+    """What `set_memory_budget` left in force: bytes, None for the default, and the names of the units that are kept."""
 
-    nbytes: of the full parameters that arrive, in the compute dtype and padded, and of their messages, of all gathers
-        that are ahead of what computes. A unit that does not fit is gathered when it is needed, and nothing behind it
-        goes before. 0: nothing is ahead. None: what the environment says (`FULLSHARD_PREFETCH_BYTES`, and without it
-        `FULLSHARD_PREFETCH` units in forward and one in backward).
+    prefetch: int | None
+    gradients: int | None
+    resident: tuple[str, ...]
 
-    For the root, on which all units below depend; from the next forward or backward on. Lists of
-    `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` are obeyed as they are, whatever their
-    bytes. Call it alike on every rank. Raises `ValueError` for what is no number of bytes, `RuntimeError` below a root.
+
+def set_memory_budget(
+    self: object,
+    *,
+    prefetch: int | None | EllipsisType = ...,
+    gradients: int | None | EllipsisType = ...,
+    resident: int | None | EllipsisType = ...,
+) -> MemoryBudget:
+    """Limit the bytes that gathers ahead and gradients take, and grant bytes in which units stay full.
+
+    Each is a number of bytes, or None for the default; what is left out stays as it is. They hold beside each other:
+    none is part of another, and none changes a result. Call it alike on every rank, between steps. `prefetch` and
+    `gradients` are for the root, on which all units below depend; `resident` is for the units of this module.
+
+    prefetch: gather ahead what fits, in forward along the recorded order and in backward along its reverse. Counted
+        are full parameters that arrive, in the compute dtype and padded, and their messages. A unit that does not fit
+        is gathered when it is needed, and nothing after it goes first. 0: nothing is ahead. None: one unit. Lists of
+        `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` are obeyed whatever their bytes.
+    gradients: gradients that are not reduced yet, and both ends of their messages, take no more, as far as waiting for
+        the oldest messages can do it: one large gradient after the other where these travel by themselves (NCCL), else
+        one unit after the other. The gradients of the unit that computes, and then their messages, are always there; 0
+        waits for every message at once. None: no limit in bytes; the number of reductions in flight holds in any case.
+        Not counted: what `set_requires_gradient_sync(False)` holds, and messages among replicas.
+    resident: keep as many units full between forward and backward as fit (compute dtype, padded), beside those that
+        are never freed after forward. One without trainable parameters stays from step to step, until it is written.
+        0 or None: none; what was kept is freed. It is decided in this call, frozen units first and then the last ones:
+        call it again after freezing others. Units whose tensors define how they are gathered are never kept.
+
+    Written means: changes in place of a parameter or its local tensor, optimizer steps, loading. Not seen, as by torch:
+    writes through `.data`, and torch's list operations called on parameters; call `reshard()` after these.
+
+    Returns what holds now; names are relative to this module. Raises `ValueError` for what is no number of bytes, and
+    `RuntimeError` for `prefetch` or `gradients` below a root; then nothing was changed.
     """
-    if nbytes is not None:
-        _check("nbytes", nbytes, "0 gathers each unit when it is needed, None is the default")
-    unit = _root_unit(self, "set_prefetch_bytes")
-    unit.prefetch_nbytes = nbytes
-    if unit.root is not None:
-        unit.root.limit_bytes()
+    unit = _sharded_unit(self)
+    given = {"prefetch": prefetch, "gradients": gradients, "resident": resident}
+    for name, value in given.items():
+        if value is not ... and value is not None:
+            _check(name, value, _BUDGETS[name])
+    limits = [name for name in ("prefetch", "gradients") if given[name] is not ...]
+    if limits:
+        _expect_root(unit, limits)
+    if not isinstance(prefetch, EllipsisType):
+        unit.settings.prefetch_nbytes = prefetch
+    if not isinstance(gradients, EllipsisType):
+        unit.settings.gradient_nbytes = gradients
+    root = formed(unit)
+    if limits and root is not None:
+        root.limit_bytes()
+    names = _unit_names(cast(nn.Module, self))
+    if not isinstance(resident, EllipsisType):
+        _keep(names, unit, resident or 0)
+    outer = unit if unit.root is None else unit.root.units[0]
+    kept = tuple(name for each, name in names.items() if each.record.resident)
+    return MemoryBudget(outer.settings.prefetch_nbytes, outer.settings.gradient_nbytes, kept)
+
+
+# What 0 and None mean, for errors.
+_BUDGETS = {
+    "prefetch": "0 gathers each unit when it is needed, None is the default",
+    "gradients": "0 waits for every message at once, None is the default",
+    "resident": "0 or None keeps no unit",
+}
+
+
+def set_prefetch_bytes(self: object, nbytes: int | None) -> None:
+    """Deprecated: `set_memory_budget(prefetch=nbytes)`."""
+    _warn_budget("set_prefetch_bytes", "prefetch")
+    set_memory_budget(self, prefetch=nbytes)
 
 
 def set_gradient_bytes(self: object, nbytes: int | None) -> None:
-    """Let gradients that were not reduced yet, and their messages, take `nbytes` at most, as far as waiting can do it.
-
-    nbytes: of the full gradients that a backward brought, and of both ends of the messages that are under way. When a
-        gradient comes, and when messages are made, the oldest messages are waited for until there is room: one large
-        gradient after the other where these travel by themselves (NCCL), else one unit after the other. The gradients
-        of the unit that computes, and then their messages, are always there, so less than these take is not kept; 0
-        waits for every message at once. What `set_requires_gradient_sync(False)` holds is not part of it.
-        None: what the environment says (`FULLSHARD_GRADIENT_BYTES`); without it no limit where ranks send one message a
-        unit, and otherwise 3/4 of what the largest unit needs by itself. `FULLSHARD_REDUCTIONS` holds beside it.
-
-    For the root, on which all units below depend; from the next backward on. Less costs time: messages have fewer
-    kernels that can hide them. On a mesh that replicates, what is sent on to the replicas is not hurried.
-    Raises `ValueError` for what is no number of bytes, `RuntimeError` below a root.
-    """
-    if nbytes is not None:
-        _check("nbytes", nbytes, "0 waits for every message at once, None is the default")
-    unit = _root_unit(self, "set_gradient_bytes")
-    unit.gradient_nbytes = nbytes
-    if unit.root is not None:
-        unit.root.limit_bytes()
+    """Deprecated: `set_memory_budget(gradients=nbytes)`."""
+    _warn_budget("set_gradient_bytes", "gradients")
+    set_memory_budget(self, gradients=nbytes)
 
 
 def set_resident_bytes(self: object, nbytes: int) -> tuple[str, ...]:
-    """Keep units of this module full, as many as fit into `nbytes`, instead of gathering them again.
+    """Deprecated: `set_memory_budget(resident=nbytes).resident`."""
+    _warn_budget("set_resident_bytes", "resident")
+    return set_memory_budget(self, resident=nbytes).resident
 
-    A unit that is kept stays full between its forward and its backward. One without trainable parameters stays also
-    after the backward, and through evaluations: it is gathered again only when it was written. Between steps the
-    sharded parameters stand on the modules all the same.
 
-    nbytes: of full parameters, in the compute dtype and padded, beside those of units that are never freed after
-        forward (the root by default, `reshard_after_forward=False`). 0: none; what was kept is freed.
-    Returns the names of the units that are kept, relative to this module. Frozen ones are taken first, then the last
-    ones; `fullshard.report` shows them. It is decided now: call it again when other parameters are frozen. Call it
-    alike on every rank, between steps.
+def _warn_budget(method: str, budget: str) -> None:
+    text = f"{method} is deprecated and goes in the next version; use set_memory_budget({budget}=...)"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
-    What counts as written: changes in place of a parameter or its local tensor, optimizer steps, loading. Not seen, as
-    by torch: writes through `.data`, and torch's list operations called on parameters; call `reshard()` after these.
-    Units whose tensors define how they are gathered are never kept. Raises `ValueError` for what is no number of bytes.
-    """
-    _check("nbytes", nbytes, "0 keeps no unit")
-    module = cast(nn.Module, self)
-    outer = _sharded_unit(self)
-    names: dict[Unit, str] = {}
-    for name, child in module.named_modules():
-        unit = unit_of(child)
-        if unit is not None:
-            name = clean_name(name)
-            names[unit] = f"{names[unit]}+{name}" if unit in names else name
+
+def _keep(names: dict[Unit, str], outer: Unit, nbytes: int) -> None:
+    """Choose the units that stay full within `nbytes`, and free those that were chosen before."""
     units = [unit for unit in names if _is_freed(unit, outer)]
     candidates = [Candidate(names[unit], unit.full_nbytes or 0, _is_frozen(unit)) for unit in units]
     chosen = set(choose_resident(candidates, nbytes))
@@ -316,12 +345,26 @@ def set_resident_bytes(self: object, nbytes: int) -> tuple[str, ...]:
         was, unit.record.resident = unit.record.resident, i in chosen
         if was and i not in chosen and unit.root is not None:
             unit.root.reshard(unit)
-    return tuple(candidates[i].name for i in sorted(chosen))
+
+
+def _unit_names(module: nn.Module) -> dict[Unit, str]:
+    """The units of `module` by definition, with their names in it; those of several modules joined by "+"."""
+    names: dict[Unit, str] = {}
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is not None:
+            name = clean_name(name)
+            names[unit] = f"{names[unit]}+{name}" if unit in names else name
+    return names
 
 
 def _is_freed(unit: Unit, outer: Unit) -> bool:
     """Whether the unit is freed after forward unless it is kept; of `outer` it may not be known yet."""
-    if unit is outer and unit.reshard_after_forward is None and (unit.root is None or unit.root.units[0] is unit):
+    if (
+        unit is outer
+        and unit.settings.reshard_after_forward is None
+        and (unit.root is None or unit.root.units[0] is unit)
+    ):
         return False
     return unit.record.reshard_after_forward
 
@@ -330,15 +373,14 @@ def _is_frozen(unit: Unit) -> bool:
     return not any(param.sharded.requires_grad for param in unit.params)
 
 
-def _root_unit(module: object, method: str) -> Unit:
-    """The unit of `module`, of which it is not known that it is below a root."""
-    unit = _sharded_unit(module)
+def _expect_root(unit: Unit, budgets: Sequence[str]) -> None:
+    """Raise unless it may be the unit of a root; before the first forward that is not known of all."""
     root = unit.root
     if root is not None and not root.provisional and root.units[0] is not unit:
         raise RuntimeError(
-            f"{method}: expected the root module, found {unit.record.name} below it; call it on the root"
+            f"set_memory_budget({', '.join(budgets)}): expected the root module, found {unit.record.name} below it; "
+            f"call it on the root"
         )
-    return unit
 
 
 def _sharded_unit(module: object) -> Unit:

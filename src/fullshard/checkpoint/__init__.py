@@ -6,8 +6,8 @@
     state = {"model": model_state, "optimizer": optimizer_state, "step": step}
     checkpoint.save(state, checkpoint_id="out/step-100")
 
-Read in this order: `manifest` (what is in a checkpoint), `directory` (how it becomes current), `plan` (who has which
-part), `saving`, `loading`. docs/checkpoints.md says what is promised.
+Reading order: `manifest` (the contents of a checkpoint), `directory` (how it becomes current), `plan` (who holds which
+part), `saving`, `loading`. docs/checkpoints.md lists the guarantees.
 """
 
 from .api import (

@@ -1,4 +1,4 @@
-"""All ranks come to one answer: what one of them fails at, all of them raise."""
+"""All ranks reach one outcome: a failure on one of them is raised on all."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Message = dict[str, Any]
 
 @contextlib.contextmanager
 def with_all_ranks(messenger: Messenger, what: str) -> Iterator[None]:
-    """Inside all ranks do `what`. That one of them does not is a `CheckpointError`: it raised, ended, was killed or
-    stopped, or did something else."""
+    """Run `what` together with all ranks. Raises `CheckpointError` if one of them raised, ended, was killed or stopped,
+    or did something else."""
     try:
         with messenger.together(what):
             yield
@@ -41,10 +41,10 @@ def with_all_ranks(messenger: Messenger, what: str) -> Iterator[None]:
 def agree(
     messenger: Messenger, what: str, mine: Callable[[], Message], decide: Callable[[list[Message]], Message]
 ) -> Message:
-    """One round: each rank's `mine()` goes to the first one, and what that one `decide`s comes back to all.
+    """One round: each rank sends `mine()` to the first rank, and all ranks receive what that rank `decide`s.
 
-    When `mine` raises an `Exception` on some rank, or `decide` does, then all ranks raise it: those of `mine` that are
-    alike as one, with the rank where they are not.
+    If `mine` raises an `Exception` on some rank, or `decide` does, all ranks raise it. Equal errors of several ranks
+    are raised as one; otherwise the error names its rank.
     """
     own: Exception | None = None
     place = _place(what)
@@ -67,7 +67,7 @@ def agree(
 
 
 def _place(what: str) -> str:
-    """What all ranks have to do alike: a directory may have another path on another machine, and has the same name."""
+    """The text that has to match on all ranks: a directory's path may differ between machines, its name may not."""
     doing, _, path = what.partition(" ")
     return f"{doing} {os.path.basename(path)}"
 
@@ -90,7 +90,7 @@ def _decide(messages: list[Message], decide: Callable[[list[Message]], Message])
 
 
 def _failure(messages: list[Message], failed: list[int]) -> Message:
-    """The error of the first rank that has one; of mismatches, what all ranks found together."""
+    """The error of the first rank that has one; for mismatches, those of all ranks together."""
     errors = [messages[rank]["error"] for rank in failed]
     first = errors[0]
     if all(error["kind"] == CheckpointMismatch.__name__ for error in errors):
@@ -137,7 +137,7 @@ def describe(error: Exception) -> Message:
 
 
 def rebuild(described: Message, rank: int | None) -> CheckpointError:
-    """The error of another rank (`rank`: its number in the group, to be named) or of all of them (None)."""
+    """The error of another rank (`rank`: its number in the group, shown in the text) or of all of them (None)."""
     args = list(described["args"])
     if rank is not None:
         text = 1 if isinstance(args[0], int) else 0  # after an errno

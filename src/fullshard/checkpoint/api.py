@@ -1,5 +1,5 @@
-"""The functions of `fullshard.checkpoint`: saving, loading, looking; several checkpoints in one folder, by the numbers
-at the end of their names; and random state, by step."""
+"""The functions of `fullshard.checkpoint`: saving, loading, inspecting; several checkpoints in one folder, by the
+numbers at the end of their names; and random state by step."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def save(
     no_dist: bool = False,
     take_first: Sequence[str] = (),
 ) -> str:
-    """Save `state_dict` to the directory `checkpoint_id`, which all ranks share; all of `process_group` call it.
+    """Save `state_dict` to the shared directory `checkpoint_id`; every rank of `process_group` calls it.
 
-    `state_dict`: nested dicts of tensors (DTensors: each rank's part of them; plain ones: equal on all ranks that have
+    `state_dict`: nested dicts of tensors (DTensors: each rank's part; plain tensors: equal on all ranks that have
     them), of None, bool, int, float, str, lists, tuples and dicts of these, and of objects with `state_dict` and
-    `load_state_dict`. Keys may be on some of the ranks only. `no_dist`: this process by itself, whatever groups exist.
-    `take_first`: keys, in which * stands for anything, of which the lowest rank's is taken where ranks differ.
+    `load_state_dict`. Keys may be on some ranks only. `no_dist`: this process alone, whatever groups exist.
+    `take_first`: key patterns (* matches anything) for which the lowest rank's state is saved if ranks differ.
 
-    Returns the directory of the new generation. A checkpoint that was there is replaced at once at the end; until then,
-    and after any error, it is what it was. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
+    Returns the directory of the new generation. An existing checkpoint is replaced atomically at the end; until then,
+    and after any error, it is unchanged. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
     differs between ranks, `CheckpointIOError`, `CheckpointBusy`.
     """
     path, first = _location("save", checkpoint_id), _patterns(take_first)
@@ -68,12 +68,12 @@ def async_save(
     no_dist: bool = False,
     take_first: Sequence[str] = (),
 ) -> Future[str]:
-    """`save` beside the training: the state is copied to the host, and the call returns; a thread does the rest.
+    """`save` in the background: the call returns when the state is copied to the host; a thread does the rest.
 
-    Arguments and promises are those of `save`. The future's `result()` waits, and is the directory of the generation or
-    raises what went wrong, the same on all ranks. A failure that nobody asked for is raised by the next save of the
-    group, by `close()`, and at the end of the process, whose exit status is 1 then. One save at a time: the next one
-    waits. The memory of the copy is kept for the next; `close()` gives it back.
+    Arguments and guarantees are those of `save`. The future's `result()` waits, and returns the directory of the
+    generation or raises the failure, the same on all ranks. A failure that nobody asked for is raised by the group's
+    next save, by `close()`, and at the end of the process, which then exits with status 1. One save runs at a time: the
+    next one waits. The memory of the copy is kept for the next save; `close()` frees it.
     """
     path, first = _location("async_save", checkpoint_id), _patterns(take_first)
     _checked("async_save", state_dict)
@@ -95,18 +95,18 @@ def load(
 ) -> None:
     """Load the checkpoint in `checkpoint_id` into `state_dict`, in place; every rank of `process_group` calls it.
 
-    Tensors are written where they are, in any placement and on any number of ranks; values are put in their place.
-    Everything is read and checked before anything is written: on an error, which all ranks raise, nothing has changed.
-    It takes host memory for this rank's part of the state meanwhile.
+    Tensors are written in place, in any placement and on any number of ranks; values are replaced. Everything is read
+    and checked before anything is written: on an error, which all ranks raise, nothing has changed. Meanwhile it needs
+    host memory for this rank's part of the state.
 
     cast: floating tensors may be stored in another floating dtype
-    allow_missing, allow_unexpected: keys of the state that may be absent in the checkpoint, and the other way round; *
-        stands for anything
-    rename: from keys of the state to keys of the checkpoint, a mapping or a function; an optimizer's state is asked for
+    allow_missing, allow_unexpected: keys of the state that may be absent from the checkpoint, and the reverse;
+        * matches anything
+    rename: from keys of the state to keys of the checkpoint, a mapping or a function; an optimizer's state is looked up
         by parameter (`optimizer.state.layers.0.weight`)
-    manifest_sha256: the digest of the manifest, from a place that you trust: then nobody can have changed anything
+    manifest_sha256: the digest of the manifest from a trusted source; it rules out any modification
 
-    Raises `CheckpointNotFound`, `CheckpointMismatch` (all keys, shapes and dtypes that do not fit, in one),
+    Raises `CheckpointNotFound`, `CheckpointMismatch` (listing all keys, shapes and dtypes that do not fit),
     `CheckpointDamaged`, `CheckpointIOError`.
     """
     path = _location("load", checkpoint_id)
@@ -117,18 +117,18 @@ def load(
     LoadJob(path, found, options).run(state_dict)
 
 
-# ---- looking, in one process -----------------------------------------------------------------------------------
+# ---- inspecting, in one process --------------------------------------------------------------------------------
 
 
 def inspect(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
-    """What is in a checkpoint: keys, dtypes, shapes, files, values. Reads no data. One process by itself."""
+    """The contents of a checkpoint: keys, dtypes, shapes, files, values. Reads no data. One process alone."""
     path = _location("inspect", checkpoint_id)
     with doing(f"inspecting {path}"), open_folder(path) as folder:
         return read_current(folder, manifest_sha256).manifest
 
 
 def is_complete(checkpoint_id: Location) -> bool:
-    """Whether a save to `checkpoint_id` ended and all its files are there, by their sizes; `verify` reads them, too."""
+    """Whether a save to `checkpoint_id` completed and its files have their sizes; `verify` also reads them."""
     path = _location("is_complete", checkpoint_id)
     try:
         with open_checkpoint(path) as found:
@@ -138,22 +138,22 @@ def is_complete(checkpoint_id: Location) -> bool:
 
 
 def verify(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
-    """Read every byte of a checkpoint and compare it with its checksum. One process by itself. Raises what is wrong:
-    `CheckpointDamaged`, `CheckpointNotFound`."""
+    """Read every byte of a checkpoint and compare it with its checksum. One process alone. Raises `CheckpointDamaged`
+    or `CheckpointNotFound`."""
     with doing(f"verifying {checkpoint_id}"), open_checkpoint(checkpoint_id, manifest_sha256=manifest_sha256) as found:
         found.verify()
         return found.manifest
 
 
 def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> CheckpointReader:
-    """A checkpoint to read tensors from, one after another, by one process; use it in a `with` block."""
+    """A checkpoint from which one process reads tensors, one after another; use it in a `with` block."""
     path = _location("open_checkpoint", checkpoint_id)
     with doing(f"opening {path}"), open_folder(path) as folder:
         found = read_current(folder, manifest_sha256)
         try:
             generation = folder.sub(found.pointer.generation)
         except FileNotFoundError:
-            raise CheckpointDamaged(f"{path}: its generation {found.pointer.generation} went away") from None
+            raise CheckpointDamaged(f"{path}: its generation {found.pointer.generation} disappeared") from None
     return CheckpointReader(generation, found.manifest)
 
 
@@ -163,7 +163,7 @@ def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = No
 def latest(folder: Location) -> Path | None:
     """The complete checkpoint in `folder` whose name ends in the greatest number (`step-100`); None without one.
 
-    Not by times, because clocks jump. What is not complete is passed over.
+    Not by times, because clocks jump. Incomplete checkpoints are skipped.
     """
     for _, path in reversed(_numbered(_location("latest", folder))):
         if is_complete(path):
@@ -172,11 +172,11 @@ def latest(folder: Location) -> Path | None:
 
 
 def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -> list[Path]:
-    """Delete old checkpoints in `folder`; returns those that went. One process by itself.
+    """Delete old checkpoints in `folder`; returns the deleted ones. One process alone.
 
-    Kept are the `keep_last` newest complete ones (by the number at the end of their names), those whose number is a
-    multiple of `keep_every`, everything newer than the newest complete one, and whatever is not a checkpoint of
-    fullshard, or is being saved to now. Files that are not ours are never deleted.
+    It keeps the `keep_last` newest complete ones (by the number at the end of their names), those whose number is a
+    multiple of `keep_every`, everything newer than the newest complete one, anything that is not a fullshard
+    checkpoint, and any checkpoint that a save is writing to. It deletes only files that fullshard wrote.
     """
     path = _location("retain", folder)
     if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
@@ -197,7 +197,7 @@ def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -
 
 
 def _numbered(folder: str) -> list[tuple[int, str]]:
-    """(number, path) of the directories in `folder` whose names end in a number, rising; links are left out."""
+    """(number, path) of the directories in `folder` whose names end in a number, ascending; links are skipped."""
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -207,8 +207,8 @@ def _numbered(folder: str) -> list[tuple[int, str]]:
 
 
 def _remove(path: str) -> bool:
-    """Remove a checkpoint, or what is left of a save: the pointer first, so that it is none from then on. False where
-    nothing of it is ours, or somebody saves to it."""
+    """Remove a checkpoint, or the remains of a save: the pointer first, so that it stops being one at once. False if
+    none of it is ours, or if a save is writing to it."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(Folder.open(path))
         try:
@@ -241,7 +241,7 @@ def _remove(path: str) -> bool:
 
 
 def derived_seed(seed: int, step: int, rank: int, purpose: str = "") -> int:
-    """A number of 63 bits that depends on all arguments and on nothing else: neither processes nor versions.
+    """A 63-bit number that depends only on the arguments, not on processes or versions.
 
     >>> derived_seed(0, 1, 0) == derived_seed(0, 0, 1)
     False
@@ -251,8 +251,8 @@ def derived_seed(seed: int, step: int, rank: int, purpose: str = "") -> int:
 
 
 class RandomState:
-    """The generators of this process, by step: random state is a function of (seed, step, rank), defined at any world,
-    and nothing of it has to be stored. It has `state_dict` and `load_state_dict`, and is saved as it is.
+    """The generators of this process, by step: random state is a function of (seed, step, rank), defined for any world,
+    so none of it has to be stored. It has `state_dict` and `load_state_dict`, and can be saved as it is.
 
         random = RandomState(seed=0)
         for step in range(start, steps):
@@ -260,10 +260,10 @@ class RandomState:
             ...
         save({..., "random": random}, checkpoint_id=...)
 
-    What generators hold in the middle of a step means nothing on another number of ranks, so a step begins by seeding.
+    Generator state in the middle of a step is meaningless on another number of ranks, so every step begins by seeding.
 
-    `rank`: which stream this process has; by default its rank in the default process group. Ranks that have to draw
-    the same numbers (those of one tensor-parallel group) are given the same.
+    `rank`: the stream of this process; by default its rank in the default process group. Ranks that must draw the same
+    numbers (those of one tensor-parallel group) pass the same.
     """
 
     def __init__(self, seed: int, rank: int | None = None) -> None:
@@ -273,7 +273,7 @@ class RandomState:
         self.step: int | None = None
 
     def begin(self, step: int) -> None:
-        """Seed the generators of torch (the host's and all CUDA devices'), of `random`, and of numpy when it is in use,
+        """Seed the generators of torch (the host's and all CUDA devices'), of `random`, and of numpy if it is imported,
         for `step` on this rank."""
         self.step = step
         rank = self._rank
@@ -286,11 +286,11 @@ class RandomState:
             numpy.random.seed(derived_seed(self.seed, step, rank, "numpy") % 2**32)
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, and the step that began last; the same on all ranks."""
+        """The seed and the last step that began; the same on all ranks."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the stored seed. The stored step is seeded again; the next `begin` says which one comes."""
+        """Continue with the stored seed. The stored step is seeded again; the next `begin` sets the next one."""
         self.seed, step = state["seed"], state["step"]
         if step is not None:
             self.begin(step)
@@ -312,7 +312,7 @@ def _checked(function: str, state_dict: object) -> None:
 
 def _patterns(given: Sequence[str]) -> tuple[str, ...]:
     if isinstance(given, str):
-        raise TypeError(f"expected a list of keys, found the text {given!r}; write [{given!r}]")
+        raise TypeError(f"expected a list of keys, found the string {given!r}; write [{given!r}]")
     return tuple(given)
 
 

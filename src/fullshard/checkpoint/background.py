@@ -1,6 +1,6 @@
-"""Saves beside the training: the state is copied before the call returns, and a thread does the rest.
+"""Saves in the background: the state is copied before the call returns, and a thread does the rest.
 
-One save at a time for a process group: the next save, and the next load, waits for it. A failure that nobody asked the
+One save at a time per process group: the next save and the next load wait for it. A failure that nobody asked the
 future for is raised by the next save, by `close`, and at the end of the process, which then exits with status 1.
 """
 
@@ -27,7 +27,7 @@ from .state import flatten
 
 
 class SaveFuture(Future[str]):
-    """Of a save in the background; `result()` is the directory of the generation, or raises what went wrong."""
+    """The future of a background save; `result()` returns the directory of the generation or raises the failure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class SaveFuture(Future[str]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What went wrong, or None; waits for the end. Whoever asks knows, and nobody else is told."""
+        """The failure, or None; waits for the end. A failure that was asked for here is not raised elsewhere."""
         error = super().exception(timeout)
         self._seen |= error is not None
         return error
 
     def unseen(self) -> BaseException | None:
-        """Wait, and return a failure that nobody has asked for; the next call does not."""
+        """Wait, and return a failure that nobody has asked for; the next call returns None."""
         seen = self._seen
         error = self.exception()
         return None if seen else error
@@ -55,17 +55,17 @@ class Background:
 
     def __init__(self) -> None:
         self._last: SaveFuture | None = None
-        # Memory of the last copy, by the position of the tensor: a fresh page costs more than what is copied to it,
-        # and pinned memory much more.
+        # Memory of the last copy, by the position of the tensor: a fresh page costs more than the copy into it, and
+        # pinned memory much more.
         self._buffers: dict[int, Tensor] = {}
 
     def start(
         self, state_dict: dict[str, Any], path: str, messenger: Messenger, take_first: Sequence[str]
     ) -> SaveFuture:
-        """Copy, and leave the rest to a thread."""
+        """Copy the state, and leave the rest to a thread."""
         self.settle(messenger, path)
-        # Here and not in the thread: a rank that is alone in this call waits for the others where the guard sees it,
-        # and the default group may be destroyed as soon as the call returns.
+        # Here, not in the thread: a rank that calls this alone waits for the others where the guard sees it, and the
+        # default group may be destroyed as soon as the call returns.
         with with_all_ranks(messenger, f"saving {path}"):
             messenger.connect()
         copies = _Copies(self._buffers)
@@ -74,7 +74,7 @@ class Background:
                 tree = flatten(state_dict)
             taken = snapshot(tree, copies.copy)
             copies.finish()
-        except (RuntimeError, MemoryError) as error:  # no memory for the copy: the other ranks have to know
+        except (RuntimeError, MemoryError) as error:  # no memory for the copy: tell the other ranks
             taken = Snapshot([], {}, [f"its copy on the host: {error}"])
         self._buffers = copies.made
         future = self._last = SaveFuture()
@@ -82,18 +82,18 @@ class Background:
         job = SaveJob(path, messenger, take_first)
         # Not a daemon: the process waits for it at its end.
         with contextlib.ExitStack() as beside:
-            # From here on, and not from when the thread comes to it: the process group may be destroyed in between.
+            # Entered here, not in the thread: the process group may be destroyed before the thread starts.
             beside.enter_context(messenger.beside())
             args = job, taken, future, beside.pop_all()
             threading.Thread(target=_run, args=args, name="fullshard-save", daemon=False).start()
         return future
 
     def settle(self, messenger: Messenger, path: str) -> None:
-        """Wait for the save that is under way; raise its failure, on all ranks, if some rank has not seen it."""
+        """Wait for the save in progress; raise its failure on all ranks if some rank has not seen it."""
         last, self._last = self._last, None
         if last is None:
             return
-        # `close` may have come before.
+        # `close` may have removed it.
         with contextlib.suppress(ValueError):
             _pending.remove(last)
 
@@ -106,17 +106,17 @@ class Background:
         agree(messenger, f"saving {path}: the save before", failed, lambda _: {})
 
     def wait(self) -> None:
-        """Until nothing is under way; failures stay for the next save."""
+        """Wait until no save is in progress; failures are kept for the next save."""
         if self._last is not None:
             Future.exception(self._last)
 
     def release(self) -> None:
-        """Give the memory of copies back."""
+        """Free the memory of copies."""
         self._buffers = {}
 
 
 class _Copies:
-    """Copies of tensors on the host, into memory of earlier copies where it fits."""
+    """Copies of tensors on the host, in the memory of earlier copies where it fits."""
 
     def __init__(self, before: dict[int, Tensor]) -> None:
         self._before = before
@@ -135,7 +135,7 @@ class _Copies:
             return held.copy_(local, non_blocking=local.is_cuda)
 
     def finish(self) -> None:
-        """What was copied from devices has arrived."""
+        """Wait for the copies from devices."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -154,13 +154,13 @@ def _run(job: SaveJob, taken: Snapshot, future: SaveFuture, beside: contextlib.E
 
 _by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
 _alone = Background()
-# Saves that no later one has waited for; they may outlive their group.
+# Saves that no later save has waited for; they may outlive their group.
 _pending: list[SaveFuture] = []
 _LOCK = threading.Lock()
 
 
 def background(messenger: Messenger) -> Background:
-    """That of the process group of `messenger`."""
+    """The background saves of `messenger`'s process group."""
     if messenger.group is None:
         return _alone
     with _LOCK:
@@ -171,7 +171,7 @@ def background(messenger: Messenger) -> Background:
 
 
 def close() -> None:
-    """Wait for every save in the background, and give their memory back. Raises the first failure nobody has seen."""
+    """Wait for all background saves and free their memory. Raises the first failure that nobody has seen."""
     errors = []
     while _pending:
         error = _pending.pop(0).unseen()
@@ -184,7 +184,7 @@ def close() -> None:
 
 
 def _forked() -> None:
-    """A forked child has none of the threads that save: its parent waits for them."""
+    """A forked child has none of the saving threads: its parent waits for them."""
     _pending.clear()
     _by_group.clear()
     _alone.__init__()  # type: ignore[misc]
@@ -194,11 +194,11 @@ def _at_exit() -> None:
     try:
         close()
     except BaseException:
-        print("fullshard: a checkpoint was not saved, and nobody asked whether it was:", file=sys.stderr)
+        print("fullshard: a checkpoint was not saved, and its future was never checked:", file=sys.stderr)
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # What is raised here does not reach the exit status otherwise.
+        # An exception here would not change the exit status.
         os._exit(1)
 
 

@@ -1,12 +1,12 @@
-"""The directory of a checkpoint, from outside of it: what is current, and how a new generation takes its place.
+"""The directory of a checkpoint from the outside: which generation is current, and how a new one replaces it.
 
     step-100/CURRENT                     the pointer: {"generation", "save_id", "manifest_sha256"}
     step-100/g000002-<save id>/          the generation that it names
-    step-100/.saving-<save id>/          a save under way
+    step-100/.saving-<save id>/          a save in progress
     step-100/LOCK                        held by the saver
 
-A save fills `.saving-*`, syncs it, renames it to the next generation, and replaces CURRENT. The pointer names the
-manifest by its digest, and the manifest all other bytes by theirs: so whatever is found is one save, or an error.
+A save fills `.saving-*`, syncs it, renames it to the next generation, and replaces CURRENT. The pointer contains the
+digest of the manifest, and the manifest those of all other bytes, so a reader finds exactly one save, or an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger("fullshard")
 
 
 class Pointer(NamedTuple):
-    """Which generation is the checkpoint. `digest`: SHA-256 of its manifest, hexadecimal."""
+    """The name of the current generation. `digest`: SHA-256 of its manifest, hexadecimal."""
 
     generation: str
     save_id: str
@@ -52,7 +52,7 @@ class Pointer(NamedTuple):
 
 
 def read_pointer(folder: Folder) -> Pointer | None:
-    """None when no save to `folder` ever ended. Raises `CheckpointDamaged` for a pointer that no save writes."""
+    """None if no save to `folder` ever completed. Raises `CheckpointDamaged` for a pointer that no save writes."""
     where = f"{folder.path}/{POINTER_NAME}"
     try:
         data = folder.read(POINTER_NAME, _POINTER_NBYTES)
@@ -63,14 +63,14 @@ def read_pointer(folder: Folder) -> Pointer | None:
         case {"generation": str(generation), "save_id": str(save_id), "manifest_sha256": str(digest)}:
             pointer = Pointer(generation, save_id, digest)
             found = _GENERATION.fullmatch(generation)
-            # Byte for byte what a save writes, so that no change of it goes unseen.
+            # Byte for byte as a save writes it, so that no change goes unnoticed.
             if found and found[2] == save_id and re.fullmatch("[0-9a-f]{64}", digest) and pointer.to_bytes() == data:
                 return pointer
     raise CheckpointDamaged(f"{where}: expected the pointer that a save writes, found {data[:200]!r}")
 
 
 class Generation(NamedTuple):
-    """The current generation of a checkpoint: its pointer, and its manifest as bytes and as what they say."""
+    """The current generation of a checkpoint: its pointer, and its manifest as bytes and parsed."""
 
     pointer: Pointer
     data: bytes
@@ -78,9 +78,9 @@ class Generation(NamedTuple):
 
 
 def read_current(folder: Folder, manifest_sha256: str | None = None) -> Generation:
-    """The current generation of the checkpoint in `folder`, its manifest proven, its data files not looked at.
+    """The current generation of the checkpoint in `folder`. Its manifest is checked, its data files are not.
 
-    `manifest_sha256`: what the digest has to be, from a source that an attacker does not control. Raises
+    `manifest_sha256`: the required digest, from a source that an attacker does not control. Raises
     `CheckpointNotFound` or `CheckpointDamaged`.
     """
     pointer = read_pointer(folder)
@@ -96,15 +96,15 @@ def read_current(folder: Folder, manifest_sha256: str | None = None) -> Generati
 
 
 def proven(pointer: Pointer, data: bytes, where: str, manifest_sha256: str | None) -> Manifest:
-    """The manifest in `data`, when it is the one that `pointer` names."""
+    """The manifest in `data`, after checking that it is the one that `pointer` names."""
     digest = hashlib.sha256(data).hexdigest()
     if manifest_sha256 is not None and manifest_sha256.lower() != digest:
         raise CheckpointDamaged(
-            f"{where}: expected the digest that was asked for, {manifest_sha256}, found {digest}: "
+            f"{where}: expected the requested digest {manifest_sha256}, found {digest}: "
             f"this is another checkpoint, or it was changed"
         )
     if digest != pointer.digest:
-        raise CheckpointDamaged(f"{where}: expected the digest that CURRENT names, {pointer.digest}, found {digest}")
+        raise CheckpointDamaged(f"{where}: expected the digest in CURRENT, {pointer.digest}, found {digest}")
     manifest = parse(data, where)
     if manifest.save_id != pointer.save_id:
         raise CheckpointDamaged(f"{where}: expected save {pointer.save_id}, found {manifest.save_id}")
@@ -112,10 +112,10 @@ def proven(pointer: Pointer, data: bytes, where: str, manifest_sha256: str | Non
 
 
 def not_found(folder: Folder) -> CheckpointNotFound:
-    """No pointer: what is there instead?"""
+    """The error for a missing pointer, by what is there instead."""
     names = folder.names()
     if any(name.startswith(_SAVING) or _GENERATION.fullmatch(name) for name in names):
-        return CheckpointNotFound(f"{folder.path}: expected a checkpoint, found a save that did not come to its end")
+        return CheckpointNotFound(f"{folder.path}: expected a checkpoint, found only an unfinished save")
     if ".metadata" in names:
         return CheckpointNotFound(
             f"{folder.path}: expected a checkpoint of fullshard, found one of torch.distributed.checkpoint; convert it"
@@ -135,7 +135,7 @@ def open_folder(path: str) -> Folder:
 
 
 class Saving:
-    """One save under way, on the rank that commits. `name`: of the directory that all ranks fill."""
+    """One save in progress, on the rank that commits. `name`: the directory that all ranks fill."""
 
     def __init__(self, folder: Folder, lock: int | None, before: Pointer | None, save_id: str) -> None:
         self._folder, self._lock, self._before = folder, lock, before
@@ -145,8 +145,8 @@ class Saving:
 
     @classmethod
     def begin(cls, path: str, save_id: str) -> Saving:
-        """Lock the directory at `path`, which is made when it is missing, clear what killed saves left, and open a new
-        save in it. Raises `CheckpointBusy` while another saver is at work."""
+        """Lock the directory at `path` (created if missing), remove the remains of killed saves, and open a new save.
+        Raises `CheckpointBusy` while another save is running."""
         assert is_save_id(save_id)
         with doing(f"making {path}"):
             _make_folders(path)
@@ -156,7 +156,7 @@ class Saving:
                 lock = folder.lock(LOCK_NAME)
                 try:
                     before = _readable_pointer(folder)
-                    # What it names may go only when it is sure to be the pointer after a loss of power, too.
+                    # Remove other generations only when the pointer is sure to survive a power loss.
                     folder.sync()
                     _clear(folder, before)
                     made = cls(folder, lock, before, save_id)
@@ -171,7 +171,7 @@ class Saving:
         return made
 
     def sizes(self, names: list[str]) -> list[int]:
-        """Of the files that ranks say they wrote, as this rank sees them."""
+        """Sizes of the files that ranks reported as written, as this rank sees them."""
         with self._folder.sub(self.name) as saving:
             sizes = []
             for name in names:
@@ -180,12 +180,12 @@ class Saving:
                 except FileNotFoundError:
                     raise CheckpointError(
                         f"{saving.path}/{name}: expected the file that another rank wrote, found none: "
-                        f"the directory has to be one that all ranks share"
+                        f"the directory must be one that all ranks share"
                     ) from None
             return sizes
 
     def commit(self, manifest: bytes) -> str:
-        """Let the save be the checkpoint; the path of its generation. Its files are written and synced."""
+        """Make the save the checkpoint; returns the path of its generation. Its files are written and synced."""
         number = self._before.number + 1 if self._before else 1
         generation = f"g{number:06d}-{self.save_id}"
         folder = self._folder
@@ -195,10 +195,10 @@ class Saving:
                 saving.sync()
             if _readable_pointer(folder) != self._before:
                 raise CheckpointBusy(
-                    f"{folder.path}: expected to be the only saver, found that another one ended meanwhile"
+                    f"{folder.path}: expected to be the only saver, found that another save completed meanwhile"
                 )
             folder.rename(self.name, generation)
-            # The generation is there for good before the pointer names it.
+            # The generation must be durable before the pointer names it.
             folder.sync()
             pointer = Pointer(generation, self.save_id, hashlib.sha256(manifest).hexdigest())
             with contextlib.suppress(FileNotFoundError):
@@ -210,11 +210,11 @@ class Saving:
         return f"{folder.path}/{generation}"
 
     def end(self) -> None:
-        """Clear what is not the checkpoint, and let others save. Trouble is a line in the log, and no more: whatever
-        the save came to stands.
+        """Remove everything but the checkpoint, and release the lock. Errors are only logged: the outcome of the save
+        stands.
 
-        After a commit that failed at its last sync nobody knows which pointer outlasts a loss of power: then both
-        generations stay until the next save.
+        After a commit that failed at its last sync, either pointer may survive a power loss. Both generations then stay
+        until the next save.
         """
         try:
             with contextlib.ExitStack() as stack:
@@ -233,8 +233,8 @@ def _readable_pointer(folder: Folder) -> Pointer | None:
         return read_pointer(folder)
     except CheckpointDamaged:
         raise CheckpointDamaged(
-            f"{folder.path}: expected no checkpoint or a whole one, found a pointer that cannot be read; it is kept: "
-            f"save to another directory, or remove this one"
+            f"{folder.path}: expected no checkpoint or a whole one, found an unreadable pointer; it is kept: save "
+            f"to another directory, or remove this one"
         ) from None
 
 
@@ -244,7 +244,7 @@ def _unlock(lock: int | None) -> None:
 
 
 def _make_folders(path: str) -> None:
-    """`path` and what is missing above it, each entry synced in its parent."""
+    """Create `path` and its missing parents, each entry synced in its parent."""
     missing = []
     current = os.path.abspath(path)
     while not os.path.isdir(current):
@@ -261,7 +261,7 @@ def _make_folders(path: str) -> None:
 
 
 def _clear(folder: Folder, current: Pointer | None) -> None:
-    """Remove generations that are not current, and what saves left that did not end. The caller holds the lock."""
+    """Remove generations that are not current, and the remains of unfinished saves. The caller holds the lock."""
     for name in folder.names():
         ours = name.startswith(_SAVING) and is_save_id(name.removeprefix(_SAVING)) or _GENERATION.fullmatch(name)
         if ours and (current is None or name != current.generation):
@@ -269,8 +269,8 @@ def _clear(folder: Folder, current: Pointer | None) -> None:
 
 
 def remove_generation(folder: Folder, name: str) -> None:
-    """The directory `name` with the plain files in it, the manifest first: half of it is no generation. Whatever else
-    is in there stays, and so does the directory then. Links are not followed."""
+    """Remove the directory `name` with its plain files, the manifest first: an incomplete one is no generation. If it
+    contains anything else, that and the directory stay. Links are not followed."""
     with folder.sub(name) as inner:
         names = inner.names()
         for file in sorted(names, key=lambda one: one != MANIFEST_NAME):
@@ -282,7 +282,7 @@ def remove_generation(folder: Folder, name: str) -> None:
 
 
 def generations(folder: Folder) -> Iterator[str]:
-    """Names of the generations in `folder`, and of saves that did not end."""
+    """Names of the generations in `folder`, and of unfinished saves."""
     for name in folder.names():
         if name.startswith(_SAVING) or _GENERATION.fullmatch(name):
             yield name

@@ -1,4 +1,4 @@
-"""What a save or a load raises. All of it passes through `except Exception`, and every rank of a call raises the same.
+"""The errors of saves and loads. `except Exception` catches all of them, and every rank of a call raises the same one.
 
 CheckpointError            RuntimeError; also by itself: ranks that disagree, a rank that was lost
   CheckpointMismatch       also ValueError: keys, shapes, dtypes; `problems` lists all of them
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-# An error that lists thousands of keys helps nobody; `problems` has all of them.
+# A message that lists thousands of keys helps nobody; `problems` has all of them.
 _SHOWN = 50
 
 
@@ -22,7 +22,7 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """State and checkpoint do not fit, or what ranks want to save does not. `problems`: all that was found."""
+    """The state does not fit the checkpoint, or the state to save does not fit together. `problems`: all of them."""
 
     def __init__(self, what: str, problems: Sequence[str], remedy: str = "") -> None:
         self.what, self.problems, self.remedy = what, list(problems), remedy
@@ -36,16 +36,16 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 
 class CheckpointDamaged(CheckpointError, ValueError):
-    """Bytes of a checkpoint are not those that were saved, or it breaks a rule of the format."""
+    """A checkpoint's bytes are not those that were saved, or it breaks a rule of the format."""
 
 
 class CheckpointNotFound(FileNotFoundError, CheckpointError):
-    """There is no checkpoint: nothing there, or a save that never came to its end."""
+    """There is no checkpoint: nothing is there, or only an unfinished save."""
 
 
-# OSError comes first, because it is what takes the errno.
+# OSError comes first, because it takes the errno.
 class CheckpointIOError(OSError, CheckpointError):
-    """The operating system refused; `errno` says how."""
+    """The operating system refused the operation; `errno` says why."""
 
 
 class CheckpointBusy(CheckpointError):
@@ -53,7 +53,7 @@ class CheckpointBusy(CheckpointError):
 
 
 def io_error(error: OSError, doing: str) -> CheckpointIOError:
-    """`error`, with what was being done."""
+    """`error` with the operation, `doing`, that it interrupted."""
     number = error.errno or 0
     reason = error.strerror or str(error)
     return CheckpointIOError(number, f"{doing}: {reason}" + (f" [{_symbol(number)}]" if number else ""))

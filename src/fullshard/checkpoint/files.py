@@ -1,12 +1,12 @@
-"""Every operation on files that a checkpoint does, and no other: by names below an open directory, synced, no links.
+"""All file operations of checkpoints: by names below an open directory, synced, without following links.
 
-A `Folder` is an open directory. Names are checked and looked up in it alone; a link, a pipe or a device in the place of
-a file is refused and never followed or waited for. Calls go to `os` by name at the moment of the call, so that tests
-can let any of them fail.
+A `Folder` is an open directory. Names are checked and looked up only in it; a link, a pipe or a device instead of a
+file is rejected and never followed or waited for. Functions of `os` are looked up at the moment of the call, so that
+tests can make any of them fail.
 
-Checksums are CRC-32 of blocks of bytes, by the fastest code that is installed: the package isal (the extra
-`checkpoint`) multiplies polynomials on the processor, some 12 GiB/s from memory and 80 from the cache where zlib does
-2. The numbers are the same, so whatever one of them wrote the other one reads.
+Checksums are CRC-32 of blocks of bytes, computed by the fastest code installed: the package isal (the extra
+`checkpoint`) uses the processor's polynomial multiplication, some 12 GiB/s from memory and 80 from cache, where zlib
+reaches 2. Both give the same numbers, so files written with one can be read with the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Self
 from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError, io_error
 from .manifest import is_file_name
 
-# Of one call to the operating system.
+# Bytes per system call.
 _PIECE_NBYTES = 8 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -41,7 +41,7 @@ def _fastest() -> tuple[Callable[[bytes | bytearray | memoryview], int], bool]:
     return crc32, True
 
 
-# Both leave the interpreter to other threads meanwhile. FAST: a small part of what writing the same bytes takes.
+# Both release the interpreter lock. FAST: much faster than writing the same bytes.
 crc32, FAST = _fastest()
 
 
@@ -51,7 +51,7 @@ def of_blocks(buffer: Buffer, block_nbytes: int) -> tuple[int, ...]:
 
 
 def compare(block: Buffer, expected: int, where: str, start: int) -> None:
-    """Raise `CheckpointDamaged` unless `block`, from byte `start` of the file `where`, has the checksum expected."""
+    """Raise `CheckpointDamaged` unless `block`, from byte `start` of the file `where`, has the expected checksum."""
     found = crc32(block)
     if found != expected:
         raise CheckpointDamaged(
@@ -65,7 +65,7 @@ def compare(block: Buffer, expected: int, where: str, start: int) -> None:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """What the operating system refuses inside is a `CheckpointIOError` that says `what` was being done."""
+    """Turn an `OSError` inside into a `CheckpointIOError` that names the operation, `what`."""
     try:
         yield
     except OSError as error:
@@ -86,7 +86,7 @@ class _Descriptor:
             os.close(fd)
 
     def sync(self) -> None:
-        """Let what was written, made, renamed and removed outlast a loss of power."""
+        """Make everything written, created, renamed and removed survive a power loss."""
         os.fsync(self.fd)
 
     def __enter__(self) -> Self:
@@ -101,23 +101,23 @@ class Folder(_Descriptor):
 
     @classmethod
     def open(cls, path: str) -> Folder:
-        """The directory at `path`, which may be, or lie beyond, a link: it is what the user named."""
+        """The directory at `path`, which may be or contain a link: the user named it."""
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def sub(self, name: str) -> Folder:
-        """The directory `name` in this one; no link."""
+        """The directory `name` in this one; not a link."""
         self._checked(name)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         return Folder(f"{self.path}/{name}", os.open(name, flags, dir_fd=self.fd))
 
-    # ---- looking -------------------------------------------------------------------------------------------
+    # ---- inspecting ----------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Of everything in it, sorted."""
+        """The names of everything in it, sorted."""
         return sorted(os.listdir(self.fd))
 
     def nbytes(self, name: str) -> int:
-        """The size of the plain file `name`; `CheckpointDamaged` when it is something else."""
+        """The size of the plain file `name`; `CheckpointDamaged` if it is anything else."""
         self._checked(name)
         found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
@@ -138,7 +138,7 @@ class Folder(_Descriptor):
         self._checked(name)
         path = f"{self.path}/{name}"
         try:
-            # Not blocking: a pipe in the place of a file would wait for a writer.
+            # Non-blocking: opening a pipe would wait for a writer.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -160,7 +160,7 @@ class Folder(_Descriptor):
         os.mkdir(self._checked(name), dir_fd=self.fd)
 
     def writing(self, name: str) -> WriteFile:
-        """A new file `name`; one that exists is an error, never written over."""
+        """A new file `name`; never overwrites an existing one."""
         self._checked(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return WriteFile(f"{self.path}/{name}", os.open(name, flags, 0o666, dir_fd=self.fd))
@@ -172,24 +172,24 @@ class Folder(_Descriptor):
             file.sync()
 
     def rename(self, old: str, new: str) -> None:
-        """A directory to a name that is free."""
+        """Rename a directory to an unused name."""
         os.rename(self._checked(old), self._checked(new), src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def replace(self, old: str, new: str) -> None:
-        """The file `old` takes the place of `new`, at once: there is no moment without one."""
+        """Replace `new` by the file `old`, atomically."""
         os.replace(self._checked(old), self._checked(new), src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def remove(self, name: str) -> None:
         os.unlink(self._checked(name), dir_fd=self.fd)
 
     def remove_folder(self, name: str) -> None:
-        """One that is empty."""
+        """Remove an empty directory."""
         os.rmdir(self._checked(name), dir_fd=self.fd)
 
     def lock(self, name: str) -> int | None:
-        """Hold the lock file `name` until the descriptor returned is closed, or this process ends, however it does.
+        """Hold the lock file `name` until the returned descriptor is closed or this process ends in any way.
 
-        None on a file system without locks. Raises `CheckpointBusy` when another holds it.
+        None on a file system without locks. Raises `CheckpointBusy` if another process holds it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(self._checked(name), flags, 0o666, dir_fd=self.fd)
@@ -208,7 +208,7 @@ class Folder(_Descriptor):
         return fd
 
     def _checked(self, name: str) -> str:
-        # Ours may begin with a dot; the rest of the rule is that of names in manifests.
+        # Our own names may begin with a dot; otherwise the rule is that of names in manifests.
         if not is_file_name(name.removeprefix(".")):
             raise CheckpointDamaged(f"{self.path}: expected the name of a file in this directory, found {name!r}")
         return name
@@ -222,7 +222,7 @@ class ReadFile(_Descriptor):
         self.nbytes = nbytes
 
     def read_into(self, buffer: Buffer, start: int) -> None:
-        """Fill `buffer` from byte `start` on; `CheckpointDamaged` when the file ends before."""
+        """Fill `buffer` from byte `start` on; `CheckpointDamaged` if the file ends before."""
         done = 0
         while done < len(buffer):
             count = os.preadv(self.fd, [buffer[done : done + _PIECE_NBYTES]], start + done)
@@ -234,12 +234,12 @@ class ReadFile(_Descriptor):
 
 
 class WriteFile(_Descriptor):
-    """A new file, written from the beginning to the end; `nbytes` are written."""
+    """A new file, written from beginning to end; `nbytes` counts the bytes written."""
 
     nbytes = 0
 
     def write(self, buffer: Buffer) -> None:
-        """All of `buffer` after what was written."""
+        """Append all of `buffer`."""
         done = 0
         while done < len(buffer):
             count = os.write(self.fd, buffer[done : done + _PIECE_NBYTES])
@@ -249,7 +249,7 @@ class WriteFile(_Descriptor):
         self.nbytes += done
 
     def write_summed(self, buffer: Buffer, block_nbytes: int) -> tuple[int, ...]:
-        """`write`; returns the checksum of each block, computed just before it is written: it is in the cache then."""
+        """`write`; returns the checksum of each block, computed just before its write, while it is in the cache."""
         found = []
         for first in range(0, len(buffer), block_nbytes):
             block = buffer[first : first + block_nbytes]

@@ -1,5 +1,5 @@
-"""Loading: everything is read and proven into memory of its own, all ranks agree, and only then is anything written.
-Every byte is compared with its checksum before anybody sees it. Here also: a checkpoint read by one process."""
+"""Loading: everything is read and checked in separate memory, all ranks agree, and only then is anything written.
+Every byte is compared with its checksum before use. Also here: a checkpoint read by one process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from .state import (
     staging,
 )
 
-# Files that are open at a time; a checkpoint of a large world has thousands.
+# The limit of open files; a checkpoint of a large world has thousands.
 _MAX_OPEN = 64
 _EXPECTED = "expected a checkpoint that fits the state, found"
 _REMEDY = (
-    "what may differ is said to load(): allow_missing and allow_unexpected take keys in which * stands for anything, "
+    "load() takes exceptions: allow_missing and allow_unexpected take keys in which * stands for anything, "
     "rename maps keys of the state to those of the checkpoint, cast=True lets floating dtypes differ"
 )
 
@@ -52,15 +52,15 @@ Rename = Mapping[str, str] | Callable[[str], str]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a load lets pass; by default nothing. Patterns are keys in which * stands for anything."""
+    """The differences that a load tolerates; none by default. Patterns are keys in which * matches anything."""
 
-    # Stored in another floating dtype than the state has.
+    # The stored floating dtype may differ from that of the state.
     cast: bool = False
-    # Keys of the state that the checkpoint may lack, which keep what they have.
+    # Keys of the state that the checkpoint may lack; they keep their contents.
     allow_missing: Sequence[str] = ()
-    # Keys of the checkpoint that nobody has to ask for.
+    # Keys of the checkpoint that the state may lack.
     allow_unexpected: Sequence[str] = ()
-    # From a key of the state to that of the checkpoint.
+    # From a key of the state to a key of the checkpoint.
     rename: Rename | None = None
     manifest_sha256: str | None = None
 
@@ -72,21 +72,21 @@ class LoadOptions:
 
 @dataclass
 class Request:
-    """What one rank takes from a checkpoint: of each stored tensor the part of it, and where it goes."""
+    """The parts that one rank takes from a checkpoint: a part of each stored tensor, and its destination."""
 
-    # By key of the checkpoint: tied weights may take one stored tensor twice.
+    # A list, because tied weights may take one stored tensor twice.
     tensors: list[tuple[TensorEntry, Part]] = field(default_factory=list)
     values: list[tuple[Leaf, Any]] = field(default_factory=list)
     # New tensors of optimizers: (their state, name of the parameter, name in its state, the tensor or value).
     new: list[tuple[OpenState, str, str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
-    # What was there for them.
+    # The destination tensors.
     held: list[Tensor] = field(default_factory=list)
 
 
 class LoadJob:
-    """One load on one rank. `run` is a call of all ranks of `messenger`."""
+    """One load on one rank. All ranks of `messenger` call `run`."""
 
     def __init__(self, path: str, messenger: Messenger, options: LoadOptions) -> None:
         self.path, self.messenger, self.options = os.path.abspath(path), messenger, options
@@ -95,7 +95,7 @@ class LoadJob:
         self._staged: list[Tensor] = []
 
     def run(self, state_dict: dict[str, Any]) -> None:
-        """Write what is stored into `state_dict`. On an error nothing was written, on any rank."""
+        """Write the stored state into `state_dict`. On an error nothing was written, on any rank."""
         found = agree(self.messenger, self.what, dict, self._read_manifest)
         pointer = Pointer(*found["pointer"])
         agree(self.messenger, self.what, lambda: self._match_all(state_dict, pointer, found), self._refuse_differences)
@@ -103,12 +103,12 @@ class LoadJob:
         write(self._tree, self._wanted, self._staged, self._manifest.save_id)
 
     def _read_manifest(self, _: list[Message]) -> Message:
-        """On the first rank: others get the same bytes, whatever a saver does meanwhile."""
+        """On the first rank: all ranks get the same bytes, whatever a saver does meanwhile."""
         with doing(self.what), open_folder(self.path) as folder:
             found = read_current(folder, self.options.manifest_sha256)
         return {"pointer": list(found.pointer), "manifest": found.data.decode()}
 
-    # ---- what goes where -----------------------------------------------------------------------------------
+    # ---- matching ------------------------------------------------------------------------------------------
 
     def _match_all(self, state_dict: dict[str, Any], pointer: Pointer, found: Message) -> Message:
         where = f"{self.path}/{pointer.generation}/{MANIFEST_NAME}"
@@ -135,7 +135,7 @@ class LoadJob:
         return {"keys": sorted(wanted.keys), "problems": wanted.problems}
 
     def _refuse_differences(self, messages: list[Message]) -> Message:
-        """On the first rank: what any rank found, and what is stored and no rank asked for."""
+        """On the first rank: raise the problems of all ranks, and the stored keys that no rank asked for."""
         problems = dict.fromkeys(problem for message in messages for problem in message["problems"])
         unexpected = set(self._manifest.keys).difference(*(message["keys"] for message in messages))
         for key in sorted(unexpected):
@@ -146,7 +146,7 @@ class LoadJob:
         return {}
 
     def _match_open(self, path: KeyPath, state: OpenState) -> None:
-        """What is stored for the parameters of an optimizer: into its tensors where they fit, else into new ones."""
+        """Match the stored state of an optimizer's parameters: into its tensors where they fit, else into new ones."""
         stored: dict[str, list[str]] = {}
         paths = {key: entry.path for key, entry in self._manifest.tensors.items()}
         paths |= {key: entry.path for key, entry in self._manifest.values.items()}
@@ -199,7 +199,7 @@ class LoadJob:
     def _read_all(self, pointer: Pointer) -> Message:
         wanted = self._wanted.tensors
         indices = [i for i in range(len(wanted)) if wanted[i][1].box is not None]
-        # Files are read one after another.
+        # Each file is read from beginning to end.
         indices.sort(key=lambda i: min(((c.file, c.start) for c in wanted[i][0].chunks), default=(0, 0)))
         with doing(f"{self.what}: memory for what is read"):
             memory = staging([(wanted[i][0].dtype, wanted[i][1].box.lengths) for i in indices])  # type: ignore[union-attr]
@@ -211,7 +211,7 @@ class LoadJob:
             self._read_some(pointer, indices)
             return {}
         with ThreadPoolExecutor(threads, "fullshard-load") as pool:
-            # Each has files of its own, and reads what lies together.
+            # Each thread opens its own files and reads neighbouring ranges.
             shares = [indices[len(indices) * n // threads : len(indices) * (n + 1) // threads] for n in range(threads)]
             for share in [pool.submit(self._read_some, pointer, one) for one in shares]:
                 share.result()
@@ -227,7 +227,7 @@ class LoadJob:
 
 
 def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "") -> None:
-    """Copy what was read to where it belongs; nothing in here is expected to fail. `source`: the save that it is of."""
+    """Copy the read data to its destination; nothing here is expected to fail. `source`: the id of the save."""
     with torch.inference_mode(False), torch.no_grad():
         for (_, part), tensor in zip(wanted.tensors, staged, strict=True):
             if part.local is not None:
@@ -242,13 +242,13 @@ def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "
         stateful.load_state_dict(state_dict)
     from .. import mark_restored
 
-    with contextlib.suppress(ValueError):  # nothing sharded is among them
+    with contextlib.suppress(ValueError):  # no sharded parameter among them
         mark_restored(wanted.held, source=source and f"the checkpoint of save {source}")
 
 
 def new_state(parameter: Tensor, entry: TensorEntry) -> Tensor:
-    """Uninitialised memory for a tensor of an optimizer: placed as its parameter where it has the shape of it, else
-    whole on the host (where optimizers keep their counters, and from where they take others to their device)."""
+    """Uninitialised memory for a tensor of an optimizer: with its parameter's placements if the shapes match, else
+    whole on the host (where optimizers keep their counters; they move other tensors to their device)."""
     if tuple(parameter.shape) != entry.shape:
         return torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
     if not isinstance(parameter, DTensor):
@@ -262,7 +262,7 @@ def new_state(parameter: Tensor, entry: TensorEntry) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    # `from_local` brings what is offloaded to the device of the mesh.
+    # `from_local` moves an offloaded tensor to the device of the mesh.
     return dtensor_like(made, local)
 
 
@@ -278,7 +278,7 @@ def _may_cast(a: str, b: str) -> bool:
 
 
 class CheckpointReader:
-    """One generation of a checkpoint, read by one process, tensor by tensor; every byte that it returns was checked.
+    """One generation of a checkpoint, read by one process, tensor by tensor; every returned byte was checked.
     `folder` is open, and closed with the reader.
 
     Memory is bounded by the largest tensor, not by the checkpoint.
@@ -287,7 +287,7 @@ class CheckpointReader:
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._open: dict[int, ReadFile] = {}
-        # Files whose size and header were looked at.
+        # Files whose size and header were checked.
         self._proven: set[int] = set()
 
     def __enter__(self) -> CheckpointReader:
@@ -309,11 +309,11 @@ class CheckpointReader:
         return self.read(entry, whole(entry.shape) if box is None else box)
 
     def value(self, key: str) -> Value:
-        """What is stored under a key that is no tensor. `KeyError` for no such key."""
+        """The value stored under a key that is not a tensor. `KeyError` for no such key."""
         return self.manifest.values[key].value
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, nested as it was saved, with full tensors: for small checkpoints."""
+        """Everything, nested as it was saved, with full tensors: for small checkpoints."""
         leaves: dict[KeyPath, Any] = {entry.path: self.tensor(key) for key, entry in self.manifest.tensors.items()}
         leaves |= {entry.path: entry.value for entry in self.manifest.values.values()}
         return nested(leaves)
@@ -321,7 +321,7 @@ class CheckpointReader:
     def read(self, entry: TensorEntry, box: Box, into: Tensor | None = None) -> Tensor:
         """`box` of a tensor: contiguous, on the host, in the stored dtype, owned by the caller.
 
-        `into`: a tensor that is all of this already, to be filled; without it a new one.
+        `into`: such a tensor, to be filled instead of a new one.
         """
         made = torch.empty(box.lengths, dtype=dtype_of(entry.dtype)) if into is None else into
         if made.numel():
@@ -340,8 +340,8 @@ class CheckpointReader:
             region.copy_(held.as_strided(take.lengths, take.strides))
 
     def _read_bytes(self, buffer: memoryview, chunk: Chunk, start: int, key: str) -> None:
-        """Fill `buffer` from byte `start` of a chunk. Whole blocks are read, since they are what has a checksum: one of
-        which a part is wanted is read beside the buffer."""
+        """Fill `buffer` from byte `start` of a chunk. Checksums cover whole blocks, so whole blocks are read; one that
+        is only partly needed is read into separate memory."""
         block, stop, file = self.manifest.block_nbytes, start + len(buffer), self.file(chunk.file)
         with doing(f"reading {file.path} for {key}"):
             for index in range(start // block, -(-stop // block)):
@@ -357,7 +357,7 @@ class CheckpointReader:
     # ---- files ---------------------------------------------------------------------------------------------
 
     def file(self, number: int) -> ReadFile:
-        """A data file, open; its size and header are those that were saved."""
+        """A data file, open, after checking its size and header."""
         found = self._open.get(number)
         if found is None:
             entry = self.manifest.files[number]
@@ -392,11 +392,13 @@ class CheckpointReader:
             )
 
     def verify(self) -> None:
-        """Read everything. Raises `CheckpointDamaged` for any byte that is not what was saved, and for files in the
-        directory that the manifest does not know."""
+        """Read everything. Raises `CheckpointDamaged` for any byte that differs from the saved one, and for files in
+        the directory that the manifest does not list."""
         known = {MANIFEST_NAME, *(file.name for file in self.manifest.files)}
         if foreign := sorted(set(self.folder.names()) - known):
-            raise CheckpointDamaged(f"{self.folder.path}: expected the files of the manifest, found also {foreign}")
+            raise CheckpointDamaged(
+                f"{self.folder.path}: expected only the files of the manifest, found also {foreign}"
+            )
         for number in range(len(self.manifest.files)):
             self.file(number)
         stored = [(chunk, key) for key, entry in self.manifest.tensors.items() for chunk in entry.chunks]
@@ -406,7 +408,7 @@ class CheckpointReader:
                 self._read_bytes(block[: chunk.nbytes - start], chunk, start, key)
 
     def sizes_problem(self) -> str | None:
-        """Why data files cannot be whole, by their sizes alone; None when they may be."""
+        """The reason why data files cannot be complete, by their sizes alone; None if there is none."""
         for entry in self.manifest.files:
             try:
                 nbytes = self.folder.nbytes(entry.name)

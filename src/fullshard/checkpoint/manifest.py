@@ -1,4 +1,4 @@
-"""The manifest: what is in a checkpoint, and where. JSON, proven when it is read, before anything is allocated.
+"""The manifest: the contents of a checkpoint, and where they are. JSON, checked on reading, before any allocation.
 
     {"format": "fullshard-checkpoint", "schema": 1, "save_id": ..., "world": 2, "writer": ..., "block_nbytes": 1048576,
      "tensors": [{"key": "model.weight", "path": ["model", "weight"], "dtype": "float32", "shape": [5, 3],
@@ -7,9 +7,9 @@
      "values":  [{"key": "step", "path": ["step"], "value": 7}],
      "files":   [{"name": "data-00000.safetensors", "nbytes": 548, "header_nbytes": 512, "header_crc32": "0d4b6a1f"}]}
 
-`range` is of bytes in the file; `crc32` has 8 digits for each `block_nbytes` of it. What is no tensor is a value, which
-comes back as what it was, types included: None, bool, int, finite float, str and list are themselves; every JSON object
-is a tag, so nothing is ambiguous:
+`range` is a range of bytes in the file; `crc32` has 8 digits for each `block_nbytes` of it. Everything that is not a
+tensor is a value, and is restored with its type: None, bool, int, finite float, str and list are themselves; every JSON
+object is a tag, so nothing is ambiguous:
 
     {"float": "nan"}                 also "inf", "-inf"
     {"tuple": [1, 2]}
@@ -34,9 +34,9 @@ Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json
 FORMAT = "fullshard-checkpoint"
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
-# A header or manifest beyond it is refused before it is read (the limit of safetensors).
+# A larger header or manifest is rejected before it is read (the limit of safetensors).
 MAX_NBYTES = 100_000_000
-# Of a chunk, for each of its checksums: what a reader of a slice reads too much at each end, at most.
+# Bytes of a chunk per checksum: the most that a reader of a slice reads in excess at each end.
 BLOCK_NBYTES = 1 << 20
 _INT64 = 1 << 63
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
@@ -75,7 +75,7 @@ class TensorEntry(NamedTuple):
 
 
 class ValueEntry(NamedTuple):
-    """What is no tensor."""
+    """A value that is not a tensor."""
 
     path: KeyPath
     value: Value
@@ -89,7 +89,7 @@ _Entry = TypeVar("_Entry", TensorEntry, ValueEntry)
 
 
 class FileEntry(NamedTuple):
-    """A data file: `header_nbytes` of header, with its CRC-32, then chunks without a hole."""
+    """A data file: `header_nbytes` of header with its CRC-32, then chunks without gaps."""
 
     name: str
     nbytes: int
@@ -98,7 +98,7 @@ class FileEntry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """All that a checkpoint holds. `world`: ranks that saved; `writer`: by what it was written, for people."""
+    """The contents of a checkpoint. `world`: number of ranks that saved; `writer`: the program, for people."""
 
     save_id: str
     world: int
@@ -110,7 +110,7 @@ class Manifest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.tensors.values())
 
     @property
@@ -119,12 +119,12 @@ class Manifest(NamedTuple):
 
 
 def blocks_of(nbytes: int, block_nbytes: int) -> int:
-    """How many checksums `nbytes` have."""
+    """How many checksums cover `nbytes`."""
     return -(-nbytes // block_nbytes)
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a checkpoint may name a file so: nothing that leaves its directory, on any system."""
+    """Whether a checkpoint may use this file name: it stays in its directory on any system."""
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None and ".." not in name
 
 
@@ -137,7 +137,7 @@ def is_save_id(text: object) -> bool:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """As it is written to the file."""
+    """The manifest as file contents."""
     tensors = [
         dict(key=key, path=entry.path, dtype=entry.dtype, shape=entry.shape, chunks=list(map(_raw_chunk, entry.chunks)))
         for key, entry in sorted(manifest.tensors.items())
@@ -151,7 +151,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     ]
     ids = dict(format=FORMAT, schema=SCHEMA, save_id=manifest.save_id)
     head = dict(**ids, world=manifest.world, writer=manifest.writer, block_nbytes=manifest.block_nbytes)
-    # A tensor, value or file a line: for grep, and for people.
+    # One line per tensor, value or file: for grep, and for people.
     lists: dict[str, list[dict[str, Any]]] = {"tensors": tensors, "values": values, "files": files}
     parts = [json.dumps(head)[:-1]]
     for name, items in lists.items():
@@ -170,11 +170,11 @@ def _raw_chunk(chunk: Chunk) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """JSON without what invites mistakes: no key twice, no NaN, no nesting without end."""
+    """JSON without error-prone features: no duplicate keys, no NaN, no unlimited nesting."""
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where}: expected JSON as a save writes it, found: {error}") from None
+        raise CheckpointDamaged(f"{where}: expected JSON written by a save, found: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -185,14 +185,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text}, which is no JSON")
+    raise ValueError(f"{text}, which is not JSON")
 
 
 def parse(data: bytes, where: str) -> Manifest:
     """The manifest that `to_bytes` wrote. `where` is its file, for errors.
 
-    Proves that names stay in the directory, ranges in their files, that chunks fill files without hole or overlap and
-    tensors completely, each element once. Raises `CheckpointDamaged` where one of it does not hold.
+    Checks that names stay in the directory and ranges in their files, that chunks fill files without gap or overlap,
+    and that they cover each element of a tensor once. Raises `CheckpointDamaged` otherwise.
     """
     if len(data) > MAX_NBYTES:
         raise CheckpointDamaged(f"{where}: expected at most {MAX_NBYTES} bytes, found {len(data)}")
@@ -207,7 +207,7 @@ def parse(data: bytes, where: str) -> Manifest:
     except _Flaw as error:
         raise CheckpointDamaged(f"{where}: {error}") from None
     except RecursionError:
-        raise CheckpointDamaged(f"{where}: nested too deep") from None
+        raise CheckpointDamaged(f"{where}: nested too deeply") from None
 
 
 class _Flaw(Exception):
@@ -255,7 +255,7 @@ def _manifest(raw: Any) -> Manifest:
         raise _Flaw(f"block_nbytes: expected a multiple of 16, found {block}")
     files = tuple(_file(item) for item in raw["files"])
     if len({file.name.casefold() for file in files}) != len(files):
-        raise _Flaw("two files of one name")
+        raise _Flaw("two files with the same name")
     tensors = _by_key(_tensor(item, files, block) for item in raw["tensors"])
     values = _by_key(_value(item) for item in raw["values"])
     if both := sorted(tensors.keys() & values.keys()):
@@ -278,7 +278,7 @@ def _tensor(raw: dict[str, Any], files: Sequence[FileEntry], block_nbytes: int) 
     if spec.dtype not in known_dtypes():
         raise _Flaw(f"{spec.key}: expected a dtype of torch, found {spec.dtype!r}")
     if spec.nbytes >= _INT64:
-        raise _Flaw(f"{spec.key}: shape {spec.shape} is larger than any memory")
+        raise _Flaw(f"{spec.key}: shape {spec.shape} is too large")
     chunks = tuple(_chunk(item, spec, files, block_nbytes) for item in raw["chunks"])
     if problem := coverage_problem(spec.shape, [chunk.box for chunk in chunks]):
         raise _Flaw(f"{spec.key} {spec.shape}: {problem}")
@@ -333,7 +333,7 @@ def _prove_filled(files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry]
     ends = [file.header_nbytes for file in files]
     for file, start, stop in chunks:
         if start != ends[file]:
-            raise _Flaw(f"{files[file].name}: chunks leave bytes {ends[file]} to {start} out, or have them twice")
+            raise _Flaw(f"{files[file].name}: chunks leave out bytes {ends[file]} to {start}, or contain them twice")
         ends[file] = stop
     for entry, end in zip(files, ends, strict=True):
         if end != entry.nbytes:
@@ -342,13 +342,13 @@ def _prove_filled(files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry]
 
 # ---- values ----------------------------------------------------------------------------------------------------
 
-# Deeper nesting is no state of a training; it bounds the recursion of whoever reads.
+# No training state nests deeper; it bounds the recursion of readers.
 MAX_DEPTH = 32
 _KEYS = (str, bool, int, float, type(None), tuple)
 
 
 def encode(value: object, depth: int = 0) -> Json:
-    """`value` as JSON. Raises `TypeError` for what only a pickle could hold, `ValueError` for what is nested too deep.
+    """`value` as JSON. Raises `TypeError` for anything that needs pickle, `ValueError` for too deep nesting.
 
     >>> encode({"betas": (0.9, float("inf"))})
     {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
@@ -359,7 +359,7 @@ def encode(value: object, depth: int = 0) -> Json:
         case None | bool() | str():
             return value
         case int():
-            return int(value)  # a subclass (IntEnum) would come back as the number as well
+            return int(value)  # a subclass (IntEnum) becomes a plain number
         case float():
             return float(value) if math.isfinite(value) else {"float": repr(float(value))}
         case list():
@@ -376,7 +376,7 @@ def encode(value: object, depth: int = 0) -> Json:
 
 
 def decode(value: Json, depth: int = 0) -> Value:
-    """What was encoded. Raises `ValueError` for JSON that `encode` does not make."""
+    """The encoded value. Raises `ValueError` for JSON that `encode` does not produce."""
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} levels of lists and dicts")
     match value:
@@ -412,7 +412,7 @@ def _decode_dict(pairs: list[Json], depth: int) -> dict[object, Value]:
 
 
 def kind_of(value: object) -> str:
-    """What values of equal kind may take the place of each other when state is loaded.
+    """The kind of `value`: values of equal kind may replace each other when state is loaded.
 
     >>> kind_of(0) == kind_of(0.5), kind_of([1]) == kind_of((1,)), kind_of("0") == kind_of(0)
     (True, True, False)

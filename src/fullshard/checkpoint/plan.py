@@ -1,7 +1,7 @@
-"""Which part of a tensor is where: what all ranks hold, who writes what, and what a reader takes from whom.
+"""Which part of a tensor is where: what all ranks hold, who writes it, and which parts a reader takes.
 
-A part is a box: offsets and lengths in every dim. A tensor of shape (5, 3) on 4 ranks, dim 0, and what rank 1 of 2
-reads of it:
+A part is a box: offsets and lengths in every dim. A tensor of shape (5, 3) on 4 ranks, dim 0, and the rows that rank 1
+of 2 reads:
 
     saved    rank 0  (0, 0) + (2, 3)      rank 1  (2, 0) + (2, 3)     rank 2  (4, 0) + (1, 3)     rank 3  nothing
     wanted   (3, 0) + (2, 3)              -> row 3 from the second box, row 4 from the third
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeGuard
 from ..layout import itemsize
 from .errors import CheckpointMismatch
 
-# Where something is in a nested state dict: strings are keys of dicts, numbers positions in lists.
+# A position in a nested state dict: strings are keys of dicts, numbers positions in lists.
 KeyPath = tuple[str | int, ...]
 
 
 def key_of(path: KeyPath) -> str:
-    """The name of what is at `path`.
+    """The name of the entry at `path`.
 
     >>> key_of(("optimizer", "param_groups", 0, "lr"))
     'optimizer.param_groups.0.lr'
@@ -33,7 +33,7 @@ def key_of(path: KeyPath) -> str:
 
 
 def matches(key: str, patterns: Iterable[str]) -> bool:
-    """Whether `key` is one of `patterns`, in which * stands for anything.
+    """Whether `key` matches one of `patterns`, in which * matches anything.
 
     >>> matches("optimizer.state.w.step", ["optimizer.*"]), matches("optimizers", ["optimizer.*"])
     (True, False)
@@ -42,7 +42,7 @@ def matches(key: str, patterns: Iterable[str]) -> bool:
 
 
 class TensorSpec(NamedTuple):
-    """A tensor, whoever holds its parts. `dtype`: torch's name, no `torch.`."""
+    """A tensor, whichever ranks hold its parts. `dtype`: torch's name without `torch.`."""
 
     path: KeyPath
     dtype: str
@@ -58,7 +58,7 @@ class TensorSpec(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A part of a tensor, in elements; both tuples have an entry for each dim, none for a 0-dim tensor."""
+    """A part of a tensor, in elements; both tuples have an entry per dim, none for a 0-dim tensor."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -68,12 +68,12 @@ class Box(NamedTuple):
         return math.prod(self.lengths)
 
     def __str__(self) -> str:
-        """As it is written in Python: `[0:2, 3:5]`."""
+        """In Python's notation: `[0:2, 3:5]`."""
         return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.lengths, strict=True))}]"
 
 
 def are_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether `value`, which a file holds, is a list or tuple of offsets or lengths."""
+    """Whether `value`, read from a file, is a list or tuple of offsets or lengths."""
     return isinstance(value, list | tuple) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value
     )
@@ -85,7 +85,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What is in both, in coordinates of the whole tensor; None when that is nothing.
+    """The intersection, in coordinates of the whole tensor; None if it is empty.
 
     >>> print(overlap(Box((0, 0), (2, 3)), Box((1, 1), (5, 5))))
     [1:2, 1:3]
@@ -97,15 +97,15 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 class Cut(NamedTuple):
-    """What one axis of a mesh does to a tensor: it cuts `dim`. `pieces`: how many pieces axes to its right made of that
-    dim before (torch's `_StridedShard`); 1 for a plain `Shard`."""
+    """The effect of one mesh axis on a tensor: it splits `dim`. `pieces`: the number of pieces that axes to its right
+    made of that dim before (torch's `_StridedShard`); 1 for a plain `Shard`."""
 
     dim: int
     pieces: int = 1
 
 
 def local_box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut | None]) -> Box:
-    """The part of the rank at `coordinate` of a mesh of sizes `mesh`, cut as `torch.chunk` does; an axis with None
+    """The part of the rank at `coordinate` of a mesh of sizes `mesh`, split like `torch.chunk`; an axis with None
     replicates.
 
     >>> local_box((5, 3), (4,), (2,), [Cut(0)])
@@ -125,13 +125,13 @@ def local_box(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[in
 
 
 def _cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]:
-    """Axes in the order in which they cut: from left to right, but one with `pieces` after those that made them."""
+    """Axes in the order in which they split: from left to right, but one with `pieces` after those that made them."""
     order: list[int] = []
     for axis in reversed(range(len(cuts))):
         cut = cuts[axis]
         if cut is None:
             continue
-        # Go past as many cuts of the same dim as make up `pieces`; the others are later than this one.
+        # Skip as many splits of the same dim as make up `pieces`; the others come later than this one.
         place, made = 0, 1
         while made < cut.pieces and place < len(order):
             other = cuts[order[place]]
@@ -140,19 +140,19 @@ def _cutting_order(mesh: Sequence[int], cuts: Sequence[Cut | None]) -> list[int]
                 made *= mesh[order[place]]
             place += 1
         if made != cut.pieces:
-            raise ValueError(f"axis {axis} cuts dim {cut.dim} after {cut.pieces} pieces, and others make {made}")
+            raise ValueError(f"axis {axis} splits dim {cut.dim} after {cut.pieces} pieces, but the others make {made}")
         order.insert(place, axis)
     return order
 
 
-# ---- complete, and each element once ---------------------------------------------------------------------------
+# ---- coverage --------------------------------------------------------------------------------------------------
 
 
 def coverage_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Why `boxes` are not each element of a tensor of `shape` exactly once; None when they are.
+    """Why `boxes` do not cover each element of a tensor of `shape` exactly once; None if they do.
 
-    Empty boxes count for nothing. One pass over the boxes in order of their first dim, comparing each with those that
-    reach it: linear for slices of one dim.
+    Empty boxes are ignored. One pass over the boxes in order of their first dim, comparing each with those that reach
+    it: linear for slices of one dim.
     """
     covered, active = 0, list[Box]()
     for box in sorted(boxes):
@@ -177,7 +177,7 @@ def coverage_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
 
 class Holding(NamedTuple):
-    """A part of one tensor that one rank holds. `nbytes` of it in memory order."""
+    """A part of one tensor that one rank holds. `nbytes`: its size."""
 
     key: str
     box: Box
@@ -185,13 +185,13 @@ class Holding(NamedTuple):
 
 
 REMEDY = (
-    "state of each rank goes under keys of its own (name the rank in them); for state that differs and of which "
-    "the first rank's is wanted, name the keys in take_first"
+    "save the state of each rank under its own keys (with the rank in them); to save the first rank's state where "
+    "ranks differ, name the keys in take_first"
 )
 
 
 class Holdings(NamedTuple):
-    """`held[rank]`: the parts of that rank, in its own order. `values`: path, and the rank that sends it."""
+    """`held[rank]`: the parts of that rank, in its own order. `values`: the path, and the rank that sends it."""
 
     tensors: dict[str, TensorSpec]
     held: list[list[Holding]]
@@ -199,13 +199,13 @@ class Holdings(NamedTuple):
 
 
 def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: str) -> Holdings:
-    """What all ranks hold, as one picture. A message is what one rank says it has (`SaveJob`).
+    """The parts of all ranks, merged. Each message lists the parts of one rank (`SaveJob`).
 
-    Raises `CheckpointMismatch` with all that does not fit: a key of different shapes, dtypes, paths or values, parts
-    that leave something out or overlap.
+    Raises `CheckpointMismatch` with all problems: a key of different shapes, dtypes, paths or values, and parts that
+    leave gaps or overlap.
     """
     problems = list[str]()
-    # With the rank that named them first.
+    # Each with the first rank that named it.
     tensors, values = dict[str, tuple[TensorSpec, int]](), dict[str, tuple[KeyPath, int, str]]()
     boxes = dict[str, dict[Box, int]]()
     held: list[list[Holding]] = [[] for _ in messages]
@@ -222,7 +222,7 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
                 problems.append(f"{key}: a value on rank {values[key][1]}, a tensor on rank {rank}")
             box = Box(*map(tuple, raw)) if raw else whole((0,) * len(shape))  # None: on a mesh of other ranks
             nbytes = box.numel * itemsize(dtype) if raw else 0
-            # With `take_first` another rank's is taken, whatever this one has.
+            # With `take_first` another rank's part is saved, so this one is ignored.
             if nbytes and boxes.setdefault(key, {}).setdefault(box, rank) != rank and matches(key, take_first):
                 nbytes = 0
             held[rank].append(Holding(key, box, nbytes))
@@ -237,16 +237,16 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
         if problem := coverage_problem(spec.shape, boxes.get(key, ())):
             problems.append(f"{key} {spec.shape}: {problem}")
     if problems:
-        raise CheckpointMismatch(f"{what}: expected ranks that fit each other, found", problems, REMEDY)
+        raise CheckpointMismatch(f"{what}: expected consistent state on all ranks, found", problems, REMEDY)
     found = {key: (path, rank) for key, (path, rank, _) in values.items()}
     return Holdings({key: spec for key, (spec, _) in tensors.items()}, held, found)
 
 
 def choose_writers(held: Sequence[Sequence[Holding]]) -> list[list[int]]:
-    """For each rank, which of the parts it holds it writes (indices into `held[rank]`, rising).
+    """For each rank, the parts that it writes (indices into `held[rank]`, ascending).
 
-    A part that several ranks hold is written by one of them, so that bytes are spread evenly: large parts are given
-    first, each to the holder that has least. Empty parts are written by nobody.
+    A part that several ranks hold is written by one of them, so that bytes are spread evenly: large parts are assigned
+    first, each to the holder with the fewest bytes so far. Empty parts are not written.
 
     >>> a, b = Holding("a", whole((4,)), 16), Holding("b", whole((2,)), 8)
     >>> choose_writers([[a, b], [a, b]])
@@ -259,7 +259,7 @@ def choose_writers(held: Sequence[Sequence[Holding]]) -> list[list[int]]:
                 holders.setdefault((part.key, part.box), []).append((rank, index))
     load = [0] * len(held)
     chosen: list[list[int]] = [[] for _ in held]
-    # What has one holder first: there is nothing to choose, and the others fit around it.
+    # Parts with a single holder first: there is no choice, and the others fit around them.
     order = sorted(holders.values(), key=lambda found: (len(found) > 1, -held[found[0][0]][found[0][1]].nbytes))
     for found in order:
         rank, index = min(found, key=lambda one: (load[one[0]], one[0]))
@@ -272,11 +272,10 @@ def choose_writers(held: Sequence[Sequence[Holding]]) -> list[list[int]]:
 
 
 class Take(NamedTuple):
-    """What a reader takes from one stored part.
+    """The elements that a reader takes from one stored part.
 
-    `[first, stop)` are elements of the part in memory order that have to be read; of those, `lengths` with `strides`
-    from `first` on are wanted (elements), and belong at `target` of the box that is being filled.
-    """
+    `[first, stop)` are the elements of the part, in memory order, that have to be read. Of those, `lengths` with
+    `strides` from `first` on are wanted (elements); they go to `target` in the box that is being filled."""
 
     part: int
     first: int
@@ -287,12 +286,12 @@ class Take(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether all that is read is wanted."""
+        """Whether everything that is read is wanted."""
         return self.stop - self.first == math.prod(self.lengths)
 
 
 def takes(wanted: Box, stored: Sequence[Box]) -> list[Take]:
-    """From which of the `stored` parts `wanted` is put together, in their order. That they cover it is the manifest's.
+    """The pieces of the `stored` parts that make up `wanted`, in their order. The manifest ensures that they cover it.
 
     >>> takes(Box((3, 0), (2, 3)), [Box((2, 0), (2, 3)), Box((4, 0), (1, 3))])[0]
     Take(part=0, first=3, stop=6, lengths=(1, 3), strides=(3, 1), target=(0, 0))

@@ -1,9 +1,9 @@
-"""The headers of safetensors files, without torch. Our data files are such files: any tool that knows the format reads
-them.
+"""The headers of safetensors files, without torch. Our data files have this format, so any tool for it can read them.
 
     8 bytes: header length N, little-endian | N bytes: JSON {name: {dtype, shape, data_offsets}} | bytes of the tensors
 
-The package of that name writes dicts that are in memory as a whole; we write part after part, and need torch alone.
+The `safetensors` package writes dicts that are in memory as a whole. This code writes part after part and needs torch
+alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from .plan import Box, whole
 
-# What the format calls a dtype. Others are stored as their bytes (U8, with the itemsize as a last dim); the manifest
-# knows what they are.
+# The format's names of dtypes. Others are stored as bytes (U8, with the itemsize as a last dim); the manifest has their
+# dtype.
 DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -33,7 +33,7 @@ DTYPE_NAMES = {
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor in a file. `dtype` is the format's name of it."""
+    """A tensor in a file. `dtype` is the format's name."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ class HeaderEntry(NamedTuple):
 
 
 class FilePart(NamedTuple):
-    """A part of a tensor as our data files hold it."""
+    """A part of a tensor in one of our data files."""
 
     key: str
     dtype: str
@@ -52,7 +52,7 @@ class FilePart(NamedTuple):
 
     @property
     def entry(self) -> HeaderEntry:
-        """Its name is the key, and which part of the tensor where it is not all of it."""
+        """Its name is the key, followed by the part of the tensor if it is not all of it."""
         name = self.key if self.box == whole(self.shape) else f"{self.key}{self.box}"
         dtype, shape = DTYPE_NAMES.get(self.dtype), self.box.lengths
         if dtype is None:
@@ -61,14 +61,14 @@ class FilePart(NamedTuple):
 
 
 def file_order(parts: Sequence[FilePart]) -> list[int]:
-    """In which order parts stand in a file: large elements first, so that each begins where its dtype may."""
+    """The order of parts in a file: large elements first, so that each is aligned for its dtype."""
     return sorted(range(len(parts)), key=lambda i: (-parts[i].itemsize, parts[i].key, parts[i].box))
 
 
 def header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """The head of a file in which `entries` follow each other in this order. Its length is a multiple of 8.
+    """The head of a file that contains `entries` in this order. Its length is a multiple of 8.
 
-    Raises `ValueError` where two of them would have one name in the file.
+    Raises `ValueError` if two of them have the same name in the file.
     """
     found: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
@@ -90,7 +90,7 @@ def data_header(parts: Iterable[FilePart], save_id: str, file_name: str) -> byte
 
 
 def save_id_of(head: bytes) -> str | None:
-    """The save that a file says it belongs to; None when its header cannot be read."""
+    """The save that a file belongs to by its own header; None if the header cannot be read."""
     try:
         found = json.loads(head[8:])["__metadata__"]["fullshard_save_id"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Saving: what each rank holds, who writes what, the files, and the commit. See ADR 0022 for the protocol. Here also:
+"""Saving: what each rank holds, who writes it, the files, and the commit. See ADR 0012 for the protocol. Also here:
 a checkpoint written by one process, tensor by tensor, for converters and tools."""
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from .safetensors import FilePart, data_header, file_order
 from .state import Part, Tree, bytes_of, dtype_name, on_host, part_of
 
 WRITER = f"fullshard {__version__}, torch {torch.__version__}"
-# CheckpointWriter begins a new data file after so many bytes.
+# CheckpointWriter starts a new data file after this many bytes.
 _FILE_NBYTES = 4 << 30
 
 
 class Snapshot(NamedTuple):
-    """What one rank has to save: parts of tensors, in an order of its own, and values as JSON."""
+    """The state that one rank saves: parts of tensors, in its own order, and values as JSON."""
 
     parts: list[tuple[KeyPath, Part]]
     values: dict[str, tuple[KeyPath, Json]]
@@ -58,7 +58,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None) -> Snapshot:
-    """The leaves of `tree`; with `copy`, of tensors that nobody else writes. Raises nothing for what is in it."""
+    """The leaves of `tree`, with tensors copied by `copy` if given. Problems of its contents are listed, not raised."""
     parts, problems = list[tuple[KeyPath, Part]](), list(tree.problems)
     for leaf in tree.tensors.values():
         part = part_of(leaf.value)
@@ -72,16 +72,16 @@ def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None) -> Snap
 
 
 class SaveJob:
-    """One save on one rank. `run` is a call of all ranks of `messenger`."""
+    """One save on one rank. All ranks of `messenger` call `run`."""
 
     def __init__(self, path: str, messenger: Messenger, take_first: Sequence[str]) -> None:
         self.path, self.messenger, self.take_first = os.path.abspath(path), messenger, tuple(take_first)
         self.what = f"saving {self.path}"
-        # On the first rank, from the plan to the end.
+        # On the first rank, from the plan until the end.
         self._saving: Saving | None = None
 
     def run(self, mine: Snapshot) -> str:
-        """Write, and let it be the checkpoint; the path of its generation. On an error nothing has changed."""
+        """Write and commit the checkpoint; returns the path of its generation. On an error nothing has changed."""
         try:
             plan = agree(self.messenger, self.what, lambda: self._holdings(mine), self._plan)
             done = agree(self.messenger, self.what, lambda: self._write(mine, plan), self._commit)
@@ -104,7 +104,7 @@ class SaveJob:
         self._merged: Holdings = merge(messages, self.take_first, self.what)
         self._saving = Saving.begin(self.path, uuid.uuid4().hex)
         write = choose_writers(self._merged.held)
-        # Who holds the same as a writer reads it, too: the replicas have to be equal.
+        # Ranks that hold the same part as its writer read it too, because replicas have to be equal.
         compare = [
             sorted({i for i, part in enumerate(parts) if part.nbytes}.difference(written))
             for parts, written in zip(self._merged.held, write, strict=True)
@@ -151,11 +151,11 @@ class SaveJob:
             if message["file"] is not None:
                 entries.append(FileEntry(*message["file"]))
         if different := different_replicas(digests):
-            raise CheckpointMismatch(f"{self.what}: expected replicas that are equal, found", different, REMEDY)
+            raise CheckpointMismatch(f"{self.what}: expected equal replicas, found", different, REMEDY)
         sizes = self._saving.sizes([file.name for file in entries])
         for file, nbytes in zip(entries, sizes, strict=True):
             if nbytes != file.nbytes:
-                raise OSError(0, f"{file.name}: {file.nbytes} bytes were written, {nbytes} are there")
+                raise OSError(0, f"{file.name}: {file.nbytes} bytes were written, the file has {nbytes}")
         sent = {key: decode(value) for message in messages for key, value in message["values"]}
         tensors = [TensorEntry(*spec, tuple(sorted(chunks.get(key, ())))) for key, spec in merged.tensors.items()]
         values = [ValueEntry(path, sent[key]) for key, (path, _) in merged.values.items()]
@@ -170,10 +170,10 @@ def commit(
     values: Sequence[ValueEntry],
     entries: Sequence[FileEntry],
 ) -> str:
-    """Let what was written be the checkpoint; the path of its generation."""
+    """Make the written files the checkpoint; returns the path of its generation."""
     by_key, values_by_key = {entry.key: entry for entry in tensors}, {entry.key: entry for entry in values}
     data = to_bytes(Manifest(saving.save_id, world, WRITER, by_key, values_by_key, tuple(entries)))
-    # What could not be read is not committed.
+    # Never commit a manifest that could not be read.
     parse(data, f"{path}/{MANIFEST_NAME}")
     return saving.commit(data)
 
@@ -183,9 +183,9 @@ def write_file(
 ) -> tuple[FileEntry, list[tuple[int, int, tuple[int, ...]]]]:
     """A data file of `parts`, synced. Returns its entry and, for each part, (start, nbytes, checksums).
 
-    Checksums that are fast are computed block by block on the way to the file. Those of the standard library are
-    computed beside the writing, by `threads`: all of it leaves the interpreter to others, and the disk is what is
-    waited for. A part on a device is copied to the host for just as long as that takes.
+    With a fast checksum library, checksums are computed block by block on the way to the file. Those of the standard
+    library are computed by `threads` in parallel with the writing: both release the interpreter lock, and the disk is
+    the bottleneck. A part on a device is copied to the host only for that time.
     """
     described = [_file_part(path, part) for path, part in parts]
     order = file_order(described)
@@ -210,10 +210,10 @@ def write_file(
 class ChecksumThreads:
     """Threads that compute checksums until the `with` block ends.
 
-    Not an executor: those refuse work when the process is about to end, when the last save may still be under way.
+    Not an executor: those reject work at interpreter shutdown, when the last save may still be running.
     """
 
-    # Parts that wait: of a tensor on a device each is a copy on the host.
+    # The limit of waiting parts: for a tensor on a device each is a copy on the host.
     _WAITING = 4
 
     def __init__(self, threads: int) -> None:
@@ -248,7 +248,7 @@ class ChecksumThreads:
 
 
 def spare_cores(world: int) -> int:
-    """How many threads of this rank find a core when all ranks of the machine do the same: 1 to 4."""
+    """The number of threads for this rank that find a core when all ranks of the machine do the same: 1 to 4."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(local) if local.isdigit() and int(local) else world
     return min(4, max(1, (os.cpu_count() or 1) // ranks))
@@ -273,7 +273,7 @@ def _digest(crcs: Sequence[int]) -> int:
 
 
 def different_replicas(digests: dict[tuple[str, Box], dict[int, int]]) -> list[str]:
-    """Parts whose holders do not have the same bytes. `digests`: of a part, by rank."""
+    """Parts whose holders have different bytes. `digests`: by part and rank."""
     return [
         f"{key}: {', '.join(f'rank {rank} has {digest:08x}' for rank, digest in sorted(by_rank.items()))} at {box}"
         for (key, box), by_rank in sorted(digests.items())
@@ -285,10 +285,10 @@ def different_replicas(digests: dict[tuple[str, Box], dict[int, int]]) -> list[s
 
 
 class CheckpointWriter:
-    """Writes a checkpoint, full tensor after full tensor, and commits it when the `with` block ends without an error.
+    """Writes a checkpoint, one full tensor after another, and commits it if the `with` block ends without an error.
 
-    Tensors are announced first, because a file begins with what is in it; they are written in that order. `values`: by
-    path. Raises what `save` raises.
+    Tensors are announced first, because a file begins with its table of contents, and are written in that order.
+    `values`: by path. Raises the same errors as `save`.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class CheckpointWriter:
         return self
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """The next announced tensor, on any device; the caller may change it afterwards."""
+        """Write the next announced tensor, on any device; the caller may change it afterwards."""
         if len(self._tensors) == len(self._specs):
             raise ValueError(f"expected no more than the announced tensors, found {key}")
         spec = self._specs[len(self._tensors)]
@@ -355,7 +355,7 @@ class CheckpointWriter:
         try:
             if kind is None:
                 if left := [spec.key for spec in self._specs[len(self._tensors) :]]:
-                    raise CheckpointMismatch(f"saving {self._path}: expected what was announced, lacks", left)
+                    raise CheckpointMismatch(f"saving {self._path}: expected all announced tensors, missing", left)
                 commit(self._saving, self._path, 1, self._tensors, self._values, self._files)
         finally:
             if self._file is not None:
@@ -365,7 +365,7 @@ class CheckpointWriter:
 
 
 def _grouped(specs: Sequence[TensorSpec], file_nbytes: int) -> list[list[TensorSpec]]:
-    """Which tensors share a file, in order; those without elements are in none."""
+    """The tensors of each file, in order; tensors without elements are in no file."""
     groups: list[list[TensorSpec]] = []
     nbytes = file_nbytes
     for spec in specs:

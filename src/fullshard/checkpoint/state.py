@@ -4,12 +4,12 @@ part of each tensor that is in this rank's memory.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=...)
 
-Tensors share memory with model and optimizer, so that a load writes into them. An optimizer's state is
+Tensors share memory with model and optimizer, so a load writes into them. An optimizer's state is
 `{"state": {name of the parameter: {...}}, "param_groups": [{"params": [names], "lr": ...}]}`, the same for every world.
 
-`{"model": {"w": t}, "step": 3}` has the leaves `model.w` and `step`. Dicts with string keys are descended, lists where
-a tensor is in them; whatever has `state_dict` and `load_state_dict` (a module, a scheduler, a data loader) is what its
-state dict is. All else that is no tensor is one value.
+`{"model": {"w": t}, "step": 3}` has the leaves `model.w` and `step`. Dicts with string keys are descended, and lists if
+they contain a tensor. An object with `state_dict` and `load_state_dict` (a module, a scheduler, a data loader) is
+replaced by its state dict. Everything else that is not a tensor is one value.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from .errors import CheckpointMismatch
 from .manifest import encode
 from .plan import Box, Cut, KeyPath, key_of, local_box, whole
 
-# What wrappers put into names: torch.compile, activation checkpointing, FSDP1.
+# Name parts that wrappers insert: torch.compile, activation checkpointing, FSDP1.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-# Below it, memory comes from where all tensors have theirs.
+# Below this size, memory comes from the usual allocator.
 _OWN_MAP_NBYTES = 4 << 20
-# A multiple of every itemsize, and of a line of the cache.
+# A multiple of every itemsize, and of a cache line.
 _ALIGNMENT = 64
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
 def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of `model` and of `optimizers` (one or several). Sends nothing, changes nothing, needs no step before.
+    """The state of `model` and of `optimizers` (one or several). No communication, no changes, no prior step needed.
 
     Names are those of the plain model: without those of DistributedDataParallel, torch.compile and activation
-    checkpointing. `load` fills the state of an optimizer as the checkpoint has it, also that of one which has not
-    stepped yet; `set_state_dict` then brings it into the optimizer.
+    checkpointing. `load` fills an optimizer's state as the checkpoint has it, even if the optimizer has not stepped
+    yet; `set_state_dict` then loads it into the optimizer.
     """
     names, optimizers = parameter_names(model), all_of(optimizers)
     state: dict[str, dict[str, Any]] = {}
@@ -73,11 +73,11 @@ def set_state_dict(
     model_state_dict: dict[str, Any] | None = None,
     optim_state_dict: dict[str, Any] | None = None,
 ) -> None:
-    """Bring state, as `get_state_dict` gave it and `load` filled it, into `model` and `optimizers`.
+    """Load state, as `get_state_dict` returned it and `load` filled it, into `model` and `optimizers`.
 
-    Every parameter and buffer of the model has to be there, every parameter of an optimizer in one of the stored
-    groups; else `CheckpointMismatch` lists what is not, and nothing is changed. State that an optimizer has and
-    `optim_state_dict` has not, goes. Dtypes stay as they were stored.
+    Every parameter and buffer of the model has to be present, and every parameter of an optimizer in one of the stored
+    groups; otherwise `CheckpointMismatch` lists the missing ones, and nothing is changed. Optimizer state that
+    `optim_state_dict` lacks is removed. Dtypes stay as stored.
     """
     loads = [] if optim_state_dict is None else _optimizer_loads(model, all_of(optimizers), optim_state_dict)
     if model_state_dict is not None:
@@ -98,7 +98,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def plain_name(name: str) -> str:
-    """`name` without what torch.compile, activation checkpointing and FSDP1 put into it."""
+    """`name` without the parts that torch.compile, activation checkpointing and FSDP1 insert."""
     return _WRAPPERS.sub("", name)
 
 
@@ -121,8 +121,8 @@ def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list
     strangers = sum(parameter not in names for parameter in parameters)
     if strangers:
         raise ValueError(
-            f"expected an optimizer of the parameters of this model, found {strangers} of {len(parameters)} that it "
-            f"does not have; build the optimizer after fully_shard"
+            f"expected an optimizer of the parameters of this model, found {strangers} of {len(parameters)} that are "
+            f"not in it; build the optimizer after fully_shard"
         )
     return [names[parameter] for parameter in parameters]
 
@@ -130,7 +130,7 @@ def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list
 def _optimizer_loads(
     model: nn.Module, optimizers: Sequence[Optimizer], stored: dict[str, Any]
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """What each optimizer's own `load_state_dict` takes; parameters by number again."""
+    """The state dict for each optimizer's own `load_state_dict`, with parameters by number again."""
     names = parameter_names(model)
     group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
     loads, problems = [], []
@@ -145,7 +145,7 @@ def _optimizer_loads(
             settings = [{key: value for key, value in one.items() if key != "params"} for one in found]
             if any(one != settings[0] for one in settings[1:]):
                 problems.append(f"group {index}: its parameters were stored in groups of different settings")
-            # An empty group has nothing to be recognised by, and keeps its settings.
+            # An empty group cannot be matched, and keeps its settings.
             chosen = settings[0] if settings else {key: value for key, value in group.items() if key != "params"}
             groups.append({**chosen, "params": [number_of[name] for name in own]})
         state = {number_of[name]: entries for name, entries in stored["state"].items() if name in number_of}
@@ -158,7 +158,7 @@ def _optimizer_loads(
 
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Undo that torch's `load_state_dict` casts state to the dtype of its parameter, where that is another one."""
+    """Undo the cast of torch's `load_state_dict` to the parameter's dtype, where the state had another one."""
     parameters = _owned(optimizer)
     for number, entries in state["state"].items():
         held = optimizer.state[parameters[number]]
@@ -186,10 +186,10 @@ class Leaf:
         return key_of(self.path)
 
     def put(self, value: Any) -> None:
-        """Let `value` take the place of what is there."""
+        """Replace the current contents by `value`."""
         held = self.container[self.name]
         if isinstance(held, dict) and type(held) is not dict and isinstance(value, dict):
-            # A Counter stays one: the object that the program gave, with the contents that were saved.
+            # A Counter stays a Counter: the program's object, with the saved contents.
             held.clear()
             for name, item in value.items():
                 held[name] = item
@@ -199,22 +199,22 @@ class Leaf:
 
 @dataclass
 class Tree:
-    """The leaves of a state dict, by key. `problems`: what cannot be saved, and why; such leaves are left out."""
+    """The leaves of a state dict, by key. `problems`: entries that cannot be saved, and why; they are left out."""
 
     tensors: dict[str, Leaf] = field(default_factory=dict)
     values: dict[str, Leaf] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    # Objects that take their state by `load_state_dict`, innermost first, each with the state dict that was flattened.
+    # Objects that load their state by `load_state_dict`, innermost first, each with the state dict that was flattened.
     stateful: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    # Optimizer states that take whatever is stored for their parameters: (path, the state).
+    # Optimizer states that accept everything stored for their parameters: (path, the state).
     open: list[tuple[KeyPath, OpenState]] = field(default_factory=list)
 
 
 class OpenState(dict[str, dict[str, Any]]):
-    """The state of an optimizer by parameter, `{name: {"exp_avg": ...}}`, that a load fills as the checkpoint has it.
+    """The state of an optimizer by parameter, `{name: {"exp_avg": ...}}`, which a load fills as the checkpoint has it.
 
-    An optimizer that has not stepped has none yet, and what it will have only itself knows. `like`: the parameter of
-    each name. A stored tensor of a parameter's shape gets its dtype's own, and the parameter's placements.
+    An optimizer that has not stepped has no state yet, and only the optimizer knows its future state. `like`: the
+    parameter of each name. A stored tensor of a parameter's shape keeps its dtype and gets the parameter's placements.
     """
 
     def __init__(self, state: dict[str, dict[str, Any]], like: dict[str, Tensor]) -> None:
@@ -223,7 +223,7 @@ class OpenState(dict[str, dict[str, Any]]):
 
 
 def flatten(state_dict: dict[str, Any]) -> Tree:
-    """The leaves of `state_dict`. Never raises for what is in it: `problems` lists that."""
+    """The leaves of `state_dict`. Never raises because of its contents: `problems` lists those."""
     tree = Tree()
 
     def descend(path: KeyPath, container: Any, name: str | int, value: Any) -> None:
@@ -300,7 +300,7 @@ def holds_tensor(value: Any, depth: int = 0) -> bool:
     """Whether a tensor, or an object with a state dict, is somewhere in `value`."""
     if isinstance(value, Tensor):
         return True
-    if depth > 64:  # circular, which encode() refuses with words
+    if depth > 64:  # circular: encode() raises a clear error
         return False
     if isinstance(value, dict):
         return any(holds_tensor(item, depth + 1) for item in value.values())
@@ -310,11 +310,11 @@ def holds_tensor(value: Any, depth: int = 0) -> bool:
 
 
 class _Node(dict[Any, Any]):
-    """A dict or list that is being put together; a dict of another type is a value."""
+    """A dict or list under construction; a dict of another type is a value."""
 
 
 def nested(leaves: dict[KeyPath, Any]) -> dict[str, Any]:
-    """The nested state dict that `leaves` were taken from: dicts for strings, lists for numbers."""
+    """The nested state dict from which `leaves` were taken: dicts for strings, lists for numbers."""
     root = _Node()
     for path, value in leaves.items():
         current = root
@@ -337,8 +337,8 @@ def _plain(node: Any) -> Any:
 
 
 class Part(NamedTuple):
-    """What this rank holds of a tensor: `local` is `box` of a tensor of `shape`. None and None: nothing, because the
-    tensor is on a mesh of other ranks."""
+    """This rank's part of a tensor: `local` is `box` of a tensor of `shape`. Both are None if the tensor is on a mesh
+    of other ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -351,7 +351,7 @@ class Part(NamedTuple):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of it without `torch.`: "float32"."""
+    """Torch's name without `torch.`: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -363,7 +363,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def part_of(tensor: Tensor) -> Part | str:
-    """What this rank holds of `tensor`, sharing its memory; or why it cannot be saved or loaded."""
+    """This rank's part of `tensor`, sharing its memory; or why it cannot be saved or loaded."""
     tensor = settled(tensor.detach())
     if isinstance(tensor, DTensor):
         return _part_of_dtensor(tensor)
@@ -378,7 +378,7 @@ def _part_of_dtensor(tensor: DTensor) -> Part | str:
         dim = cut_dim(placement)
         if dim is None and not placement.is_replicate():
             return f"expected Shard and Replicate, found placements {tensor.placements}; redistribute it first"
-        # `split_factor`: of the placement that cuts after axes to its right.
+        # Only a placement that splits after axes to its right has a `split_factor`.
         cuts.append(None if dim is None else Cut(dim % len(shape), getattr(placement, "split_factor", 1)))
     coordinate = mesh.get_coordinate()
     dtype = dtype_name(tensor.dtype)
@@ -395,7 +395,7 @@ def _part_of_dtensor(tensor: DTensor) -> Part | str:
 
 
 def _unusual(tensor: Tensor) -> str | None:
-    """Why the bytes of `tensor` are not plain memory."""
+    """Why the bytes of `tensor` are not plain memory; None if they are."""
     if tensor.is_meta:
         return "expected a tensor with memory, found one on the meta device; materialize the model first"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -408,7 +408,7 @@ def _unusual(tensor: Tensor) -> str | None:
 
 
 def on_host(local: Tensor) -> Tensor:
-    """`local` contiguous in host memory: itself where it is that already."""
+    """`local`, contiguous in host memory; itself if it is that already."""
     return local.resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
@@ -424,11 +424,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def staging(wanted: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
-    """Uninitialised tensors on the host, contiguous, one for each (name of dtype, shape), in one piece of memory that
-    goes when the last of them does.
+    """Uninitialised contiguous tensors on the host, one per (name of dtype, shape), in one allocation that is freed
+    with the last of them.
 
-    New memory costs a fault for each page when it is touched first, in pages of 4 KiB a quarter of a load's CPU time;
-    so it is asked for in huge ones where the system has them. Raises `OSError` when there is none left.
+    New memory costs a page fault at the first touch: with 4 KiB pages a quarter of a load's CPU time. So huge pages are
+    requested where the system has them. Raises `OSError` if no memory is left.
     """
     starts, nbytes = list[int](), 0
     for dtype, shape in wanted:

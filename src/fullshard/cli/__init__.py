@@ -1,6 +1,6 @@
-"""The command `fullshard`: its arguments, and which part of the package answers.
+"""The command `fullshard`: its arguments, and the dispatch to the part of the package that runs it.
 
-`train` and `generate` are the trainer's (`fullshard.train.cli`); `fullshard.cli.checkpoint` is what `checkpoint` does.
+`train` and `generate` are in the trainer (`fullshard.train.cli`), `checkpoint` is in `fullshard.cli.checkpoint`.
 Arguments, help and version need no torch; a command imports it when it runs.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 from fullshard import __version__
 from fullshard.train import cli as train
 
-STYLES = ("fullshard", "hf", "titan")  # of names of a Llama's parameters, as in `fullshard.checkpoint`
+STYLES = ("fullshard", "hf", "titan")  # name styles of a Llama's parameters, as in `fullshard.checkpoint`
 
 _EPILOG = """\
 `fullshard COMMAND --help` says more, with examples.
 
-exit codes: 0 well, 1 failed, 2 cannot be run as asked, 3 recognised and refused, 130 interrupted by Ctrl-C,
+exit codes: 0 success, 1 failed, 2 cannot run as requested, 3 recognised but rejected, 130 interrupted by Ctrl-C,
 143 by SIGTERM
 """
 
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     top = argparse.ArgumentParser(
         prog="fullshard",
-        description="Train models that are sharded over processes, and look after checkpoints.",
+        description="Train models that are sharded over processes, and manage checkpoints.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fullshard: interrupted by SIGINT", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output is gone, `| head` for instance
+    except BrokenPipeError:  # the reader of our output is gone, for instance `| head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 1
 
@@ -62,20 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _CHECKPOINT_EXAMPLES = """\
 examples:
-  fullshard checkpoint inspect runs/x/checkpoints            what is there, in which format
+  fullshard checkpoint inspect runs/x/checkpoints            the contents and the format
   fullshard checkpoint verify runs/x/checkpoints/step-100    read every byte, compare every checksum
   fullshard checkpoint convert outputs/checkpoint/step-1000 ours      from torchtitan, Composer, DCP
   fullshard checkpoint convert Llama-3.2-1B ours --names-from hf --names-to fullshard
   fullshard checkpoint export ours there --to hf --only 'model.*' --strip model. --names-from fullshard --names-to hf
   fullshard checkpoint export ours there --to dcp            a folder that torch.distributed.checkpoint loads
 
-exit codes: 0 well; 1 damaged or failed; 2 cannot be run as asked (nothing there, names do not fit, the target exists);
-3 recognised and refused (the text says the way out); 130 interrupted by Ctrl-C
+exit codes: 0 success; 1 damaged or failed; 2 cannot run as requested (nothing there, names do not fit, the target
+exists); 3 recognised but rejected (the text names the remedy); 130 interrupted by Ctrl-C
 """
 
 
 def _add_checkpoint(commands: Any) -> None:
-    """Add `checkpoint` and what is below it to the parser of the command line."""
+    """Add `checkpoint` and its subcommands to the parser of the command line."""
     top = commands.add_parser(
         "checkpoint",
         help="inspect, verify, convert and export checkpoints",
@@ -85,14 +85,14 @@ def _add_checkpoint(commands: Any) -> None:
     )
     actions = top.add_subparsers(dest="action", required=True, metavar="{inspect,verify,convert,export}")
 
-    inspect = actions.add_parser("inspect", help="say what a checkpoint is and what is in it")
+    inspect = actions.add_parser("inspect", help="show the format and the contents of a checkpoint")
     _path(inspect)
-    inspect.add_argument("--keys", action="store_true", help="every tensor, not the first 40 alone")
+    inspect.add_argument("--keys", action="store_true", help="every tensor, not only the first 40")
 
-    verify = actions.add_parser("verify", help="read every byte and compare every checksum that there is")
+    verify = actions.add_parser("verify", help="read every byte and compare every checksum that exists")
     _path(verify)
 
-    into = actions.add_parser("convert", help="write a checkpoint of any format as one of fullshard")
+    into = actions.add_parser("convert", help="write a checkpoint of any format as a fullshard checkpoint")
     _from_to(into)
 
     export = actions.add_parser("export", help="write a checkpoint of any format for other programs")
@@ -111,7 +111,7 @@ def _add_checkpoint(commands: Any) -> None:
         action.add_argument(
             "--allow-torch-save",
             action="store_true",
-            help="also read files of torch.save, which are pickles, through weights_only; trust where they come from",
+            help="also read files of torch.save, which are pickles, through weights_only; only from trusted sources",
         )
 
 
@@ -121,26 +121,26 @@ def _path(parser: argparse.ArgumentParser, metavar: str = "PATH") -> None:
 
 def _from_to(parser: argparse.ArgumentParser) -> None:
     _path(parser, "FROM")
-    parser.add_argument("target", type=Path, metavar="TO", help="what to write")
+    parser.add_argument("target", type=Path, metavar="TO", help="the file or folder to write")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="keys to take: 'model.*'")
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="keys to leave out")
-    parser.add_argument("--strip", default="", metavar="PREFIX", help="take this off the front of every key")
+    parser.add_argument("--strip", default="", metavar="PREFIX", help="remove this prefix from every key")
     parser.add_argument(
-        "--unwrap", action="store_true", help="take module., _orig_mod., _checkpoint_wrapped_module. out of keys"
+        "--unwrap", action="store_true", help="remove module., _orig_mod., _checkpoint_wrapped_module. from keys"
     )
-    parser.add_argument("--names-from", choices=STYLES, help="whose names of a Llama's parameters the checkpoint has")
-    parser.add_argument("--names-to", choices=STYLES, help="whose names they get; includes --unwrap")
+    parser.add_argument("--names-from", choices=STYLES, help="the style of the checkpoint's names (of a Llama)")
+    parser.add_argument("--names-to", choices=STYLES, help="the style of the names to write; includes --unwrap")
     parser.add_argument(
         "--head-dim",
         type=int,
         metavar="N",
-        help="elements of an attention head, to or from titan (default: what config.json beside the checkpoint says)",
+        help="elements of an attention head, to or from titan (default: from config.json beside the checkpoint)",
     )
     parser.add_argument(
         "--optimizer-names",
         type=Path,
         metavar="FILE",
-        help="for torch.save: names of the optimizer's parameters, one a line, in the order of their numbers",
+        help="for torch.save: names of the optimizer's parameters, one per line, in the order of their numbers",
     )
 
 

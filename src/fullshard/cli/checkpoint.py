@@ -1,7 +1,7 @@
-"""`fullshard checkpoint`: look into checkpoints of any format, verify them, and turn one format into another.
+"""`fullshard checkpoint`: inspect checkpoints of any format, verify them, and convert between formats.
 
-Exit codes: 0 well; 1 damaged, or the operating system refused; 2 cannot be run as asked: nothing is there, names do not
-fit, the target exists; 3 recognised and refused: the text says the way out.
+Exit codes: 0 success; 1 damaged, or the operating system refused; 2 cannot run as requested: nothing is there, names do
+not fit, the target exists; 3 recognised but rejected: the text says what to do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked and return the exit code. An error is one text on stderr, and with --json one on stdout."""
+    """Run the command and return the exit code. An error is a text on stderr, and with --json also one on stdout."""
     try:
         {"inspect": _inspect, "verify": _verify, "convert": _convert, "export": _convert}[arguments.action](arguments)
         return 0
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """Which exit code an error has."""
+    """The exit code of an error."""
     if isinstance(error, formats.REFUSALS):
         return EXIT_REFUSED
     if isinstance(error, CheckpointDamaged):
@@ -48,7 +48,7 @@ def exit_code(error: Exception) -> int:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey: names come out of files.
+    """`text` without control characters for the terminal: names come from files.
 
     >>> printable("a\\x1b[31mb\\u202ec")
     'a?[31mb?c'
@@ -141,10 +141,12 @@ def _convert(arguments: argparse.Namespace) -> None:
 def _renaming(arguments: argparse.Namespace, found: formats.Found) -> formats.Renaming | None:
     old, new = arguments.names_from, arguments.names_to
     if (old is None) != (new is None):
-        raise ValueError("--names-from and --names-to go together: whose names there are, and whose there will be")
+        raise ValueError(
+            "--names-from and --names-to go together: the style of the names to read, and of those to write"
+        )
     if old is None:
         if arguments.head_dim is not None:
-            raise ValueError("--head-dim belongs to --names-from and --names-to")
+            raise ValueError("--head-dim needs --names-from and --names-to")
         return formats.UNWRAPPED if arguments.unwrap else None
     folder = found.path if found.path.is_dir() else found.path.parent
     given = arguments.head_dim
@@ -155,8 +157,8 @@ def _renaming(arguments: argparse.Namespace, found: formats.Found) -> formats.Re
 
 @contextmanager
 def _progress(total_nbytes: int, *, quiet: bool) -> Iterator[Callable[[str, int], None] | None]:
-    """What to call with (key, bytes) for each tensor that is done; None where nothing is shown. A bar on a terminal,
-    the percentage where rich is missing. On stderr, so that stdout is the result alone."""
+    """A function to call with (key, bytes) for each finished tensor; None if nothing is shown. On a terminal a bar, or
+    a percentage if rich is missing. On stderr, so that stdout holds only the result."""
     if quiet or not sys.stderr.isatty():
         yield None
     elif installed("rich"):

@@ -9,7 +9,7 @@
 All are asynchronous: they return a `Work`, whose `wait()` makes the result usable for what is computed afterwards on
 the current stream (on a CPU: blocks). On a CUDA device the backend's own stream waits for what was computed before the
 call, and buffers are kept alive by whoever holds the `Work`; so overlap needs no streams of ours, only that a message
-is issued before the compute that is to hide it (ADR 0003).
+is issued before the compute that is to hide it (ADR 0004).
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ class _Native(FirstStage):
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------
 # Gradients are exchanged within a node. Between nodes a flat exchange would send more than a reduce-scatter, which the
-# backend routes as its network wants it (ADR 0034).
+# backend routes as its network wants it (ADR 0005).
 
 
 def exchanges(links: Links, strategy: str) -> bool:
@@ -412,7 +412,7 @@ def reduce_channel(
     communication: str,
     controls: Controls,
 ) -> ReduceChannel:
-    """The strategy for this group: see the table above. Measured in benchmarks/ and ADR 0006.
+    """The strategy for this group: see the table above. Measured in benchmarks/ and ADR 0005.
 
     `direct`: the first parameters of the pack's order, which may travel by themselves. `communication`: what holds
     where `controls` do not say.

@@ -17,7 +17,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,8 @@ from ..guard.structure import PARAMETER, SETTINGS, UNIT
 from ..param import ExtensionGroup, ParamGroup, ShardedParam, can_digest, digest, full_digests, is_written, local_data
 from ..schedule import UnitRecord
 from .misuse import clean_name, parameter_names
-from .unit import Unit, unit_of
-
-if TYPE_CHECKING:
-    from .root import Root
-
+from .peers import Peers
+from .unit import AnyRoot, Unit, unit_of
 
 # ---- describe --------------------------------------------------------------------------------------------------------
 # A root as the list that its ranks compare before its first message (layout/structure.py), one for each mesh.
@@ -42,14 +39,11 @@ if TYPE_CHECKING:
 # What is on a mesh of its own (an expert) is compared among the ranks of that mesh alone: the others rightly have
 # something else there, under other names. Likewise stages of a pipeline, which have meshes and roots of their own.
 
-# By name, those of `Options` that decide which messages are sent, and in which order.
+# By field, the names of those `Options` that decide which messages are sent, and in which order.
 _SETTINGS = {
-    "prefetch_depth": "FULLSHARD_PREFETCH",
-    "prefetch_nbytes": "FULLSHARD_PREFETCH_BYTES",
-    "gradient_nbytes": "FULLSHARD_GRADIENT_BYTES",
-    "reductions_in_flight": "FULLSHARD_REDUCTIONS",
+    "prefetch_depth": "prefetch_depth",
+    "reductions_in_flight": "reductions_in_flight",
     "communication": "FULLSHARD_COMMUNICATION",
-    "eval_root": "FULLSHARD_EVAL_ROOT",
 }
 
 
@@ -87,7 +81,7 @@ def mesh_of(unit: Unit) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def describe(root: Root, ranks: tuple[int, ...]) -> list[Item]:
+def describe(root: AnyRoot, ranks: tuple[int, ...]) -> list[Item]:
     """What of `root` is on the mesh of these ranks: settings, units, then parameters in the order of the model."""
     units = root.units
     own = [unit for unit in units if (mesh := mesh_of(unit)) is not None and ranks_of(mesh) == ranks]
@@ -105,7 +99,7 @@ def describe(root: Root, ranks: tuple[int, ...]) -> list[Item]:
     return items
 
 
-def _settings(root: Root) -> dict[str, str]:
+def _settings(root: AnyRoot) -> dict[str, str]:
     options = root.options
     facts = {"FULLSHARD_GUARD": root.guard_mode}
     facts |= {variable: str(getattr(options, field)) for field, variable in _SETTINGS.items()}
@@ -115,9 +109,9 @@ def _settings(root: Root) -> dict[str, str]:
 
 
 def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
-    record, controls, policy = unit.record, unit.controls, unit.policy
+    record, controls, policy = unit.record, unit.settings.controls, unit.settings.policy
     block = next((links.block for links in unit.links if links.block is not None), None)
-    reshard = unit.reshard_after_forward if block is None else block.group.world
+    reshard = unit.settings.reshard_after_forward if block is None else block.group.world
     mesh = mesh_of(unit)
     assert mesh is not None
     facts = {
@@ -128,8 +122,8 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
             for field in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         ),
         "offload_policy": "CPUOffloadPolicy" if unit.host_link is not None else "none",
-        "prefetch_nbytes": str(unit.prefetch_nbytes),
-        "gradient_nbytes": str(unit.gradient_nbytes),
+        "prefetch_nbytes": str(unit.settings.prefetch_nbytes),
+        "gradient_nbytes": str(unit.settings.gradient_nbytes),
         "resident": str(record.resident),
         "reshard_after_backward": str(record.reshard_after_backward),
         "unshard_in_backward": str(record.gathers_in_backward),
@@ -139,7 +133,7 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
         "reduction of unused parameters": str(controls.zero_unused),
         "custom all-gather": _type_text(controls.gather),
         "custom reduce-scatter": _type_text(controls.reduce_scatter),
-        "all-reduce": str(unit.all_reduces),
+        "all-reduce": str(unit.settings.all_reduces),
     }
     listed = {other.record for other in known}
     facts["forward prefetch"] = _names_text(record.forward_prefetch, listed)
@@ -167,7 +161,7 @@ def _parameter_facts(
     return facts
 
 
-def signature(root: Root) -> tuple[str, str]:
+def signature(root: AnyRoot) -> tuple[str, str]:
     """What `root` is whatever its meshes are, and its initial values: two digests, by which ranks know the same model
     on another one. The second is "" where the values of some parameter are not known."""
     first, params = root.units[0], [param for unit in root.units for param in unit.params]
@@ -380,8 +374,8 @@ class _Looks:
 class Agreement:
     """What one root still has to compare with its peers."""
 
-    def __init__(self, root: Root) -> None:
-        self._root = root
+    def __init__(self, root: AnyRoot, peers: Peers) -> None:
+        self._root, self._peers = root, peers
         kind, meshes = root.guard_mode, meshes_of(root.units)
         found = ((mesh, ranks, scope_of(ranks)) for ranks, mesh in meshes.items())
         self._scopes = [_OnMesh(mesh, ranks, scope) for mesh, ranks, scope in found if scope is not None]
@@ -391,7 +385,7 @@ class Agreement:
 
     def refuse_other_structure(self) -> None:
         """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh."""
-        self._root.peers.meet()
+        self._peers.meet()
         self._for_each_scope(_refuse_other_structure)
 
     def forward_begins(self, *, trains: bool) -> bool:
@@ -412,19 +406,19 @@ class Agreement:
                 self._warn_of(looks.on, found, "since the training began: nothing averages them")
         return bool(self._looks)
 
-    def _for_each_scope(self, refuse: Callable[[Root, _OnMesh], None]) -> None:
+    def _for_each_scope(self, refuse: Callable[[AnyRoot, _OnMesh], None]) -> None:
         for scope in self._scopes:
             try:
                 refuse(self._root, scope)
             except RanksDisagree as error:
-                self._root.peers.disagree_on(scope.scope, error)
+                self._peers.disagree_on(scope.scope, error)
                 scope.scope.has_raised = True
                 raise
 
     def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
         return differing(scope.scope, "buffer", buffers_on(self._root.units[0].module, scope.ranks))
 
-    def _refuse_other_buffers(self, root: Root, scope: _OnMesh) -> None:
+    def _refuse_other_buffers(self, root: AnyRoot, scope: _OnMesh) -> None:
         found = self._differing_buffers(scope)
         buffers = buffers_on(root.units[0].module, scope.ranks)
         refused = [one for one in found if buffers[one.name].is_floating_point() or buffers[one.name].is_complex()]
@@ -449,7 +443,7 @@ class Agreement:
             )
 
 
-def _refuse_other_structure(root: Root, scope: _OnMesh) -> None:
+def _refuse_other_structure(root: AnyRoot, scope: _OnMesh) -> None:
     text = structure.dumps(describe(root, scope.ranks))
     digests = ask(scope.scope, "the units and parameters of the model", text)
     if digests is None:
@@ -467,7 +461,7 @@ def _refuse_other_structure(root: Root, scope: _OnMesh) -> None:
     )
 
 
-def _refuse_other_values(root: Root, scope: _OnMesh) -> None:
+def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
     params = [
         (param, group.placing.world)
         for unit in root.units

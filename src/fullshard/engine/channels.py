@@ -155,3 +155,68 @@ class Narrowing:
         """As `ParamGroup.is_aliased` for all groups, while kept parts or shards stand on the modules."""
         pairs = zip(self._groups, self.parts, strict=True)
         return all(group.is_aliased() if part is None else part.is_aliased() for group, part in pairs)
+
+
+# ---- channels of a unit ----------------------------------------------------------------------------------------------
+
+# Sets of trainable parameters for which the channel of their gradients is kept: a program may choose others in each
+# step.
+_REDUCE_CHANNELS = 8
+
+
+class UnitChannels:
+    """Those of one unit. `groups`: the unit's own list."""
+
+    def __init__(self, groups: Sequence[ParamGroup], device: torch.device, host_link: HostLink | None) -> None:
+        self._groups, self._device, self._host_link = groups, device, host_link
+        self._pool: BufferPool | None = None
+        self._communication = "auto"
+        self._factory: Channels | None = None
+        self._links: Sequence[Links] = ()
+        self.gathers: list[GatherChannel] = []
+        # What is kept between forward and backward, and how it is gathered from that.
+        self.narrowing = Narrowing()
+        # Those of the gather that is under way, or was the last.
+        self.arriving: list[GatherChannel] = []
+        # By group, and by what is trainable.
+        self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
+        # A version: what was derived from the channels holds as long as it stays.
+        self.times_made = 0
+
+    @property
+    def are_used(self) -> bool:
+        """Whether there are any: a root formed."""
+        return self._pool is not None
+
+    @property
+    def arrive_from_parts(self) -> bool:
+        """Whether the last gather was one from kept parts."""
+        return self.arriving is self.narrowing.widens
+
+    def use(self, pool: BufferPool, communication: str) -> None:
+        """Take buffers from `pool`; `communication` holds where the user did not choose for the unit."""
+        self._pool, self._communication = pool, communication
+
+    def make(self, links: Sequence[Links], controls: Controls) -> None:
+        """Make them anew. `links`: by group."""
+        assert self._pool is not None
+        factory = Channels(self._pool, self._communication, controls, self._device, self._host_link)
+        with torch.inference_mode(False):
+            self.gathers = [factory.gather(group, link) for group, link in zip(self._groups, links, strict=True)]
+            self.narrowing = Narrowing(self._groups, links, self.gathers, factory)
+        self._factory, self._links = factory, links
+        self.times_made += 1
+        self.arriving = self.gathers
+        self._reduces = [{} for _ in self._groups]
+
+    def reduce(self, position: int) -> ReduceChannel:
+        """The channel for the trainable parameters of group `position`, as they are now."""
+        group = self._groups[position]
+        known = self._reduces[position]
+        channel = known.get(group.trainable)
+        if channel is None:
+            if len(known) >= _REDUCE_CHANNELS:
+                del known[next(iter(known))]
+            assert self._factory is not None
+            channel = known[group.trainable] = self._factory.reduce(group, self._links[position])
+        return channel

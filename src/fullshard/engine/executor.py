@@ -9,58 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
 
 from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
-from ..comm import BufferPool, GatherChannel, Reduction
+from ..comm import GatherChannel
 from ..guard import Scope
-from ..param import ParamGroup, ShardedParam
+from ..param import ShardedParam
 from ..schedule import Command, CommandChecker
 from .misuse import note_window
 from .order import MessageOrder
 from .step_facts import StepFacts
 from .stepping import Stepping
-from .unit import Unit
-
-if TYPE_CHECKING:
-    from .unit import Unit
-
-
-# ---- shared ----------------------------------------------------------------------------------------------------------
-# What roots may share: the buffers of messages, and the reductions that are in flight.
-#
-# Each root has its own unless `share_comm_ctx` joins them, as the chunks of a model in pipeline parallelism: then
-# stages with equal layouts use one another's buffers, and `FULLSHARD_REDUCTIONS` limits them together. (torch shares
-# streams; there are none of ours, because messages are issued in the order of the compute stream.)
-
-
-class InFlight(NamedTuple):
-    """One reduction under way, and the parameters whose gradients it brings."""
-
-    owner: Executor
-    unit: Unit
-    group: ParamGroup
-    trainable: tuple[int, ...]
-    reduction: Reduction
-
-
-class Shared:
-    """See above. `keep`: as `BufferPool`."""
-
-    def __init__(self, *, keep: bool) -> None:
-        self.pool = BufferPool(keep=keep)
-        # Reductions under way among the ranks that share parameters, and among those that hold the same shards: each in
-        # the order of their commands, which is that of their messages on every rank.
-        self.in_flight: deque[InFlight] = deque()
-        self.replicating: deque[InFlight] = deque()
-
-    @property
-    def all_in_flight(self) -> tuple[deque[InFlight], deque[InFlight]]:
-        """Both, in the order of a reduction's messages."""
-        return self.in_flight, self.replicating
-
+from .unit import InFlight, Shared, Unit
 
 # ---- taken back ------------------------------------------------------------------------------------------------------
 # A hook of the user's raised when gradients had been handed over: what the backward brought is taken back.
@@ -78,7 +39,7 @@ class TakenBack:
     def __init__(self, units: Sequence[Unit], touched: Sequence[ShardedParam]) -> None:
         hooked = any(map(post_accumulate_grad_hooks, [param.sharded for param in touched]))
         self._bring_back = [param.standing() for param in touched] if hooked else []
-        self._windows = [(unit, unit.window_open, unit.partial_open) for unit in units] if hooked else []
+        self._windows = [(unit, unit.gradients.windows) for unit in units] if hooked else []
 
     def __enter__(self) -> None:
         pass
@@ -90,9 +51,9 @@ class TakenBack:
             return
         for bring_back in self._bring_back:
             bring_back()
-        for unit, window_open, partial_open in self._windows:
-            unit.window_open, unit.partial_open = window_open, partial_open
-            note_window(unit)
+        for unit, windows in self._windows:
+            unit.gradients.windows = windows
+            note_window(unit, is_open=any(unit.gradients.windows))
 
 
 # ---- executor --------------------------------------------------------------------------------------------------------
@@ -107,6 +68,7 @@ class Executor:
         shared: Shared,
         *,
         reductions_in_flight: int,
+        send_buffers: int | None = None,
         check: bool,
         order: MessageOrder | None = None,
     ) -> None:
@@ -114,6 +76,8 @@ class Executor:
         self.units = list(units)
         self.shared = shared
         self._limit = reductions_in_flight
+        # Where the user did not choose for the unit: how many may exist when another one was made; None: no limit.
+        self._send_buffers = send_buffers
         # Bytes of gradients and messages that may exist; None: no limit but that. And of the gradients that the running
         # backward brought and that were not sent, by unit.
         self.gradient_nbytes: int | None = None
@@ -204,9 +168,9 @@ class Executor:
         or the unit's gradients are never missing.
         """
         return (
-            (unit.window_open and unit not in self._closing)
-            or (unit.partial_open and unit.all_reduces and unit not in self._carrying)
-            or (unit.controls.zero_unused and unit.expected != 0 and unit not in self._touched)
+            (unit.gradients.window_open and unit not in self._closing)
+            or (unit.gradients.partial_open and unit.settings.all_reduces and unit not in self._carrying)
+            or (unit.settings.controls.zero_unused and unit.gradients.expected != 0 and unit not in self._touched)
         )
 
     @property
@@ -227,39 +191,39 @@ class Executor:
         unit.note_versions()
         if self._order is not None:
             self._order.gather(unit)
-        self._issue(unit, unit.gathers)
+        self._issue(unit, unit.channels.gathers)
 
     def _widen(self, unit: Unit) -> None:
         # Made of the shards of the last gather, so its versions stay noted. Should this backward fail, users are to
         # find shards, as while any other gather is under way.
-        unit.narrowing.show_shards()
+        unit.channels.narrowing.show_shards()
         if self._order is not None:
             self._order.widen(unit)
-        self._issue(unit, unit.narrowing.widens)
+        self._issue(unit, unit.channels.narrowing.widens)
 
     def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
-        unit.arriving = channels
+        unit.channels.arriving = channels
         for channel in channels:
             channel.issue()
 
     def _wait(self, unit: Unit) -> None:
         self.stepping.refuse_weights(unit)
-        for channel in unit.arriving:
+        for channel in unit.channels.arriving:
             channel.complete()
         unit.show_full()
-        unit.narrowing.release()
+        unit.channels.narrowing.release()
 
     def _free(self, unit: Unit) -> None:
         unit.show_shards()
         for group in unit.groups:
             group.memory.release()
-        unit.narrowing.release()
+        unit.channels.narrowing.release()
 
     def _drop(self, unit: Unit) -> None:
-        for channel in unit.arriving:
+        for channel in unit.channels.arriving:
             channel.cancel()
-        if unit.arriving is unit.narrowing.widens:
-            unit.narrowing.release()
+        if unit.channels.arrive_from_parts:
+            unit.channels.narrowing.release()
 
     def _shelve(self, unit: Unit) -> None:
         unit.show_shards()
@@ -268,7 +232,7 @@ class Executor:
         unit.show_full()
 
     def _narrow(self, unit: Unit) -> None:
-        unit.narrowing.keep()
+        unit.channels.narrowing.keep()
 
     # ---- gradients -----------------------------------------------------------------------------------------
 
@@ -276,22 +240,22 @@ class Executor:
         self.stepping.sends(unit)
         self._touched[unit] = None
         # Only the first message of a backward carries what earlier ones left. The window closes when it ends well.
-        accumulated = unit.window_open
+        accumulated = unit.gradients.window_open
         with_held = accumulated and unit not in self._closing
         if with_held:
             self._closing[unit] = None
-        with_partials = unit.partial_open and unit not in self._carrying
+        with_partials = unit.gradients.partial_open and unit not in self._carrying
         if with_partials:
             self._carrying[unit] = None
-        unit.arrived = 0
-        keep = not unit.all_reduces
+        unit.gradients.arrived = 0
+        keep = not unit.settings.all_reduces
         if self._order is not None:
             self._order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
         if self.gradient_nbytes is not None:
             # What arrives for it takes as much again.
             self._shrink(self.gradient_nbytes - self._waiting.get(unit, 0))
             self._waiting_nbytes -= self._waiting.pop(unit, 0)
-        limit = unit.controls.send_buffers
+        limit = unit.settings.controls.send_buffers or self._send_buffers
         for position, group in enumerate(unit.groups):
             if not group.trainable:
                 continue
@@ -300,9 +264,9 @@ class Executor:
             dtype = group.precision.reduce
             params = [group.params[i] for i in group.trainable]
             gradients = [param.to_send(dtype, with_held=with_held) for param in params]
-            if unit.controls.zero_unused:
+            if unit.settings.controls.zero_unused:
                 gradients = [p.zero() if g is None else g for p, g in zip(params, gradients, strict=True)]
-            channel = unit.reduce_channel(position)
+            channel = unit.channels.reduce(position)
             reduction = channel.issue(
                 gradients,
                 accumulated=accumulated,
@@ -310,7 +274,7 @@ class Executor:
                 keep=keep,
                 carried=self.facts.carry(unit, position, channel, keep=keep),
             )
-            self._put(InFlight(self, unit, group, group.trainable, reduction))
+            self._put(InFlight(self, unit, group, group.trainable, reduction, self.stepping.collected))
         if limit is None:
             self._advance_beyond(self.shared.in_flight)
         if self.gradient_nbytes is not None:
@@ -338,7 +302,7 @@ class Executor:
     def expect_gradient(self, unit: Unit) -> None:
         """Another gradient of `unit` may come next: make room for the largest of those that are missing."""
         if self.gradient_nbytes is not None and unit.record.sync and self.shared.in_flight:
-            self._shrink(self.gradient_nbytes - unit.largest_missing_nbytes())
+            self._shrink(self.gradient_nbytes - unit.gradients.largest_missing_nbytes())
 
     def _shrink(self, nbytes: int) -> None:
         """Wait for the oldest messages until gradients and messages take `nbytes`, or nothing is left to wait for."""
@@ -368,7 +332,7 @@ class Executor:
     def _hold(self, unit: Unit) -> None:
         self._touched[unit] = None
         self._waiting_nbytes -= self._waiting.pop(unit, 0)
-        unit.arrived = 0
+        unit.gradients.arrived = 0
 
     def _advance_oldest(self, flights: deque[InFlight]) -> None:
         """Wait for the oldest message of `flights`; it is followed by the next one, or what it brings is collected."""
@@ -383,7 +347,7 @@ class Executor:
         for i, part in zip(flight.trainable, flight.reduction.collect(), strict=True):
             if part is not None:
                 flight.group.params[i].receive(part, partial=flight.reduction.keeps)
-        flight.owner.stepping.collected(flight)
+        flight.collected(flight)
 
     def _finish(self, root: Unit) -> None:
         # What follows a message is behind it.
@@ -415,16 +379,16 @@ class Executor:
         self._waiting.clear()
         self._waiting_nbytes = 0
         for unit in self.units:
-            unit.arrived = 0
+            unit.gradients.arrived = 0
             sync = unit.record.sync
-            unit.window_open = not sync or (unit.window_open and unit not in self._closing)
-            kept = sync and not unit.all_reduces and unit.is_replicated
-            unit.partial_open = kept or (unit.partial_open and unit not in self._carrying)
-            note_window(unit)
+            unit.gradients.window_open = not sync or (unit.gradients.window_open and unit not in self._closing)
+            kept = sync and not unit.settings.all_reduces and unit.is_replicated
+            unit.gradients.partial_open = kept or (unit.gradients.partial_open and unit not in self._carrying)
+            note_window(unit, is_open=any(unit.gradients.windows))
         self._closing.clear()
         self._carrying.clear()
         # Micro-batches that keep their gradients are no step: what sends the last one's would be freed meanwhile.
-        if any(not unit.window_open and not unit.partial_open for unit in reduced):
+        if any(not unit.gradients.window_open and not unit.gradients.partial_open for unit in reduced):
             self.shared.pool.end_of_backward(id(self))
         # Last: they are the user's and may read any gradient, and raise.
         with undo:
@@ -450,6 +414,6 @@ class Executor:
         self.stepping.discard()
         self.facts.discard()
         for unit in self.units:
-            unit.arrived = 0
+            unit.gradients.arrived = 0
             for param in unit.params:
                 param.discard()

@@ -16,7 +16,6 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,10 +27,7 @@ from ..param import Owner, ShardedParam, claim
 from .misuse import clean_name, parameter_names
 from .optimizer_steps import tell_each_step
 from .order import changes_parameters, compare, note_stepped
-
-if TYPE_CHECKING:
-    from .root import Root
-    from .unit import Unit
+from .unit import AnyRoot, Unit
 
 
 class _Formed:
@@ -76,15 +72,15 @@ def own_parameters(unit: Unit) -> None:
             claim(param.sharded, param.owner)
 
 
-def own_by_root(root: Root) -> None:
+def own_by_root(root: AnyRoot, *, compares_order: bool) -> None:
     """`root` formed: from now on its parameters are known by their names in its model, and their optimizer's steps
     count where ranks compare what they are about to send."""
     names = parameter_names(root.units[0].module, root.units)
-    formed = _Formed(root.thread, root.peers.scopes)
+    formed = _Formed(root.thread, root.scopes)
     for param, name in names.items():
         if isinstance(param.owner, _Owned):
             param.owner.dotted, param.owner.formed = name, formed
-    if root.order is not None:
+    if compares_order:
         tell_each_step(_optimizer_stepped)
 
 

@@ -8,7 +8,7 @@ lower precision), each with memory of its own; the engine's memory of full param
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,11 @@ class Opening(NamedTuple):
         """Whether this rank gets full parameters: with `rank0_only`, if it is the first on each mesh of `units`."""
         meshes = {param.spec.mesh for unit in units for param in unit.params}
         return not self.rank0_only or not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+
+
+def opened_of(unit: Unit) -> OpenUnit | None:
+    """The full parameters that `full_params` put on the modules of `unit`, if it did."""
+    return cast("OpenUnit | None", unit.opened)
 
 
 class OpenUnit:

@@ -27,7 +27,8 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import current_backward
 from .._torch.modules import outside_graphs
 from ..schedule import Use
-from .root import Root, module_units, root_of
+from .full_params import opened_of
+from .root import Root, formed, module_units, root_of
 from .saved_tensors import State, refuse_writes, state_before
 from .unit import Unit
 
@@ -129,6 +130,11 @@ class _Running(NamedTuple):
     before: State | None
 
 
+def hooks_of(unit: Unit) -> UnitHooks:
+    """The hooks on the modules of `unit`."""
+    return cast("UnitHooks", unit.hooks)
+
+
 class UnitHooks:
     """The hooks of one unit's modules. Holds the forwards that are running, innermost last."""
 
@@ -138,7 +144,8 @@ class UnitHooks:
         self._generation = 0
         # No forward ran yet.
         self._first = True
-        # Of the open pass over several modules.
+        # Of the open pass over several modules: those that did not run, and its inputs.
+        self._left: set[nn.Module] = set()
         self._inputs: _InputsReached | None = None
         # Everything that torch calls, made once.
         self._before = before = outside_graphs(self._forward_begins)
@@ -180,9 +187,10 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: bool = False
     ) -> Any:
         unit = self._unit
-        root = unit.root
-        if unit.opened is not None:
-            unit.opened.check_forward()
+        root = formed(unit)
+        opened = opened_of(unit)
+        if opened is not None:
+            opened.check_forward()
             if all(below.opened is not None for below in module_units(unit.module)):
                 # Plain modules, until full_params ends: of one rank alone, perhaps, so no root forms.
                 return args, kwargs
@@ -192,10 +200,10 @@ class UnitHooks:
             return args, kwargs  # that alone is a plain module; what is below sends as ever
         if unit.record.index == 0 and unit.device.type != "cpu":
             args, kwargs = to_device(args, unit.device), to_device(kwargs, unit.device)
-        policy = unit.policy
+        policy = unit.settings.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-        own_use, nested = root.pre_forward(unit)
+        own_use, nested = root.pre_forward(unit, self.running, in_method=self.in_method)
         watched = False
         inputs: Sequence[_InputHook] = ()
         if own_use and torch.is_grad_enabled():
@@ -212,7 +220,7 @@ class UnitHooks:
 
     def _forward_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         unit = self._unit
-        root = unit.root
+        root = formed(unit)
         if root is None or not self._running or unit.opened is not None:
             return None  # the pre-hook itself raised, or nothing was begun
         running = self._running.pop()
@@ -231,11 +239,20 @@ class UnitHooks:
         if running.own_use and torch.is_grad_enabled():
             outputs = tensors_requiring_grad(output)
         flags = {"nested": running.nested, "inputs": bool(running.inputs), "outputs": bool(outputs)}
-        use = root.post_forward(unit, module, **flags)
+        use = root.post_forward(unit, partial(self._ran, module), **flags)
         self._hook_outputs(outputs, use, running.inputs)
-        if unit.policy.output_dtype is not None:
-            output = cast_floating(output, unit.policy.output_dtype)
+        if unit.settings.policy.output_dtype is not None:
+            output = cast_floating(output, unit.settings.policy.output_dtype)
         return output
+
+    def _ran(self, module: nn.Module) -> bool:
+        """Note that `module` ran; whether others of the unit did not, in this pass over all of them."""
+        if len(self._unit.modules) == 1:
+            return False
+        if not self._unit.record.pass_open:
+            self._left = set(self._unit.modules)
+        self._left.discard(module)
+        return bool(self._left)
 
     def _hook_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_InputHook]:
         # A leaf keeps its hooks from step to step, and nothing runs in backward behind it: the end of the backward
@@ -285,8 +302,9 @@ def _outputs_needed(waiting: Sequence[tuple[Unit, Use | None, Sequence[_InputsRe
     may have computed something: the backwards come youngest first, and end before an older one begins, as there.
     """
     for unit, use, returned in reversed(waiting):
-        assert unit.root is not None
-        unit.root.pre_backward(unit, use)
+        root = formed(unit)
+        assert root is not None
+        root.pre_backward(unit, use)
         for reached in returned:
             reached.one(gradients)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,9 +19,25 @@ from torch.optim import Optimizer
 from ..param import ShardedParam
 from .optimizer_steps import refuses_steps
 
-if TYPE_CHECKING:
-    from .root import Root
-    from .unit import Unit
+
+class NamedUnit(Protocol):
+    """A unit, as far as errors name its parameters: `module` is its own, `model` that of its root once that formed."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def params(self) -> Sequence[ShardedParam]: ...
+
+
+class _Trained(Protocol):
+    """A root: its units, and the thread that runs it."""
+
+    thread: int
+
+    @property
+    def units(self) -> Sequence[NamedUnit]: ...
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -39,10 +55,9 @@ def clean_name(name: str) -> str:
     return name
 
 
-def dotted_name(unit: Unit, name: str) -> str:
+def dotted_name(unit: NamedUnit, name: str) -> str:
     """The parameter that is `name` below `unit`, as the user's model spells it once its root is known."""
-    model = unit.module if unit.root is None else unit.root.units[0].module
-    for param, dotted in parameter_names(model, [unit]).items():
+    for param, dotted in parameter_names(unit.model, [unit]).items():
         if param.name == name:
             return dotted
     return name
@@ -54,7 +69,7 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[ShardedParam, str]:
+def parameter_names(model: nn.Module, units: Sequence[NamedUnit]) -> dict[ShardedParam, str]:
     """The dotted names below `model` of the parameters of `units`; relative to their unit for those outside of it."""
     prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
     names = {}
@@ -78,7 +93,7 @@ def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[ShardedPara
 
 class _Full(NamedTuple):
     parameter: weakref.ref[Tensor]
-    unit: weakref.ref[Unit]
+    unit: weakref.ref[NamedUnit]
     # Below the unit, as `ShardedParam` has it.
     name: str
     # When it stands, or stood, on the modules.
@@ -90,7 +105,7 @@ _full: dict[int, _Full] = {}  # by identity; an entry goes with its parameter
 _looked_at: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 
-def note_full(unit: Unit) -> None:
+def note_full(unit: NamedUnit) -> None:
     """Remember what stands on the modules of `unit` while it computes, and between forward and backward."""
     for param in unit.params:
         for full in (param.full, param.kept):
@@ -98,13 +113,13 @@ def note_full(unit: Unit) -> None:
                 _note(unit, full, param, "they compute (after unshard(), or between forward and backward)")
 
 
-def note_lent(unit: Unit, params: Iterable[ShardedParam], lent: Iterable[nn.Parameter]) -> None:
+def note_lent(unit: NamedUnit, params: Iterable[ShardedParam], lent: Iterable[nn.Parameter]) -> None:
     """`lent`, one for each of `params`, stood there for `full_params`, which is over."""
     for param, full in zip(params, lent, strict=True):
         _note(unit, full, param, "full_params is open")
 
 
-def _note(unit: Unit, full: Tensor, param: ShardedParam, when: str) -> None:
+def _note(unit: NamedUnit, full: Tensor, param: ShardedParam, when: str) -> None:
     key = id(full)
     if key in _full:
         return
@@ -151,12 +166,12 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 # it meets a `PendingGrad`. The step is refused before it begins, if the optimizer has such parameters. With a closure
 # the backward that closes the window may still come.
 
-_open: dict[int, weakref.ref[Unit]] = {}  # by identity
+_open: dict[int, weakref.ref[NamedUnit]] = {}  # by identity
 
 
-def note_window(unit: Unit) -> None:
-    """A backward ended; `unit` may hold gradients now, or not any more."""
-    if unit.window_open or unit.partial_open:
+def note_window(unit: NamedUnit, *, is_open: bool) -> None:
+    """A backward ended; `unit` holds gradients, or partial sums, now: or not any more."""
+    if is_open:
         key = id(unit)
         _open[key] = weakref.ref(unit, lambda _: _open.pop(key, None))
     else:
@@ -192,15 +207,15 @@ def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
 # backward of any model brought a gradient since, and no parameter of the optimizer has one.
 
 # By the thread that runs the model.
-_untrained: dict[int, weakref.WeakSet[Root]] = {}
+_untrained: dict[int, weakref.WeakSet[_Trained]] = {}
 
 
-def expect_backward(root: Root) -> None:
+def expect_backward(root: _Trained) -> None:
     """A forward of `root` begins that records a graph."""
     _untrained.setdefault(root.thread, weakref.WeakSet()).add(root)
 
 
-def note_backward(root: Root) -> None:
+def note_backward(root: _Trained) -> None:
     """A backward brought gradients of `root`. What others ran forward may be left out of it on purpose."""
     _untrained.pop(root.thread, None)
 

@@ -8,7 +8,7 @@ torch has one public, global hook for each; both are registered once, by the fir
 The count is one of the two signs that shards were written. The other is the version of the sharded parameters. It is
 not enough: torch's list operations (`foreach=True`, `fused=True`) write DTensors without raising any version. Where
 neither sign is given (a direct `torch._foreach_copy_` on the parameters), full parameters that the user asked to keep
-are used as they were gathered; see ADR 0010. By thread, because the ranks of a test may be threads of one process; a
+are used as they were gathered; see ADR 0007. By thread, because the ranks of a test may be threads of one process; a
 model is stepped by the thread that runs its forward.
 """
 
@@ -50,7 +50,7 @@ def refuses_steps(check: Check) -> Check:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for check in _checks:
         check(optimizer, args, kwargs)
-    # Operations of a step pass by us: they are many, and mix nothing (ADR 0028). A step in another thread is one beside
+    # Operations of a step pass by us: they are many, and mix nothing (ADR 0010). A step in another thread is one beside
     # a program that goes on meanwhile, and what that reads must not depend on when it asks. A step that raised leaves
     # names out until the next one is over.
     if threading.current_thread() is threading.main_thread():

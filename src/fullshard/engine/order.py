@@ -172,7 +172,7 @@ class _Lane:
 
     def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = (), layout: tuple[object, ...] = ()) -> None:
         """`unit` is about to send. `layout`: beside the channels of the unit, what decides about sizes."""
-        key = (kind, unit, layout, unit.channels_made)
+        key = (kind, unit, layout, unit.channels.times_made)
         sizes = self._sizes.get(key)
         if sizes is None:
             if len(self._sizes) > _REMEMBERED:
@@ -256,7 +256,7 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
 def _way(unit: Unit, links: Links) -> str:
     """How gradients are reduced, where that is not in one exchange."""
     assert unit.root is not None
-    strategy = unit.controls.strategy(unit.root.options.communication)
+    strategy = unit.settings.controls.strategy(unit.root.options.communication)
     if strategy == "torch":
         return "/torch"
     return "" if links.shard.world == 1 or exchanges(links, strategy) else "/native"
@@ -264,8 +264,8 @@ def _way(unit: Unit, links: Links) -> str:
 
 def _is_native(unit: Unit) -> bool:
     """Whether its messages are those of torch's FSDP2, one for one."""
-    options = unit.root.options if unit.root is not None else Options.from_environment()
-    return unit.controls.strategy(options.communication) == "torch"
+    options = unit.root.options if unit.root is not None else Options.current()
+    return unit.settings.controls.strategy(options.communication) == "torch"
 
 
 def _trains(param: ShardedParam) -> bool:

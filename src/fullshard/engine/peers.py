@@ -140,7 +140,7 @@ def peers_below(*models: nn.Module) -> Peers:
         units += below
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
     found = Peers((), threading.get_ident())
-    scopes = [scope for root in roots for scope in root.peers.scopes]
+    scopes = [scope for root in roots for scope in root.scopes]
     if not scopes:  # nothing ran yet
         scopes = [scope for unit in units for links in unit.links if (scope := scope_of(links.everyone))]
     found.scopes = list(dict.fromkeys(scopes))

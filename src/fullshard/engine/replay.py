@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from ..param import ExtensionGroup, PendingGrad, ShardedParam
 from ..schedule import Command
 from .misuse import parameter_names
-from .root import Root
-from .unit import Unit, sum_of_bits
+from .root import Root, formed
+from .staleness import sum_of_bits
+from .unit import Unit
 
 # (what it is, number of its kind and name in this step).
 Moment = tuple[str, int]
@@ -41,7 +42,7 @@ class Recorder:
         self._of_shards = {id(param.sharded): name for param, name in self._names.items()}
         self._optimizers = optimizers
         self._listening = [
-            (root, partial(self._before, root)) for root in dict.fromkeys(u.root for u in units) if root is not None
+            (root, partial(self._before, root)) for root in dict.fromkeys(map(formed, units)) if root is not None
         ]
 
     def __enter__(self) -> Recorder:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
 from .._torch import current_backward, in_transform, keeps_graph, saved_tensor_hooks_allowed, without_transforms
 from ..comm import Nodes
-from ..guard import mode
+from ..guard import Scope, mode
 from ..param import ShardedParam
 from ..policy import Controls, Options
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .agreement import Agreement
 from .backward import RunningBackward
-from .executor import Executor, Shared
+from .executor import Executor
 from .explicit_gathers import own_by_root
 from .misuse import clean_name, expect_backward, note_backward, parameter_names
 from .optimizer_steps import follow_steps
@@ -32,7 +34,7 @@ from .saved_tensors import Watch
 from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
-from .unit import WATCHED_FORWARDS, Unit, unit_of
+from .unit import WATCHED_FORWARDS, Shared, Unit, unit_of
 
 # ---- root ------------------------------------------------------------------------------------------------------------
 
@@ -44,22 +46,23 @@ class Root:
         self.units = list(units)
         # Made for one unit by an early `unshard`; gives way to the real one.
         self.provisional = provisional
-        self.options = options = Options.from_environment()
+        self.options = options = Options.current()
         device = self.units[0].device
-        self.shared = self.units[0].shared or Shared(keep=device.type == "cpu")
+        self.shared = self.units[0].settings.shared or Shared(keep=device.type == "cpu")
         # What ranks compare: `Settings` of the guard.
         self.guard_mode = mode()
         self.order = MessageOrder(self.units) if self.guard_mode != "off" else None
         self.executor = Executor(
             self.units,
             self.shared,
-            reductions_in_flight=options.reductions_on(device.type),
+            reductions_in_flight=options.reductions_in_flight,
+            send_buffers=options.send_buffers_on(device.type),
             check=options.check,
             order=self.order,
         )
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.limit_bytes()
-        self.run.is_last_backward = self.units[0].is_last_backward
+        self.run.is_last_backward = self.units[0].settings.is_last_backward
         self.executor.may_stay_pending = lambda: not self.run.is_last_backward
         self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
         self.watch = Watch(self._weight_needed, always=options.watch == "always")
@@ -79,29 +82,35 @@ class Root:
             unit.record.name = name
         self.peers = Peers(self.units, self.thread)
         # What is to be compared with the other ranks; None when nothing is left.
-        self.agreement: Agreement | None = Agreement(self)
+        self.agreement: Agreement | None = Agreement(self, self.peers)
         self.agreement.refuse_other_structure()
         self._nodes = Nodes()
         for unit in self.units:
-            self.settle_links(unit, unit.controls)
+            self.settle_links(unit, unit.settings.controls)
         self.executor.scopes = self.peers.scopes
         self.compares_facts = self.guard_mode == "full"
-        self.facts = self.executor.facts = StepFacts(self)
+        self.facts = self.executor.facts = StepFacts(self, self.peers)
         if self.order is not None and self.compares_facts and device.type != "cpu":
             self.order.compare_later(self.facts)
         first = self.units[0]
-        first.record.keeps_in_evaluation = first.reshard_after_forward is not None or options.eval_root == "keep"
+        first.record.keeps_in_evaluation = first.settings.reshard_after_forward is not None
         for unit in self.units:
-            unit.on_gradient = self._gradient_arrived
-            unit.on_repaired = self.watch.learn
+            unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool, options.communication)
-            if options.watch == "never":
-                unit.watched = 0
             self.watch.learn(unit)
         # Some of what stands on the modules may never have been written; looked at in the next forward.
         self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
         self._agreed = False
-        own_by_root(self)
+        own_by_root(self, compares_order=self.order is not None)
+
+    def repaired(self, unit: Unit) -> None:
+        """The full parameters of `unit` may be new objects."""
+        self.watch.learn(unit)
+
+    @property
+    def scopes(self) -> list[Scope]:
+        """Those of all of its meshes."""
+        return self.peers.scopes
 
     def met_by_hand(self, *, renewed: bool) -> None:
         """Outside of a step, and after a failure, all ranks came together: as they do at a forward."""
@@ -111,8 +120,9 @@ class Root:
 
     # ---- forward -------------------------------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit) -> tuple[bool, bool]:
-        """Report that a forward of `unit` begins. Whether this is a use of its own, not a repetition in backward; and
+    def pre_forward(self, unit: Unit, running: Callable[[int], bool], *, in_method: bool) -> tuple[bool, bool]:
+        """Report that a forward of `unit` begins. `running`: whether another one is, in this generation of the root;
+        `in_method`: whether a registered method is. Whether this is a use of its own, not a repetition in backward; and
         whether another forward of `unit` is running."""
         self._backward.settle()
         if not self._agreed and not self.provisional:
@@ -125,15 +135,14 @@ class Root:
         if self.unproven:
             prove_initialized(self.units)
             self.unproven = False
-        record, run, hooks = unit.record, self.run, unit.hooks
-        assert hooks is not None
+        record, run = unit.record, self.run
         in_backward = current_backward() != -1
         outermost = run.forward_root in (None, record) or record.index == 0
-        if not in_backward and outermost and not hooks.in_method:
+        if not in_backward and outermost and not in_method:
             # Also what a rank has left of a forward that went well is nothing that the others can count on.
             if self.peers.meet() or run.has_leftovers:
                 self.abandon()
-        nested = hooks.running(run.generation)
+        nested = running(run.generation)
         if self.agreement is not None and not in_backward:
             trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.module.training
             if not self.agreement.forward_begins(trains=trains):
@@ -155,14 +164,17 @@ class Root:
         self._do("pre_forward", record, commands, in_backward=in_backward, nested=nested, stale=stale)
         return not repeated, nested
 
-    def post_forward(self, unit: Unit, module: nn.Module, *, nested: bool, inputs: bool, outputs: bool) -> Use | None:
-        """Report that a forward of `module`, of `unit`, is over. `outputs`: some output requires a gradient; `inputs`:
+    def post_forward(
+        self, unit: Unit, ran: Callable[[], bool], *, nested: bool, inputs: bool, outputs: bool
+    ) -> Use | None:
+        """Report that a forward of a module of `unit` is over. `ran` notes that it was one of its own, and answers
+        whether other modules of the unit did not run yet. `outputs`: some output requires a gradient; `inputs`:
         the end of its backward will be reported by its inputs; `nested`: another forward of the unit is running.
 
         Returns the use of the unit that ended with it, if one did."""
         in_backward = current_backward() != -1
         repeated = in_backward and unit.record.in_backward
-        more = not nested and not repeated and unit.ran(module)
+        more = not nested and not repeated and ran()
         # Where saved tensors may not be watched, weights may be read by nodes that nothing announces.
         opaque = outputs and not saved_tensor_hooks_allowed()
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
@@ -196,7 +208,7 @@ class Root:
 
     def inputs_reached(self, unit: Unit) -> None:
         """Report that the gradients of the inputs of one use of `unit` are complete."""
-        present = unit.arrived != 0
+        present = unit.gradients.arrived != 0
         commands = rules.inputs_reached(self.run, unit.record, present=present)
         self._do("inputs_reached", unit.record, commands, none=not present)
 
@@ -204,7 +216,7 @@ class Root:
         record = unit.record
         if record.full is Full.PENDING and not record.in_backward and unit.may_read_early:
             # The memory exists and its message is still arriving: whether the weights were read is not known.
-            unit.irregular = True
+            unit.watching.is_irregular = True
             raise RuntimeError(
                 f"{record.name}: expected the gradient of an output of this module before that of its parameter "
                 f"{param.name}, found the parameter's alone while its weights were being gathered; run the step again: "
@@ -214,13 +226,11 @@ class Root:
             self._notice_backward()
         self._brought = True
         param.take_fresh()
-        unit.arrived |= bit
+        # Re-entrant recomputation runs a backward inside of the backward for each use of the unit.
+        all_came = unit.gradients.came_again(current_backward(), bit)
         if self.executor.gradient_nbytes is not None and param.fresh is not None:
             self.executor.gradient_came(unit, param.fresh.nbytes)
-        # Re-entrant recomputation runs a backward inside of the backward for each use of the unit.
-        backward = current_backward()
-        unit.came = backward, bit | (unit.came[1] if unit.came[0] == backward else 0)
-        if unit.came[1] == unit.expected:
+        if all_came:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
 
     def _weight_needed(self, unit: Unit) -> None:
@@ -229,7 +239,7 @@ class Root:
         if unit.record.full is Full.FULL and unit.record.in_backward:
             return
         if unit.record.full is not Full.FULL:
-            unit.irregular = True
+            unit.watching.is_irregular = True
         self.pre_backward(unit, needed=True)
 
     def _notice_backward(self) -> None:
@@ -244,12 +254,12 @@ class Root:
         """Report that the whole backward is over."""
         self._backward.forget()
         must_send = self.executor.must_send
-        present = [unit.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
+        present = [unit.gradients.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
         if self._brought:
             note_backward(self)
         else:
             held = (unit for unit in self.units if not unit.record.sync)
-            self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.expected)
+            self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.gradients.expected)
         spent = self._spends and self._brought
         # Said in a trace only where it matters: most backwards are.
         matters = any(unit.record.pins for unit in self.units)
@@ -283,8 +293,12 @@ class Root:
             )
         inputs_only, self._inputs_only = self._inputs_only, set()
         for unit in self.units:
-            unit.take_assigned()
-        lost = [unit for unit in self.units if unit in inputs_only and not unit.arrived and not unit.holds_gradients()]
+            unit.gradients.take_assigned()
+        lost = [
+            unit
+            for unit in self.units
+            if unit in inputs_only and not unit.gradients.arrived and not unit.gradients.are_held()
+        ]
         if lost:
             self.abandon()
             raise RuntimeError(
@@ -304,7 +318,7 @@ class Root:
         if failed_in_backward and self.options.watch == "auto":
             # It may have failed because weights were read that nothing announced: watch for that.
             for unit in self.units:
-                unit.watched = max(unit.watched, WATCHED_FORWARDS)
+                unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
 
     def _watch_again(self) -> None:
         """A forward follows a forward. A backward between them may have failed before it reported anything, because it
@@ -312,7 +326,7 @@ class Root:
         if self.options.watch == "auto" and self._watches_left:
             self._watches_left -= 1
             for unit in self.units:
-                unit.watched = max(unit.watched, 1)
+                unit.watching.left = max(unit.watching.left, 1)
 
     # ---- the user's calls ----------------------------------------------------------------------------------
 
@@ -334,18 +348,16 @@ class Root:
         self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
 
     def limit_bytes(self) -> None:
-        """Take over what the user set on the root (`set_prefetch_bytes`, `set_gradient_bytes`)."""
+        """Take over what the user set on the root (`set_memory_budget`)."""
         first, *below = self.units
-        lost = [unit for unit in below if unit.prefetch_nbytes is not None or unit.gradient_nbytes is not None]
-        if lost:
+        set_ = [u for u in below if (u.settings.prefetch_nbytes, u.settings.gradient_nbytes) != (None, None)]
+        if set_:
             raise RuntimeError(
-                f"set_prefetch_bytes, set_gradient_bytes: expected to be called on the root, found that one was called "
-                f"on {type(lost[0].module).__name__} below {type(first.module).__name__}; call it on the root"
+                f"set_memory_budget(prefetch, gradients): expected to be called on the root, found that it was called "
+                f"on {type(set_[0].module).__name__} below {type(first.module).__name__}; call it on the root"
             )
-        chosen, options = first.prefetch_nbytes, self.options
-        self.run.prefetch_nbytes = options.prefetch_nbytes if chosen is None else chosen
-        chosen = options.gradient_nbytes if first.gradient_nbytes is None else first.gradient_nbytes
-        self.executor.gradient_nbytes = chosen
+        self.run.prefetch_nbytes = first.settings.prefetch_nbytes
+        self.executor.gradient_nbytes = first.settings.gradient_nbytes
 
     def share(self, shared: Shared) -> None:
         """Use the buffers and the limit of `shared` from now on."""
@@ -360,6 +372,11 @@ class Root:
         for unit in self.units:
             unit.attach(self, shared.pool, self.options.communication)
 
+    def settings_change(self, unit: Unit, controls: Controls) -> None:
+        """`unit` is to reduce, and gather, as `controls` say; every rank of the root makes this call."""
+        self.settle_links(unit, controls)
+        self.facts.settings_changed()
+
     def settle_links(self, unit: Unit, controls: Controls) -> None:
         """Between which ranks the messages of `unit` go under `controls`; every rank of the root makes this call."""
         strategy = controls.strategy(self.options.communication)
@@ -369,7 +386,7 @@ class Root:
     def _wait_for_optimizer(self) -> None:
         """What `set_post_optim_event` announced: gathers, issued in the order of this stream, come after it."""
         first = self.units[0]
-        event, first.post_optim_event = first.post_optim_event, None
+        event, first.settings.post_optim_event = first.settings.post_optim_event, None
         if event is not None and first.device.type != "cpu":
             event.wait()
 
@@ -394,13 +411,18 @@ class Root:
 # How a root forms: at the first forward (or `unshard`) of a module, out of that module and every unit below it.
 
 
+def formed(unit: Unit) -> Root | None:
+    """The root that runs `unit`, if one formed."""
+    return cast("Root | None", unit.root)
+
+
 def root_of(unit: Unit) -> Root:
     """The root `unit` belongs to; formed from its module and what is below it when there is none yet.
 
     Raises `RuntimeError` when parameters are still on the meta device, and `ValueError` when a parameter belongs to
     two units.
     """
-    root = unit.root
+    root = formed(unit)
     if root is not None and not root.provisional:
         return root
     if len(unit.modules) > 1:
@@ -425,7 +447,7 @@ def root_of(unit: Unit) -> Root:
     _refuse_meta(unit.module, units)
     for below in units:
         _settle(below)
-    if unit.reshard_after_forward is None:
+    if unit.settings.reshard_after_forward is None:
         # The root's backward follows its forward at once.
         unit.record.reshard_after_forward = False
     return Root(units, list(names.values()), provisional=False)
@@ -433,8 +455,9 @@ def root_of(unit: Unit) -> Root:
 
 def early_root_of(unit: Unit) -> Root:
     """The root of `unit`, or a provisional one of its own: `unshard` may come before the root is known."""
-    if unit.root is not None:
-        return unit.root
+    root = formed(unit)
+    if root is not None:
+        return root
     _refuse_meta(unit.module, [unit])
     return Root([unit], [unit.record.name], provisional=True)
 

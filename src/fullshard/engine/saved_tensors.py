@@ -20,7 +20,8 @@ from .._torch import (
 )
 from .._torch.modules import outside_graphs
 from ..param import ExtensionGroup, ShardedParam
-from .unit import Unit, sum_of_bits
+from .staleness import sum_of_bits
+from .unit import Unit
 
 # ---- watch -----------------------------------------------------------------------------------------------------------
 # Weights that are read in backward although no gradient of a unit's output announced it.
@@ -30,7 +31,7 @@ from .unit import Unit, sum_of_bits
 # an output edited in place. What every program has in common is that the saved weight is *unpacked*. So during a unit's
 # first forwards its saved tensors go through hooks: weights become tokens, and unpacking a token gathers the unit. A
 # unit for which this was ever needed stays watched; the others go without, because the hooks cost about ten
-# microseconds for each saved tensor, as much as everything else together (ADR 0007).
+# microseconds for each saved tensor, as much as everything else together (ADR 0006).
 #
 # Someone else's hooks (recomputation, offloading of activations) are never hidden: while they are active, nothing is
 # watched. Recomputation runs the unit's forward again, which gathers.
@@ -75,17 +76,17 @@ class Watch:
 
     def begin(self, unit: Unit) -> bool:
         """A forward of `unit` with gradients begins; whether `end` has to be called after it."""
-        unit.is_watched = False
-        if unit.watched <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
+        unit.watching.is_on = False
+        if unit.watching.left <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
             return False
-        if not (unit.irregular or self._always):
-            unit.watched -= 1
+        if not (unit.watching.is_irregular or self._always):
+            unit.watching.left -= 1
         top = top_saved_tensor_hooks()
         if top is not None:
             # Our own of an enclosing unit know the weights of all units; somebody else's are not to be hidden.
-            unit.is_watched = top[0] is self._hooks[0]
+            unit.watching.is_on = top[0] is self._hooks[0]
             return False
-        unit.is_watched = True
+        unit.watching.is_on = True
         push_saved_tensor_hooks(*self._hooks)
         self._active += 1
         return True

@@ -30,6 +30,7 @@ from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_load
 from .misuse import dotted_name, first_few
 from .optimizer_facts import units_restored
 from .optimizer_steps import refuses_steps
+from .root import formed
 from .unit import Unit
 
 # ---- replaced --------------------------------------------------------------------------------------------------------
@@ -225,12 +226,12 @@ class _ModuleHooks:
 
     def _tell(self, values: dict[str, Tensor]) -> None:
         """What was loaded, to those who compare it with other ranks."""
-        root = self._unit.root
+        root = formed(self._unit)
         if root is not None and not root.provisional:
             names = [self._prefix + place.slot.name for place in self._places]
             root.facts.loaded(self._unit, names, {self._prefix + name: value for name, value in values.items()})
             return
-        for place in self._places if self._unit.notes_values else ():
+        for place in self._places if self._unit.settings.notes_values else ():
             value = values.get(place.slot.name)
             if value is not None and value.shape == place.param.sharded.shape:
                 note_loaded(place.param, value)

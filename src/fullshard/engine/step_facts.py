@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,11 +32,8 @@ from .agreement import digests_of, replicas_of, unsharded_on
 from .misuse import clean_name, parameter_names
 from .optimizer_facts import OptimizerFacts, listed, steps_taken, text_of
 from .optimizer_steps import tell_optimizer_steps
-from .unit import Unit
-
-if TYPE_CHECKING:
-    from .root import Root
-
+from .peers import Peers
+from .unit import AnyRoot, Unit
 
 # Values outside of units are looked at with the first comparison, with the second, and then each time after eight times
 # as many.
@@ -102,8 +99,8 @@ class _Mesh:
 class StepFacts:
     """Of one root. Costs nothing where nobody is asked."""
 
-    def __init__(self, root: Root) -> None:
-        self._root = weakref.ref(root)
+    def __init__(self, root: AnyRoot, peers: Peers) -> None:
+        self._root, self._peers = root, peers
         self._units = root.units
         self._meshes: dict[tuple[int, ...], _Mesh] = {}
         self._of: dict[Unit, tuple[_Mesh | None, ...]] = {}
@@ -245,10 +242,8 @@ class StepFacts:
             self._refuse(mesh, mesh.scope, self._seal(mesh).text)
 
     def _only_native(self, mesh: _Mesh) -> bool:
-        root = self._root()
-        assert root is not None
-        default = root.options.communication
-        return all(unit.controls.strategy(default) == "torch" for unit in mesh.members)
+        default = self._root.options.communication
+        return all(unit.settings.controls.strategy(default) == "torch" for unit in mesh.members)
 
     def _look(self, mesh: _Mesh, sent: _Sent) -> None:
         if sent.comparison.differs() and mesh.scope is not None:
@@ -279,9 +274,7 @@ class StepFacts:
                 names = {rank: names.split("\n") for rank, names in (told or {}).items()}
                 said = said.replace(";", f" ({first_unlike(names)});", 1) if names else said
             error = RanksDisagree(said, what=fact.name, by_rank=difference.by_rank)
-            root = self._root()
-            assert root is not None
-            root.peers.disagree_on(scope, error)
+            self._peers.disagree_on(scope, error)
             raise error
 
     def _listed(self, mesh: _Mesh) -> str:
@@ -300,7 +293,7 @@ class StepFacts:
             self._settings_changed = False
             for each in self._meshes.values():
                 for unit in each.members:
-                    each.ledger.stand(Fact("settings", f"settings of {unit.record.name}", unit.controls.text))
+                    each.ledger.stand(Fact("settings", f"settings of {unit.record.name}", unit.settings.controls.text))
         source = "" if mesh.scope is None else steps_taken(mesh.scope).source
         if source:
             mesh.ledger.stand(Fact("load", "state that was loaded", source))
@@ -318,7 +311,7 @@ class StepFacts:
         change from one comparison to the next. After a failure only some of the ranks had made the last comparison.
         """
         for unit, positions in mesh.members.items():
-            versions = unit.gathered_versions
+            versions = unit.staleness.versions
             if len(versions) != len(unit.groups) + 1:
                 continue
             written = sum([sum(versions[position + 1]) for position in positions])
@@ -332,14 +325,12 @@ class StepFacts:
             mesh.ledger.stand(Fact("written", f"times that parameters of {unit.record.name} were written", value))
 
     def _note_values(self, mesh: _Mesh, *, again: bool) -> None:
-        root = self._root()
-        assert root is not None
         outside = {n: tensor for n, tensor in {**self._outside(mesh), **mesh.beside}.items() if n not in mesh.own}
         if outside:
             meant = self._ignored() if mesh.count == 1 else frozenset()
             facts = [Fact("ignored" if n in meant else "outside", n, text) for n, text in digests_of(outside).items()]
             mesh.ledger.do(Deed("values outside of units", tuple(facts)))
-        replicas = replicas_of(self._units, root.units[0].module) if again else {}
+        replicas = replicas_of(self._units, self._root.units[0].module) if again else {}
         for ranks, shards in replicas.items():
             if set(ranks) <= set(mesh.ranks):
                 facts = [Fact("replicas", f"shard of {n}", text) for n, text in digests_of(shards).items()]
@@ -347,31 +338,28 @@ class StepFacts:
 
     def _outside(self, mesh: _Mesh) -> dict[str, Tensor]:
         """Parameters that no unit has, by dotted name; in a backward full ones stand on modules of units."""
-        root = self._root()
-        assert root is not None
         ours = {id(tensor) for unit in self._units for param in unit.params for tensor in (param.full, param.kept)}
-        found = unsharded_on(root.units[0].module, mesh.ranks)
+        found = unsharded_on(self._root.units[0].module, mesh.ranks)
         return {name: parameter for name, parameter in found.items() if id(parameter) not in ours}
 
     def _ignored(self) -> frozenset[str]:
         """Dotted names of what the user told `fully_shard` to leave alone."""
-        root = self._root()
-        assert root is not None
         prefixes = {
-            module: f"{clean_name(name)}." if name else "" for name, module in root.units[0].module.named_modules()
+            module: f"{clean_name(name)}." if name else ""
+            for name, module in self._root.units[0].module.named_modules()
         }
         return frozenset(
-            prefixes.get(unit.module, "") + clean_name(name) for unit in self._units for name in unit.ignored_names
+            prefixes.get(unit.module, "") + clean_name(name)
+            for unit in self._units
+            for name in unit.settings.ignored_names
         )
 
     def _placed_now(self) -> dict[int, tuple[tuple[int, ...], str]]:
         """Mesh and name of each parameter, by identity; anew when shards were replaced."""
-        made = sum([unit.channels_made for unit in self._units])
+        made = sum([unit.channels.times_made for unit in self._units])
         if made != self._channels:
-            root = self._root()
-            assert root is not None
             self._channels = made
-            names = parameter_names(root.units[0].module, self._units)
+            names = parameter_names(self._root.units[0].module, self._units)
             self._places, self._placed, self._listed_places = {}, [], {}
             for mesh in self._meshes.values():
                 for name, parameter in self._outside(mesh).items():

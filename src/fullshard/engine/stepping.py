@@ -17,51 +17,18 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_of, with_tensor_hooks
 from ..param import ShardedParam
 from ..schedule import Full
+from .gradients import Stepper
 from .optimizer_steps import note_optimizer_step
-
-if TYPE_CHECKING:
-    from .executor import InFlight
-    from .unit import Unit
-
+from .unit import InFlight, Unit
 
 # ---- stepping --------------------------------------------------------------------------------------------------------
-
-
-class Stepper(Protocol):
-    """An optimizer that takes gradients in backward, for the parameters it has (extras/step_in_backward.py)."""
-
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Whether it is one of the optimizer's."""
-        ...
-
-    def stepped_any(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether some of `parameters` were stepped since the user's last `optimizer.step()`."""
-        ...
-
-    def begin(self, backward: Stepping, unit_name: str) -> None:
-        """The parameters of a unit are stepped, in a backward that is running."""
-        ...
-
-    def step(self, params: Sequence[ShardedParam]) -> None:
-        """Take the optimizer's step with these parameters, and drop their gradients."""
-        ...
-
-    def end(self, backward: Stepping) -> None:
-        """That backward ended well."""
-        ...
-
-    def refuse_half_a_step(self) -> None:
-        """Raise `RuntimeError` when a backward failed after a part of the parameters was stepped."""
-        ...
 
 
 class Stepping:
@@ -80,10 +47,10 @@ class Stepping:
 
     def sends(self, unit: Unit) -> None:
         """`unit` is about to send gradients: that is an error when its step was taken already."""
-        stepper = unit.stepper
+        stepper = unit.gradients.stepper
         if stepper is None or not self.is_final():
             return
-        if unit.arrived != unit.expected:
+        if unit.gradients.arrived != unit.gradients.expected:
             # What is missing may come behind the message: a weight was read outside of the forward of its module.
             self._postponed.add(unit)
         if unit in self._stepped:
@@ -119,10 +86,10 @@ class Stepping:
     def collected(self, flight: InFlight) -> None:
         """The gradients of a reduction are there, in `param.reduced`."""
         unit = flight.unit
-        if unit.stepper is None or flight.reduction.keeps or not self.is_final():
+        if unit.gradients.stepper is None or flight.reduction.keeps or not self.is_final():
             return
         params = [flight.group.params[i] for i in flight.trainable]
-        params = [param for param in params if param.reduced is not None and unit.stepper.has(param.sharded)]
+        params = [param for param in params if param.reduced is not None and unit.gradients.stepper.has(param.sharded)]
         self._refuse_late(unit, params)
         # Shards that are being sent (a prefetch behind the backward of the unit) must not change; and gradients that
         # came behind the message bring another one.
@@ -137,14 +104,16 @@ class Stepping:
             param.commit(flight.group.precision.reduce)
         for param in params:
             param.run_hooks()
-        self._step(unit, unit.stepper, params)
+        self._step(unit, unit.gradients.stepper, params)
 
     def finish(self, arrived: Mapping[Unit, Sequence[ShardedParam]]) -> None:
         """The backward is over; `arrived`: parameters whose gradients are on `.grad` now."""
         if self.is_final():
             for unit, params in arrived.items():
-                if unit.stepper is not None and (owned := [p for p in params if unit.stepper.has(p.sharded)]):
-                    self._step(unit, unit.stepper, owned)
+                if unit.gradients.stepper is not None and (
+                    owned := [p for p in params if unit.gradients.stepper.has(p.sharded)]
+                ):
+                    self._step(unit, unit.gradients.stepper, owned)
         if self._stepped:
             for stepper in self._steppers():
                 stepper.end(self)
@@ -162,7 +131,7 @@ class Stepping:
         self._postponed.clear()
 
     def _steppers(self) -> dict[Stepper, None]:
-        return {unit.stepper: None for unit in self._stepped if unit.stepper is not None}
+        return {unit.gradients.stepper: None for unit in self._stepped if unit.gradients.stepper is not None}
 
     def _step(self, unit: Unit, stepper: Stepper, params: Sequence[ShardedParam]) -> None:
         # Before it: a step that fails may have changed something.
@@ -180,5 +149,5 @@ class Stepping:
 def refuse_half_a_step(units: Sequence[Unit]) -> None:
     """Raise `RuntimeError` when the last backward failed after some of `units` were stepped."""
     for unit in units:
-        if unit.stepper is not None:
-            unit.stepper.refuse_half_a_step()
+        if unit.gradients.stepper is not None:
+            unit.gradients.stepper.refuse_half_a_step()

@@ -1,6 +1,5 @@
-"""What a training loop may want beside the engine, through the public surface and a few named functions of the engine:
-micro-batches that fit, optimizer steps in backward, one decision on NaN and inf, uneven numbers of batches, replay of a
-step.
+"""Tools for the training loop on top of the engine's public surface and a few of its functions: micro-batches that fit,
+optimizer steps in backward, one decision on NaN and inf, uneven numbers of batches, replay of a step.
 """
 
 from .check_gradients import GradientCheck as GradientCheck

@@ -1,8 +1,8 @@
 """One decision of all ranks on NaN and inf, before an optimizer writes them into parameters and state.
 
-Each rank looks at its own loss and its own rows of every gradient, and finds the first that is not finite. The least of
-what the ranks found is the answer, the same on all of them: one message of eight bytes for each axis of the mesh, and
-only where something was found a second one, with the name.
+Each rank checks its own loss and its own rows of every gradient, and finds the first value that is not finite. The
+minimum over the ranks is the result, the same on all of them. That takes one message of eight bytes per axis of the
+mesh, and a second one with the name only if something was found.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ..param import NormMesh, PendingGrad
 OnNonfinite = Literal["raise", "skip", "count"]
 
 _RANK_BITS = 24
-# Behind every (position, rank).
+# Greater than every (position, rank).
 _NOTHING = 1 << 62
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """What `check_gradients` found, the same on every rank.
+    """The result of `check_gradients`, the same on every rank.
 
     ok: loss and gradients were finite on all ranks.
-    bad_steps: how many calls for this model found something, this one included, since the process began.
+    bad_steps: how many calls for this model found something since the process began, including this one.
     name: the first that is not finite: "loss", or the dotted name of a parameter; None when `ok`. The loss comes
-        before all parameters, these in the order of the model; of several ranks the lowest.
-    rank: the rank (in the default group) on which it was found: whose loss, or whose rows of the gradient. A NaN that
-        came from one rank's batch is in the reduced gradients of all; its loss tells whose batch it was.
+        before all parameters, and these in model order; among several ranks the lowest.
+    rank: the rank (in the default group) on which it was found: the owner of the loss, or of the rows of the gradient.
+        A NaN from one rank's batch is in the reduced gradients of all; only the loss shows whose batch it was.
     what: how many elements of that rank's part are NaN or inf, and where the first one is.
     """
 
@@ -58,13 +58,12 @@ class GradientCheck:
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised by `check_gradients` on every rank; `check` is what was found."""
+    """Raised by `check_gradients` on every rank; `check` is the result."""
 
     def __init__(self, check: GradientCheck) -> None:
         super().__init__(
             f"expected a finite loss and finite gradients, found that {check}; nothing was updated. Look at that "
-            f"rank's batch and at the loss, lower the learning rate, or call check_gradients with "
-            f"on_nonfinite='skip' to leave such steps out"
+            f"rank's batch and loss, lower the learning rate, or skip such steps with on_nonfinite='skip'"
         )
         self.check = check
 
@@ -76,26 +75,25 @@ def check_gradients(
     on_nonfinite: OnNonfinite = "raise",
     process_group: dist.ProcessGroup | None = None,
 ) -> GradientCheck:
-    """Look for NaN and inf in the gradients, and in `loss`, on all ranks, and decide on all of them alike.
+    """Look for NaN and inf in the gradients, and in `loss`, on all ranks, and decide alike on all of them.
 
         loss.backward()
-        fullshard.check_gradients(model, loss)      # behind a scaler's unscale_(), before or behind clipping
+        fullshard.check_gradients(model, loss)      # after a scaler's unscale_(), before or after clipping
         optimizer.step()
 
-    model: a module, sharded or not, or its parameters; every `.grad` on them is looked at, of parameters of units, of
-        ignored and other plain ones, in every dtype. Parameters without one are passed over. A module finds sharded
-        parameters whatever stands on it at the moment, and names them; of parameters alone the position is told.
-    loss: this rank's, any shape, or the sum of those of its micro-batches. It tells whose batch was bad. May be given
-        before backward, and has to be where `step_in_backward` takes the gradients.
+    model: a module, sharded or not, or its parameters. Every `.grad` is checked: of sharded, ignored and other plain
+        parameters, in every dtype. Parameters without one are skipped. A module finds and names its sharded parameters
+        even while full parameters are on it; for a list of parameters the report gives positions.
+    loss: this rank's, any shape, or the sum over its micro-batches. It shows whose batch was bad. It may be passed
+        before backward, and has to be if `step_in_backward` takes the gradients.
     on_nonfinite: "raise": `NonFiniteError` (a `FloatingPointError`) on all ranks. "skip": all gradients are set to
-        None, so that the `optimizer.step()` that follows changes no parameter and no state. "count": nothing but the
-        result; the gradients stay as they are.
+        None, so that the following `optimizer.step()` changes no parameter and no state. "count": only the result; the
+        gradients stay as they are.
     process_group: all ranks that have to decide alike. By default those of the meshes of the parameters; without a
-        sharded parameter, the default group, if there is one. Pipeline stages, whose ranks share no mesh, give one.
-    Collective: every rank of these calls it, in each step. It waits for the gradients on a device.
-    Raises, besides: `ValueError` for another `on_nonfinite`; `RuntimeError` when a gradient was accumulated but not
-    reduced, or taken by a step in backward.
-    """
+        sharded parameter, the default group if there is one. Pipeline stages, whose ranks share no mesh, pass one.
+    Collective: every one of these ranks calls it, in each step. It waits for the gradients on a device.
+    Also raises `ValueError` for an unknown `on_nonfinite`, and `RuntimeError` for a gradient that was accumulated but
+    not reduced, or taken by a step in backward."""
     if on_nonfinite not in get_args(OnNonfinite):
         expected = ", ".join(map(repr, get_args(OnNonfinite)))
         raise ValueError(f"on_nonfinite: expected one of {expected}, found {on_nonfinite!r}")
@@ -122,7 +120,7 @@ def check_gradients(
     return check
 
 
-# ---- what is looked at ---------------------------------------------------------------------------------------
+# ---- the values to check -------------------------------------------------------------------------------------
 
 
 class _LookedAt(NamedTuple):
@@ -133,9 +131,9 @@ class _LookedAt(NamedTuple):
 
 
 def named_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters that have gradients when a backward is over, with their names, in the order of the model.
+    """The parameters that have gradients after a backward, with their names, in model order.
 
-    Not `named_parameters()`: full parameters may stand on the modules (`full_params`, `set_reshard_after_backward`).
+    Not `named_parameters()`: full parameters may be on the modules (`full_params`, `set_reshard_after_backward`).
     """
     sharded = {
         (id(slot.module), slot.name): param.sharded
@@ -167,7 +165,7 @@ def _looked_at(named: Sequence[tuple[str, Tensor]], loss: Tensor | float | None)
         if gradient is None:
             continue
         if isinstance(gradient, PendingGrad):
-            gradient.to_local()  # refuses, with the reason
+            gradient.to_local()  # raises, with the reason
         found.append(_LookedAt(1 + i, name, _values(gradient)))
     return found
 
@@ -175,15 +173,15 @@ def _looked_at(named: Sequence[tuple[str, Tensor]], loss: Tensor | float | None)
 def _values(tensor: Tensor) -> Tensor:
     """This rank's values, as a plain dense tensor."""
     if isinstance(tensor, DTensor):
-        tensor = settled(local_of(tensor))  # not detached before: that is a DTensor's dispatch for each
+        tensor = settled(local_of(tensor))  # without detach before: that costs a DTensor dispatch for each
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def asked(
     named: Sequence[tuple[str, Tensor]], process_group: dist.ProcessGroup | None
 ) -> tuple[list[dist.ProcessGroup], torch.device]:
-    """Over which groups the answer is found, and where the message is made: the same device type on every rank."""
-    # Of all parameters, also those without a gradient here: ranks have to agree on the messages.
+    """The groups over which the result is found, and the device of the message: of one type on every rank."""
+    # From all parameters, also those without a gradient here: ranks have to agree on the messages.
     meshes = {}
     for _, parameter in named:
         if isinstance(parameter, DTensor):
@@ -198,13 +196,13 @@ def asked(
     return [] if process_group is None else [process_group], device
 
 
-# ---- what is found -------------------------------------------------------------------------------------------
+# ---- the first that is not finite ----------------------------------------------------------------------------
 
 
 def _first(looked_at: Sequence[_LookedAt], device: torch.device, rank: int) -> Tensor:
-    """(position, rank) of the first that is not finite here, as one number, int64 on `device`; `_NOTHING` without one.
+    """(position, rank) of the first non-finite value here, as one number, int64 on `device`; `_NOTHING` without one.
 
-    Nothing is waited for on a device.
+    Does not synchronise with a device.
     """
     least = [torch.tensor(_NOTHING, device=device)]
     by_kind: dict[tuple[torch.device, torch.dtype], list[_LookedAt]] = {}
@@ -223,7 +221,7 @@ def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()
-    # On a CPU the largest element takes ten times as long as the sum of squares, which may overflow where all is well.
+    # On a CPU the maximum takes ten times as long as the sum of squares, which may overflow for finite values.
     finite = torch.stack(torch._foreach_norm(list(tensors), 2)).isfinite()
     for i in torch.nonzero(~finite).flatten().tolist():
         finite[i] = tensors[i].isfinite().all()

@@ -1,4 +1,4 @@
-"""`joined`: ranks with another number of batches go through as many turns, so that all send the same messages."""
+"""`joined`: ranks with different numbers of batches run the same number of turns, so all send the same messages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Batch = TypeVar("Batch")
 
 
 class Turn(NamedTuple, Generic[Batch]):
-    """One turn of `joined`. `own`: whether `batch` is the next one of this rank; otherwise it was used before, and what
-    the model makes of it counts for nothing. `weight`: of this rank's loss in training."""
+    """One turn of `joined`. `own`: whether `batch` is the next one of this rank; otherwise it is a repeated one or the
+    filler, whose results must be ignored. `weight`: of this rank's loss in training."""
 
     batch: Batch
     own: bool
@@ -26,7 +26,7 @@ class Turn(NamedTuple, Generic[Batch]):
 
 
 def joined(model: nn.Module, batches: Iterable[Batch], *, filler: Batch | None = None) -> Iterator[Turn[Batch]]:
-    """The batches of this rank, and then as many turns more as the rank with the most batches has.
+    """This rank's batches, followed by extra turns up to the number of batches of the rank with the most.
 
         with torch.no_grad():
             for batch, own, _ in fullshard.joined(model, loader):
@@ -34,24 +34,24 @@ def joined(model: nn.Module, batches: Iterable[Batch], *, filler: Batch | None =
                 if own:
                     total += loss
 
-    Every rank has to take part in each forward of a sharded model. A rank that has no batch left gets its last one
-    again, with `own` off. The same in training, where such a rank adds nothing to the gradient:
+    Every rank has to take part in each forward of a sharded model. A rank without batches left gets its last one again,
+    with `own` False. In training, such a rank adds nothing to the gradient:
 
         for batch, own, weight in fullshard.joined(model, loader):
             (loss_of(model(batch)) * weight).backward()
 
-    model: the root of what `fully_shard` was applied to; all ranks of its mesh call this, and use the model in the same
-        way in each turn. Leave the loop on all ranks in the same turn.
+    model: the root module of `fully_shard`; all ranks of its mesh call this, and use the model in the same way in each
+        turn. Leave the loop on all ranks in the same turn.
     batches: any number of them, on any rank; taken one at a time. The last one is kept.
-    filler: what a rank gets that has no batch at all; the same kind of thing.
-    `weight` is 0.0 where `own` is off, else the ranks of the mesh divided by how many have a batch in this turn: the
-        mean of the weighted gradients over all ranks, which a reduction makes, is then that over the ranks with a
-        batch. A loss that is inf or NaN stays NaN times 0.
+    filler: the batch for a rank that has none at all; of the same kind.
+    `weight` is 0.0 where `own` is False, else the number of ranks of the mesh divided by the number of ranks with a
+        batch in this turn. So the reduction's mean over all ranks is the mean over the ranks with a batch. A loss that
+        is inf or NaN becomes NaN when multiplied by 0.
 
-    Each turn begins with one message of 8 bytes for each axis of the mesh, so nobody waits for a rank that went on, and
-    the loop ends on all ranks together. An exception of `batches` on one rank is a `PeerFailed` on the others.
-    Raises `ValueError` for a model that is no root, and on all ranks where one has neither a batch nor a filler;
-    `RanksDisagree` where ranks did something else in a turn.
+    Each turn begins with one message of 8 bytes per axis of the mesh, so no rank waits for one that moved on, and the
+    loop ends on all ranks together. An exception of `batches` on one rank is a `PeerFailed` on the others.
+    Raises `ValueError` for a model that is not a root, and on all ranks if one has neither a batch nor a filler;
+    `RanksDisagree` if ranks did something else in a turn.
     """
     unit = unit_of(model)
     if unit is None:
@@ -88,7 +88,7 @@ def _turns(
         if without:
             raise ValueError(
                 f"joined: expected a batch or a filler on all {world} ranks, found {without} with neither, while "
-                f"{have} have a batch{' (this rank has none)' if batch is None else ''}; give filler=, a batch of the "
+                f"{have} have a batch{' (this rank has none)' if batch is None else ''}; pass filler=, a batch of the "
                 f"same kind"
             )
         assert batch is not None
@@ -96,7 +96,7 @@ def _turns(
 
 
 def _counts(root: Root, mesh: DeviceMesh | None, own: bool, empty: bool) -> tuple[int, int]:
-    """How many ranks have a batch of their own, and how many nothing to take part with."""
+    """How many ranks have a batch of their own, and how many have nothing to run."""
     if mesh is None:
         return int(own), int(empty)
     root.peers.meet()
@@ -107,7 +107,7 @@ def _counts(root: Root, mesh: DeviceMesh | None, own: bool, empty: bool) -> tupl
 
 
 def _mesh(root: Root) -> DeviceMesh | None:
-    """The one with all ranks; None where there is nobody else."""
+    """The mesh with all ranks; None for a single rank."""
     meshes = meshes_of(root.units)
     if not meshes:
         return None
@@ -115,7 +115,7 @@ def _mesh(root: Root) -> DeviceMesh | None:
     apart = [ranks for ranks in meshes if not set(ranks) <= set(widest)]
     if apart:
         raise NotImplementedError(
-            f"joined: expected one mesh that has the ranks of all others, found {list(widest)} and {list(apart[0])}; "
-            f"agree on the number of turns by a message of your own"
+            f"joined: expected one mesh with the ranks of all others, found {list(widest)} and {list(apart[0])}; "
+            f"agree on the number of turns with your own message"
         )
     return meshes[widest]

@@ -1,4 +1,4 @@
-"""`MicroBatches`: the largest micro-batch that fits, found by trying, with the mathematics of the whole batch."""
+"""`MicroBatches`: finds the largest micro-batch that fits, by trying, with the mathematics of the whole batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .._torch import buffers_of
 from ..api import guard
 from ..engine import root_of, unit_of
 from ..engine.peers import peers_below
-from ..engine.root import module_units
+from ..engine.root import formed, module_units
 from ..guard import PeerFailed, shown_ranks
 from ..observe import report
 from ..observe.report import human
 from ..param import KeptGradients, KeptTensor
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
-# Which size of micro-batches to try next, from what fitted so far. Numbers alone, the same on every rank.
+# The size of micro-batches to try next, from the sizes that fitted so far. Numbers only, the same on every rank.
 
 
 @dataclass(slots=True)
 class Sizes:
-    """The search of one model. Sizes are samples of a rank; 0 stands for "not known", as `size` for "all of them"."""
+    """The search of one model. Sizes are samples of a rank; 0 means "not known", and for `size` "all of them"."""
 
     size: int = 0  # what the next window tries
     fits: int = 0  # the largest that fitted
@@ -40,46 +40,46 @@ class Sizes:
         return min(self.size or samples, samples)
 
     def went_well(self, size: int, samples: int) -> None:
-        """A window of `samples` samples fitted in pieces of `size`: choose that of the next window."""
+        """A window of `samples` samples fitted in pieces of `size`: choose the size of the next window."""
         self.fits = max(self.fits, size)
         if not self.bisect or not self.fails:
             return
         self.size = self.fits
-        # A larger size is worth trying only where it saves a piece.
+        # A larger size is only worth trying if it saves a piece.
         pieces, fewest = -(-samples // self.fits), -(-samples // (self.fails - 1))
         if fewest < pieces:
             self.size = -(-samples // ((pieces + fewest) // 2))
 
     def failed(self, size: int) -> bool:
-        """A piece of `size` did not fit: choose a smaller one for the same window. False where there is none."""
+        """A piece of `size` did not fit: choose a smaller one for the same window. False if there is none."""
         if size == 1:
             return False
         self.fails = size
         if self.fits >= size:
-            self.fits = 0  # so it was, and is no longer
+            self.fits = 0  # it fitted before, but no longer does
         self.size = self.fits if self.fits and self.bisect else (size + 1) // 2
         return True
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-# What counts as out of memory, and what to say where nothing is left to try.
+# The errors that count as out of memory, and the message when nothing is left to try.
 
-# Of the RuntimeErrors by which allocators speak that have no exception of their own.
+# Texts of allocators that raise a plain RuntimeError.
 _CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
 _SHOWN_TERMS = 6
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory was not to be had: `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeError
-    of the CPU allocator, of cuBLAS, cuDNN and cuSOLVER."""
+    """Whether `error` reports a lack of memory: `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of the
+    CPU allocator, cuBLAS, cuDNN and cuSOLVER."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in (*_CPU_ALLOCATOR, *_LIBRARIES))
 
 
 def nothing_fits(model: nn.Module, said: str) -> str:
-    """The text for a model that does not run with one sample: what the allocator said, and what takes memory."""
+    """The text for a model that does not run with one sample: the allocator's message, and the largest consumers."""
     try:
         found = report(model)
     except ValueError:  # nothing is sharded
@@ -95,31 +95,31 @@ def nothing_fits(model: nn.Module, said: str) -> str:
             f"A micro-batch of 1 sample does not fit on rank {found.rank}. Parameters, gradients and messages take at "
             f"most {human(found.peak_nbytes)} there, in {found.peak_moment}; activations and optimizer come on top:",
             *listed,
-            "Less of them: more ranks, reshard_after_forward=True, set_gradient_bytes, CPUOffloadPolicy "
-            "(docs/memory.md); less activations: recomputation, shorter samples",
+            "Reduce them with more ranks, reshard_after_forward=True, set_memory_budget or CPUOffloadPolicy "
+            "(docs/memory.md); reduce activations with recomputation or shorter samples",
         ]
     )
 
 
 # ---- start -----------------------------------------------------------------------------------------------------------
-# All that forward and backward change, as it is when a window of micro-batches begins; an attempt that failed goes
-# back to it.
+# Everything that forward and backward change, as it is at the start of a window of micro-batches. A failed attempt is
+# rolled back to it.
 #
-# Parameters and optimizer state are not in it: no forward or backward writes them (a step in backward does, and is
-# refused).
+# Parameters and optimizer state are not included: no forward or backward writes them (a step in backward does, and is
+# rejected).
 
 
 class Start:
-    """Gradients, buffers, random numbers and the engine's own marks, of this rank.
+    """Gradients, buffers, random state and the engine's own state, on this rank.
 
-    Takes memory: a copy of the buffers, and of gradients that are there already (of those that are held unreduced, the
-    bytes of the unsharded model); none of gradients behind `zero_grad()`.
+    Takes memory for a copy of the buffers and of existing gradients (for gradients held unreduced: the bytes of the
+    unsharded model); none for gradients after `zero_grad()`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._units = module_units(model)
         self._gradients = [KeptGradients(param) for unit in self._units for param in unit.params]
-        self._windows = [(unit.window_open, unit.partial_open) for unit in self._units]
+        self._windows = [unit.gradients.windows for unit in self._units]
         ours = {id(param.sharded) for unit in self._units for param in unit.params}
         ours |= {id(param.full) for unit in self._units for param in unit.params if hasattr(param, "full")}
         plain = (parameter for parameter in model.parameters() if id(parameter) not in ours)
@@ -128,13 +128,13 @@ class Start:
         self._random = _random_states(unit.device for unit in self._units)
 
     def restore(self) -> None:
-        """Every rank, outside of a backward. Discards what the step left that failed, on this rank or on another."""
-        for root in dict.fromkeys(unit.root for unit in self._units if unit.root is not None):
+        """On every rank, outside of a backward. Discards the remains of the failed step, on this rank or another."""
+        for root in dict.fromkeys(root for unit in self._units if (root := formed(unit)) is not None):
             root.abandon()
         for gradients in self._gradients:
             gradients.restore()
-        for unit, (window, partial) in zip(self._units, self._windows, strict=True):
-            unit.window_open, unit.partial_open = window, partial
+        for unit, windows in zip(self._units, self._windows, strict=True):
+            unit.gradients.windows = windows
         for parameter, kept in self._plain:
             parameter.grad = kept.restore()
         for module, buffers in self._buffers:
@@ -143,10 +143,10 @@ class Start:
             standing.update({name: kept.restore() for name, kept in buffers.items()})
         for put_back in self._random:
             put_back()
-        # Frames of the failed attempt, and the activations that they hold, may be in cycles.
+        # Frames of the failed attempt may be in reference cycles, with the activations that they hold.
         gc.collect()
         for kind in {unit.device.type for unit in self._units}:
-            # What fits is decided by whole blocks of memory: give back those that the failed sizes left.
+            # Only whole free blocks count for what fits: release those of the failed sizes.
             getattr(torch.get_device_module(kind), "empty_cache", _nothing)()
 
 
@@ -155,7 +155,7 @@ def _nothing() -> None:
 
 
 def _buffers(model: nn.Module) -> list[tuple[nn.Module, dict[str, KeptTensor]]]:
-    """Of each module, its buffers; those of several modules are copied once."""
+    """The buffers of each module; one that several modules share is copied once."""
     once: dict[int, KeptTensor] = {}
 
     def kept(buffer: torch.Tensor | None) -> KeptTensor:
@@ -165,14 +165,14 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, dict[str, KeptTensor]]]:
 
     found = []
     for module in model.modules():
-        # Also of modules without any: a forward may register its first one.
+        # Also for modules without any: a forward may register its first one.
         found.append((module, {name: kept(buffer) for name, buffer in buffers_of(module).items()}))
     return found
 
 
 def _random_states(devices: Iterable[torch.device]) -> list[Callable[[], None]]:
-    """How to put back the generators of this process as they are now: torch's of the host and of `devices`, Python's,
-    and numpy's where it is in use."""
+    """Functions that restore the generators of this process as they are now: torch's of the host and of `devices`,
+    Python's, and numpy's if it is imported."""
     host, python = torch.get_rng_state(), random.getstate()
     states: list[Callable[[], None]] = [lambda: torch.set_rng_state(host), lambda: random.setstate(python)]
     for device in {device for device in devices if device.type not in ("cpu", "meta")}:
@@ -201,7 +201,7 @@ class MicroBatches:
     """Forward and backward over the samples of a step in pieces, with the largest pieces that fit into memory.
 
         micro = fullshard.MicroBatches(model)
-        for inputs, targets in batches:  # what this rank has of a step
+        for inputs, targets in batches:  # this rank's part of a step
             tokens = targets.numel()
 
             def loss_of(piece: slice) -> Tensor:
@@ -212,31 +212,29 @@ class MicroBatches:
             optimizer.step()
             optimizer.zero_grad()
 
-    When a rank runs out of memory in forward or backward, be it one alone, the window (all pieces of the call) is tried
-    again by all ranks with smaller pieces. What a failed attempt changed is put back: gradients (those of earlier
-    backwards too), buffers, random numbers, and the engine's own state; parameters and optimizer are not touched by
-    forward and backward. So the result is bitwise that of a run that had used the size from the beginning. Sizes are
-    remembered.
+    If a rank runs out of memory in forward or backward, even a single one, all ranks retry the window (all pieces of
+    the call) with smaller pieces. Changes of a failed attempt are rolled back: gradients (including those of earlier
+    backwards), buffers, random state, and the engine's own state. Forward and backward do not touch parameters and
+    optimizer. So the result is bitwise that of a run with this size from the beginning. Sizes are remembered.
 
-    model: sharded by `fully_shard`, whole (not a part of it).
-    size: what the first window tries, in samples of a rank; None: all of them.
-    search: "bisect": where a size did not fit, the next windows try what lies between it and the largest that did,
-        until no larger one would save a piece. "halve": half of what did not fit. "fixed": `size` as it is; out of
-        memory is an error.
-    reduce: "last": gradients are held whole and reduced behind the last piece (`set_requires_gradient_sync`); "each":
-        after every piece, in less memory. A window that is not the last of a step is one with synchronisation switched
-        off by the caller; that is left as it is.
+    model: sharded by `fully_shard`; the whole model, not a part of it.
+    size: the size that the first window tries, in samples of a rank; None: all of them.
+    search: "bisect": after a size did not fit, the next windows try sizes between it and the largest that did, until no
+        larger one would save a piece. "halve": half of the size that did not fit. "fixed": always `size`; out of memory
+        is an error.
+    reduce: "last": gradients are held unsharded and reduced after the last piece (`set_requires_gradient_sync`);
+        "each": after every piece, in less memory. A window that is not the last of a step needs synchronisation
+        switched off by the caller; that setting is respected.
 
-    Not put back: what hooks and forwards write beside buffers (counters in Python, files), and the data that
-    `loss_of` draws itself: give it slices of what was drawn before. Batch normalisation sees pieces, so its results
-    depend on their size.
+    Not rolled back: other side effects of hooks and forwards (counters in Python, files), and data that `loss_of` draws
+    itself: pass it slices of data drawn before. Batch normalisation sees pieces, so its results depend on their size.
     """
 
     def __init__(
         self, model: nn.Module, *, size: int | None = None, search: Search = "bisect", reduce: Reduce = "last"
     ) -> None:
         """Raises `ValueError` for a model without sharded parts and arguments out of their range, and `RuntimeError`
-        where an optimizer steps in backward: its steps cannot be taken back."""
+        if an optimizer steps in backward: its steps cannot be rolled back."""
         if not module_units(model):
             raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
         _check_choice("search", search, get_args(Search))
@@ -248,31 +246,31 @@ class MicroBatches:
 
     @property
     def size(self) -> int | None:
-        """Most samples in one forward of a rank, as the next window will have them; None: all of them."""
+        """The most samples per forward of a rank in the next window; None: all of them."""
         return self._sizes.size or None
 
     def state_dict(self) -> dict[str, int]:
-        """What was found, the same on all ranks; 0 stands for nothing."""
+        """The state of the search, the same on all ranks; 0 means unknown."""
         return {"size": self._sizes.size, "fits": self._sizes.fits, "fails": self._sizes.fails}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin with what was found before."""
+        """Continue a search."""
         self._sizes.size, self._sizes.fits, self._sizes.fails = state["size"], state["fits"], state["fails"]
 
     def backward(self, loss_of: Callable[[slice], Answer], samples: int) -> list[Answer]:
         """Forward and backward over `samples` samples of this rank (the same number on every rank). Collective.
 
-        `loss_of(slice(a, b))` returns the part of the loss that samples a to b of them bring, a scalar to
-        differentiate, so that the parts of all pieces add up to the loss: weigh by the number of tokens or samples of
-        the whole step and not of the piece. Or a tuple of that and something that it wants returned. In a window that
-        is tried again it is called again from the first sample on.
+        `loss_of(slice(a, b))` returns the contribution of samples a to b to the loss, a scalar to differentiate. The
+        contributions of all pieces must add up to the loss, so divide by the number of tokens or samples of the whole
+        step, not of the piece. It may also return a tuple of that scalar and any further result. A retry of the window
+        calls it again from the first sample on.
 
-        Returns what `loss_of` returned, in order, the losses detached.
+        Returns the results of `loss_of`, in order, with the losses detached.
 
-        Raises, where even one sample does not fit, an error of the allocator's type with the terms of memory in its
-        text, and `PeerFailed` on ranks where it did. What else `loss_of` or the backward raises goes through, and the
-        other ranks raise `PeerFailed`. After each of these everything is as it was before the call. `PeerFailed` also
-        when the process of another rank ended or is held up: then nothing can be put back together.
+        Raises, if even one sample does not fit, an error of the allocator's type with the terms of memory in its text,
+        and `PeerFailed` on the ranks where it fitted. Any other error of `loss_of` or the backward is raised as it is,
+        and the other ranks raise `PeerFailed`. After each of these the state is that of before the call. `PeerFailed`
+        is also raised if another rank's process ended or is held up; then nothing can be rolled back together.
         """
         _check_count("samples", samples)
         self._refuse_steps_in_backward()
@@ -286,7 +284,7 @@ class MicroBatches:
             if ended.answers is not None:
                 self._sizes.went_well(size, samples)
                 return ended.answers
-            # On all ranks; and none of them has to wait for another one that does not come back.
+            # Every rank reaches this point, so none waits for one that does not come back.
             lacking = self._together(ended)
             start.restore()
             if ended.raised is not None:
@@ -299,7 +297,7 @@ class MicroBatches:
     # ---- an attempt ----------------------------------------------------------------------------------------
 
     def _attempt(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> _Ended[Answer]:
-        """A window with pieces of `size`. When a rank raises in it, all ranks do, before they leave it."""
+        """A window with pieces of `size`. If a rank raises in it, all ranks do, before they leave it."""
         try:
             with guard(self.model):
                 return _Ended(answers=self._window(loss_of, samples, size))
@@ -308,13 +306,13 @@ class MicroBatches:
         except Exception as error:
             if not is_out_of_memory(error):
                 return _Ended(raised=error)
-            # The exception itself holds the frames of the attempt, and so its activations.
+            # Keep only texts: the exception holds the frames of the attempt, and so its activations.
             return _Ended(lacked=(_kind_of(error), str(error)))
 
     def _together(self, ended: _Ended[Any]) -> _Lacking:
-        """After a window that failed: what went wrong where. Every rank makes this call.
+        """After a failed window: the failures of all ranks. Every rank makes this call.
 
-        Raises `PeerFailed` when a rank cannot take part, because its process ended or is held up.
+        Raises `PeerFailed` if a rank cannot take part, because its process ended or is held up.
         """
         peers = peers_below(self.model)
         peers.meet()
@@ -327,14 +325,12 @@ class MicroBatches:
         failed = {rank: text for rank, text in found.items() if text not in (_FOLLOWED, _LACKED)}
         if failed:
             rank, text = min(failed.items())
-            message = (
-                f"MicroBatches: expected every rank to come through its window, found that rank {rank} raised: {text}"
-            )
+            message = f"MicroBatches: expected every rank to complete its window, found that rank {rank} raised: {text}"
             return _Lacking((), PeerFailed(message, rank=rank, text=text))
         return _Lacking(tuple(rank for rank, text in found.items() if text == _LACKED), None)
 
     def _form_root(self) -> None:
-        """Ranks make their connections together, so before one of them may run out of memory alone."""
+        """Let ranks make their connections together, before one of them may run out of memory alone."""
         top = unit_of(self.model)
         if top is not None:
             root_of(top)
@@ -370,25 +366,25 @@ class MicroBatches:
         )
 
     def _refuse_steps_in_backward(self) -> None:
-        if any(unit.stepper is not None for unit in module_units(self.model)):
+        if any(unit.gradients.stepper is not None for unit in module_units(self.model)):
             raise RuntimeError(
                 "MicroBatches: expected gradients to stay until optimizer.step(), found that the optimizer steps in "
-                "backward (fullshard.step_in_backward), which cannot be taken back when a piece does not fit; call "
-                "remove() of what step_in_backward returned, or use a fixed loop of your own"
+                "backward (fullshard.step_in_backward), which cannot be rolled back when a piece does not fit; call "
+                "remove() of the object that step_in_backward returned, or use a loop with a fixed size"
             )
 
 
 class _Ended(NamedTuple, Generic[Answer]):
-    """How a window ended on this rank; none of the three: it was given up because a peer failed."""
+    """How a window ended on this rank; without any of the three, it was given up because a peer failed."""
 
     answers: list[Answer] | None = None
-    lacked: tuple[type[Exception], str] | None = None  # what the allocator said
+    lacked: tuple[type[Exception], str] | None = None  # the allocator's error: its type and text
     raised: Exception | None = None  # anything else
 
 
 class _Lacking(NamedTuple):
-    ranks: tuple[int, ...]  # that ran out of memory
-    error: PeerFailed | None  # what this rank raises where another one raised something else
+    ranks: tuple[int, ...]  # those that ran out of memory
+    error: PeerFailed | None  # raised on this rank if another one raised something else
 
 
 _FOLLOWED, _LACKED = "", "out of memory"
@@ -399,7 +395,7 @@ def _weight(said: str) -> int:
 
 
 def _kind_of(error: Exception) -> type[Exception]:
-    """The type to raise again, which is made of a text alone."""
+    """The type to raise again, built from a text alone."""
     return next((kind for kind in (torch.OutOfMemoryError, MemoryError) if isinstance(error, kind)), RuntimeError)
 
 

@@ -1,9 +1,9 @@
-"""A step twice, compared bit by bit: what hardware got wrong without a word, with the rank and the parameter.
+"""A step run twice and compared bit by bit: finds silent hardware errors, with the rank and the parameter.
 
     snapshot -> step -> (results and snapshot change places) -> the same step again -> compare
 
 A step is a function of parameters, state, random state and batch, and fullshard is deterministic (docs/determinism.md).
-So two runs from one state that differ in a bit say that memory, a message or a kernel was wrong in one of them.
+So if two runs from one state differ in a bit, memory, a message or a kernel was wrong in one of them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OnDifference = Literal["raise", "return"]
 
 _RANK_BITS = 24
 _NOTHING = 1 << 62
-# Behind everything that is seen while the step runs.
+# After everything that is recorded while the step runs.
 _END = 1 << 30
 _SHOWN = 4
 
 
 class Stateful(Protocol):
-    """What else a step changes: a scheduler, a gradient scaler."""
+    """Anything else that a step changes: a scheduler, a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -48,15 +48,15 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Replay:
-    """What `replay` found; all but `value` and `differing` are the same on every rank.
+    """The result of `replay`; all but `value` and `differing` are the same on every rank.
 
     ok: both runs were equal in every bit, on all ranks.
-    value: what the step returned the second time.
-    rank: the rank (in the default group) on which the first difference was; None when `ok`.
+    value: the result of the second run of the step.
+    rank: the rank (in the default group) of the first difference; None when `ok`.
     what: what differed first there: "the shard of layers.0.weight", "the full parameter ..." (as it was gathered),
         "this rank's gradient of ...", "the reduced gradient of ...", or at the end "parameter ...", "buffer ...",
         "optimizer state exp_avg of ...", "the step's value".
-    differing: of this rank, what differs at the end. A wrong bit spreads: this is not where it came from.
+    differing: this rank's differences at the end. A wrong bit spreads, so they do not show where it came from.
     """
 
     ok: bool
@@ -67,14 +67,14 @@ class Replay:
 
 
 class ReplayError(RuntimeError):
-    """Raised by `replay` on every rank; `replay` is what was found."""
+    """Raised by `replay` on every rank; `replay` is the result."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(
             f"expected two runs of one step to be equal in every bit, found that they differ first on rank "
-            f"{replay.rank}, in {replay.what}. Memory, a link or a kernel of that rank was wrong in one of them, or "
-            f"the step is not deterministic (docs/determinism.md). Parameters and state are those of the second run: "
-            f"load a checkpoint, and leave the machine of that rank out"
+            f"{replay.rank}, in {replay.what}. Memory, a link or a kernel of that rank was wrong in one run, or the "
+            f"step is not deterministic (docs/determinism.md). The state is that of the second run: load a checkpoint, "
+            f"and leave the machine of that rank out"
         )
         self.replay = replay
 
@@ -88,23 +88,22 @@ def replay(
     on_difference: OnDifference = "raise",
     process_group: dist.ProcessGroup | None = None,
 ) -> Replay:
-    """Run `step()` twice from the same state, and compare what comes of it bit by bit, on all ranks.
+    """Run `step()` twice from the same state, and compare the results bit by bit, on all ranks.
 
-        fullshard.replay(lambda: train_step(batch), model, optimizer)      # now and then, in the place of the step
+        fullshard.replay(lambda: train_step(batch), model, optimizer)      # now and then, instead of the step
 
-    step: a whole step (forward, backward, `optimizer.step()`, `zero_grad()`) on data that it has; a function of the
-        state that is named here. What it returns, if a tensor or a number, is compared too.
-    model, optimizers: put back before the second run: parameters, buffers, gradients, optimizer state and options; also
-        torch's random state, Python's and numpy's. stateful: what else the step changes (schedulers, scalers).
-    on_difference: "raise": `ReplayError` on all ranks; "return": the result says so.
+    step: a whole step (forward, backward, `optimizer.step()`, `zero_grad()`) on fixed data; a function of the state
+        given here. Its result is compared too if it is a tensor or a number.
+    model, optimizers: restored before the second run: parameters, buffers, gradients, optimizer state and options; also
+        the random state of torch, Python and numpy. stateful: anything else the step changes (schedulers, scalers).
+    on_difference: "raise": `ReplayError` on all ranks; "return": only the result reports it.
     process_group: as for `check_gradients`.
-    Afterwards everything is as after one step: that of the second run. Memory: parameters, buffers, gradients and
-    optimizer state of this rank once more, for as long as it takes; time: two steps and the sums.
-    From the second step of a model on, what is sent, gathered and reduced is looked at under way, and the first
-    difference names where it began; in the first step, what is left at the end.
-    Collective. Raises `ValueError` for another `on_difference`, `RuntimeError` inside a window of accumulation, and
-    what `step` raises, the state then being what it left.
-    """
+    Afterwards the state is as after one step: that of the second run. Memory: a second copy of this rank's parameters,
+    buffers, gradients and optimizer state during the call; time: two steps and the checksums.
+    From a model's second step on, everything sent, gathered and reduced is recorded on the way, and the first
+    difference names where it began; in the first step, only the state at the end is compared.
+    Collective. Raises `ValueError` for an unknown `on_difference`, `RuntimeError` inside an accumulation window, and
+    any error of `step`, which leaves the state as it is then."""
     if on_difference not in get_args(OnDifference):
         expected = ", ".join(map(repr, get_args(OnDifference)))
         raise ValueError(f"on_difference: expected one of {expected}, found {on_difference!r}")
@@ -117,7 +116,7 @@ def replay(
             first = state.put_back()
         for unit in units:
             if unit.root is not None:
-                # What steps before left full is none of this one, and is not the same in front of both runs.
+                # Parameters left full by earlier steps would make the two runs differ.
                 unit.root.reshard(unit)
         with Recorder(model, units, state.optimizers) as recorder:
             values.append(step())
@@ -146,14 +145,14 @@ def replay(
 
 
 class _Kept(NamedTuple):
-    """A tensor as it was: the object, and its values (this rank's)."""
+    """A snapshot of a tensor: the object, and its values (this rank's)."""
 
     tensor: Tensor
     values: Tensor
 
 
 class _State:
-    """What a step reads and changes, as it is when this is made."""
+    """Everything that a step reads and changes, at the time of construction."""
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer], stateful: Sequence[Stateful]) -> None:
         self.optimizers, self._stateful, self._model = optimizers, stateful, model
@@ -162,8 +161,9 @@ class _State:
         pending = [name for name, p in self._by_name.items() if isinstance(p.grad, PendingGrad)]
         if pending:
             raise RuntimeError(
-                f"replay: expected a step to begin, found a window of accumulation open ({', '.join(pending[:_SHOWN])} "
-                f"have gradients that were not reduced); replay whole steps, with all their micro-batches"
+                f"replay: expected the beginning of a step, found a window of accumulation open "
+                f"({', '.join(pending[:_SHOWN])} have gradients that were not reduced); replay whole steps, with all "
+                f"their micro-batches"
             )
         self._kept = {name: _Kept(tensor, _values(tensor).clone()) for name, tensor in self._tensors()}
         self._grads = {name: p.grad for name, p in self._by_name.items()}
@@ -174,7 +174,7 @@ class _State:
         self._random = _random_state()
 
     def now(self) -> dict[str, Any]:
-        """Everything by name: tensors, and what else optimizers have."""
+        """Everything by name: tensors, and the other state of optimizers."""
         found: dict[str, Any] = {name: _values(tensor) for name, tensor in self._tensors()}
         for i, optimizer in enumerate(self.optimizers):
             found[f"options of optimizer {i}"] = _options(optimizer)
@@ -183,7 +183,7 @@ class _State:
         return found
 
     def put_back(self) -> dict[str, Any]:
-        """Everything as it was; what it had become, by name. What was kept takes the memory of that."""
+        """Restore everything; returns the results by name. They take over the memory of the snapshot."""
         became = self.now()
         with torch.no_grad():
             for name, (tensor, values) in self._kept.items():
@@ -262,12 +262,12 @@ def _set_random_state(state: tuple[Any, ...]) -> None:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Equal bits, of what can be compared; other objects count as equal."""
+    """Equality in every bit, where values can be compared; other objects count as equal."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         a, b = _values(first), _values(second)
         if a.shape != b.shape or a.dtype is not b.dtype:
             return False
-        # Not torch.equal alone: NaN is not itself, and -0 is 0.
+        # Not torch.equal alone: NaN differs from itself, and -0 equals 0.
         return torch.equal(_bits(a), _bits(b))
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)

@@ -1,4 +1,4 @@
-"""Optimizer steps in backward: of each unit as soon as its gradients are reduced, so that not all exist together."""
+"""Optimizer-in-backward: each unit steps as soon as its gradients are reduced, so that not all exist at once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from torch.optim import Optimizer
 
 from ..api.optimizer import AROUND, step_on_shards, step_parts
 from ..engine.root import module_units
-from ..engine.stepping import Stepping
 from ..engine.unit import Unit
 from ..param import ShardedParam, SteppedGrad
 
 
 class StepInBackward:
-    """What `step_in_backward` returns: one optimizer, and the units whose gradients it takes in backward."""
+    """The result of `step_in_backward`: one optimizer, and the units whose gradients it consumes in backward."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._units: dict[Unit, None] = {}
-        # Of each parameter: the position of its group; and what that was made of.
+        # The position of each parameter's group, and the lengths of the groups at that time.
         self._groups: dict[nn.Parameter, int] = {}
         self._group_lengths: list[int] = []
-        # Since the last `optimizer.step()`: what was stepped, and by which backwards that did not end.
+        # Since the last `optimizer.step()`: the stepped parameters and modules, and backwards that did not end.
         self._stepped: dict[nn.Parameter, None] = {}
         self._unit_names: dict[str, None] = {}
-        self._unfinished: dict[Stepping, None] = {}
+        self._unfinished: dict[object, None] = {}
 
     @property
     def stepped(self) -> tuple[str, ...]:
@@ -34,27 +33,27 @@ class StepInBackward:
         return tuple(self._unit_names)
 
     def accept(self) -> None:
-        """Go on after a backward that failed half way, with parameters of which some took the step and some did not;
-        or after a checkpoint was loaded over them."""
+        """Continue after a backward that failed half way, with only some parameters stepped, or after loading a
+        checkpoint over them."""
         self._unfinished.clear()
         self._close()
 
     def remove(self) -> None:
-        """Steps are taken by `optimizer.step()` again, from the next backward on."""
+        """Let `optimizer.step()` take the steps again, from the next backward on."""
         self.refuse_half_a_step()
         for unit in self._units:
-            unit.stepper = None
+            unit.gradients.stepper = None
         self._units.clear()
         self._close()
         self._optimizer.__dict__.pop(AROUND, None)
 
-    # ---- what the optimizer's step() tells (optimizer.Around) ------------------------------------------------
+    # ---- called by the optimizer's step() (optimizer.Around) ------------------------------------------------
 
     def before_step(self, *, closure: bool) -> None:
         """See `optimizer.Around`."""
         self.refuse_half_a_step()
         if closure:
-            self._close()  # a backward is to come in it
+            self._close()  # the closure runs a backward
 
     def after_step(self) -> None:
         """See `optimizer.Around`."""
@@ -65,7 +64,7 @@ class StepInBackward:
         self._stepped.clear()
         self._unit_names.clear()
 
-    # ---- what a backward asks (engine.stepping.Stepper) -----------------------------------------------------
+    # ---- called by a backward (engine.stepping.Stepper) -----------------------------------------------------
 
     def has(self, parameter: nn.Parameter) -> bool:
         """See `engine.stepping.Stepper`."""
@@ -80,7 +79,7 @@ class StepInBackward:
         """See `engine.stepping.Stepper`."""
         return any(parameter in self._stepped for parameter in parameters)
 
-    def begin(self, backward: Stepping, unit_name: str) -> None:
+    def begin(self, backward: object, unit_name: str) -> None:
         """See `engine.stepping.Stepper`."""
         self._unfinished[backward] = None
         self._unit_names[unit_name] = None
@@ -96,7 +95,7 @@ class StepInBackward:
         for param in params:
             param.sharded.grad = SteppedGrad(param.sharded, param.name)
 
-    def end(self, backward: Stepping) -> None:
+    def end(self, backward: object) -> None:
         """See `engine.stepping.Stepper`."""
         self._unfinished.pop(backward, None)
 
@@ -105,18 +104,18 @@ class StepInBackward:
         if self._unfinished:
             raise RuntimeError(
                 f"step_in_backward: expected a backward that ended, found that the last one failed after the step of "
-                f"{len(self._unit_names)} of {len(self._units)} modules ({', '.join(self._unit_names)}): their "
-                f"parameters and states are those of after the step, the others' those of before; load a checkpoint, "
-                f"or leave it so, and then call accept() of what step_in_backward returned"
+                f"{len(self._unit_names)} of {len(self._units)} modules ({', '.join(self._unit_names)}); the others "
+                f"did not step; load a checkpoint, or keep the mixed state, and call accept() of the object that "
+                f"step_in_backward returned"
             )
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer, *, elementwise: bool = False) -> StepInBackward:
-    """Let `optimizer` take each parameter's step in backward, once its gradient is reduced, and free the gradient.
+    """Let `optimizer` step each parameter in backward, once its gradient is reduced, and free the gradient.
 
-    Gradients of the whole model then never exist together: there are those of the reductions in flight
-    (`FULLSHARD_REDUCTIONS`) and of one unit. Same parameters, bit by bit, as with steps behind the backward; same
-    states and state dicts. The loop stays as it is:
+    The gradients of the whole model then never exist together: only those of the reductions in flight
+    (`set_reduce_scatter_max_input_buffers`) and of one unit. Parameters, states and state dicts are bitwise equal to
+    those of steps after the backward. The loop does not change:
 
         fullshard.step_in_backward(model, optimizer)     # once
         ...
@@ -124,31 +123,31 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer, *, elementwise: boo
         optimizer.step()                                 # those of parameters that no unit has, if any
         optimizer.zero_grad()
 
-    Accumulation: all backwards of a step but the last have to say so, by `set_requires_gradient_sync(False)`,
-    `set_requires_all_reduce(False)`, `set_is_last_backward(False)` or `retain_graph=True`. A backward that steps what
-    was stepped since the last `optimizer.step()` is a `RuntimeError`. The learning rate is that of the time of the
-    backward. Step hooks of the optimizer run in `optimizer.step()`; hooks of `register_post_accumulate_grad_hook` run
-    before the parameter's step, and may change its gradient.
+    Accumulation: all backwards of a step but the last have to announce it, with `set_requires_gradient_sync(False)`,
+    `set_requires_all_reduce(False)`, `set_is_last_backward(False)` or `retain_graph=True`. A backward that steps a
+    parameter for the second time since the last `optimizer.step()` raises `RuntimeError`. The learning rate is the one
+    at the time of the backward. Step hooks of the optimizer run in `optimizer.step()`; hooks of
+    `register_post_accumulate_grad_hook` run before the parameter's step, and may change its gradient.
 
-    A module of which a gradient is missing when it sends is stepped when the backward ends: it may come late.
+    A module with a gradient missing at its reduction steps when the backward ends: the gradient may still come.
 
-    What decides over all gradients together cannot be used: afterwards a marker stands on `.grad`, and clipping by a
-    global norm, a GradScaler, and whatever else reads it, raises `RuntimeError`.
+    Operations that need all gradients at once cannot be used: a placeholder stays on `.grad`, and clipping by a global
+    norm, a GradScaler, or any other reader of it raises `RuntimeError`.
 
-    A backward that fails may have stepped some modules. The next forward, and `optimizer.step()`, then raise
+    A failing backward may have stepped some modules. The next forward, and `optimizer.step()`, then raise
     `RuntimeError` with their names, until `accept()` of the returned object is called: each parameter and its state
-    fit together, but not all of them took the step. Load a checkpoint to have the whole as it was.
+    either took the step or did not. Load a checkpoint to restore a consistent state.
 
-    model: a module with units; all of them take part, with those of their parameters that the optimizer has. Call it
-        for each model when an optimizer has those of several (stages of a pipeline).
-    optimizer, elementwise: as for `step_on_shards`, which it is given to.
-    Raises `TypeError` for something that is no optimizer; `ValueError` for a class that is not elementwise, a
+    model: a module with units. All of them take part, with those of their parameters that the optimizer has. Call it
+        for each model if an optimizer has parameters of several (stages of a pipeline).
+    optimizer, elementwise: passed on to `step_on_shards`.
+    Raises `TypeError` for something that is not an optimizer; `ValueError` for a class that is not elementwise, a
     `differentiable` one, a model without sharded parameters of the optimizer, or with units of another optimizer.
     """
     step_on_shards(optimizer, elementwise=elementwise)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
-            "optimizer: expected differentiable=False, found True; a step in backward is in no graph: build it without"
+            "optimizer: expected differentiable=False, found True; a step in backward has no graph: build it without"
         )
     stepper: StepInBackward = optimizer.__dict__.get(AROUND) or StepInBackward(optimizer)
     units = module_units(model)
@@ -157,14 +156,14 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer, *, elementwise: boo
             f"model: expected a sharded module with parameters of the optimizer, found {type(model).__name__} with "
             f"{len(units)} units and none of them; apply fully_shard, then build the optimizer from model.parameters()"
         )
-    others = [unit.record.name for unit in units if unit.stepper not in (None, stepper)]
+    others = [unit.record.name for unit in units if unit.gradients.stepper not in (None, stepper)]
     if others:
         raise ValueError(
             f"model: expected modules that no other optimizer steps in backward, found {', '.join(others)}; call "
-            f"remove() of what step_in_backward returned for them"
+            f"remove() of the object that step_in_backward returned for them"
         )
     optimizer.__dict__[AROUND] = stepper
     for unit in units:
-        unit.stepper = stepper
+        unit.gradients.stepper = stepper
         stepper._units[unit] = None
     return stepper

@@ -33,7 +33,7 @@ from .structure import Item as Item
 from .structure import first_difference as first_difference
 from .structure import shown_ranks as shown_ranks
 from .structure import variants as variants
+from .wait import Settings as Settings
 from .wait import Wait as Wait
 from .wait import wait_until as wait_until
-from .watch import Settings as Settings
 from .watch import Watch as Watch

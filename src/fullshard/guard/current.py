@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from .._torch import default_store, timeout_of
 from .scope import Scope
-from .watch import Settings, Watch
+from .wait import AnyWatch, Settings
+from .watch import Watch
 
 # How long the process that serves the store waits at its end for others to read why.
 _LAST_SECONDS = 6.0
@@ -44,7 +45,7 @@ def watch() -> Watch | None:
     return made
 
 
-def is_current(which: Watch | weakref.ref[Watch]) -> bool:
+def is_current(which: AnyWatch | weakref.ref[Watch]) -> bool:
     """Whether `which` is of the process group that is there now. From any thread."""
     which_now = which() if isinstance(which, weakref.ref) else which
     world = dist.group.WORLD if dist.is_initialized() else None

@@ -7,27 +7,33 @@ It costs that rank one request each second or two, and the others one of four of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from . import diagnosis
 from .diagnosis import Reader, Record
 from .errors import Fault
 from .scope import Scope
 from .store import ranks_of
-from .wait import PATIENCE_SECONDS, Wait, pace
-
-if TYPE_CHECKING:
-    from .watch import Watch
+from .wait import PATIENCE_SECONDS, AnyWatch, Wait, pace
 
 # A rank that waits tries so seldom to become the one that reads: as a part of its requests.
 _CLAIM_EACH = 4
 _CLAIMING = 250
 
 
+class _Watch(AnyWatch, Protocol):
+    """With what its leader needs besides."""
+
+    scopes: dict[tuple[tuple[int, ...], str], Scope]
+    lately: list[Fault]
+
+    def end_waits(self, now: float) -> None: ...
+
+
 class Leader:
     """What a rank does as the one that reads, and to become it. Held by its `Watch`."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: _Watch) -> None:
         self._watch = watch
         self._records, self._host = watch.records, watch.host
         self._reader = Reader(watch.host)
@@ -65,7 +71,7 @@ class Leader:
     def claim(self, wait: Wait, now: float) -> None:
         """Become the one that reads where this rank waits, unless another one is that."""
         scope = wait.scope
-        assert scope is not None
+        assert isinstance(scope, Scope)
         key = f"{scope.base}/reader"
         holder = self._records.claim(key)
         # A reader that is gone reads nothing: whoever has waited for so long takes its place.

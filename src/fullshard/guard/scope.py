@@ -20,16 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .errors import TEXT_CHARACTERS, Fault, PeerFailed, RanksDisagree
 from .store import ranks_of, runs
 from .structure import shown_ranks, variants
-from .wait import Wait, wait_until
-
-if TYPE_CHECKING:
-    from .watch import Watch
-
+from .wait import AnyWatch, Wait, wait_until
 
 # ---- question --------------------------------------------------------------------------------------------------------
 # Questions to the ranks of a mesh about what is long when it is sent in full.
@@ -100,7 +96,7 @@ class Group(Protocol):
 class Scope:
     """Methods that wait do so in the thread that calls them, and raise `PeerFailed` or `RanksDisagree` in vain."""
 
-    def __init__(self, watch: Watch, ranks: tuple[int, ...], apart: str = "") -> None:
+    def __init__(self, watch: AnyWatch, ranks: tuple[int, ...], apart: str = "") -> None:
         self.watch, self.ranks, self.rank = watch, ranks, watch.rank
         self.name = _name(ranks, apart)
         self.epoch = self.renewed = self.asked = self.attempts = 0

@@ -59,7 +59,7 @@ class Difference(NamedTuple):
 
     def _advice(self) -> str:
         if self.item.kind == SETTINGS:
-            return "set the environment variable to the same value on all ranks"
+            return "set it to the same value on all ranks"
         if self.item.kind == UNIT:
             return "call fully_shard with the same arguments on all ranks"
         if self.fact == "requires_grad":

@@ -15,16 +15,73 @@ harm.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from .errors import Fault
-from .process import Event
-from .store import runs
+from .process import Event, Host
+from .store import Records, runs
 
-if TYPE_CHECKING:
-    from .scope import Scope
+# ---- settings --------------------------------------------------------------------------------------------------------
+# What users choose about the guard, read once for each process group.
+#
+# FULLSHARD_GUARD    full       (default) ranks compare structure, initial values, the order of messages and what
+#                               they do to shards; failures and waits in vain have names
+#                    structure  structure and order are compared, values and facts are not
+#                    off        nothing is compared but this setting itself, once; failures and waits still have names
+# FULLSHARD_SILENCE  seconds without a sign of life after which a rank counts as lost; 0: never. Default: 60, or a
+#                    third of the time limit of the process group where that is less
+
+MODES = ("full", "structure", "off")
+_MOST_SILENCE = 60.0
+# Two signs of life are so far apart at most.
+_BEAT_SECONDS = 5.0
+_REMOVED = {
+    "FULLSHARD_AGREE": "full (all), structure or off (none)",
+    "FULLSHARD_ORDER": "full (check) or off (trust)",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The resolved choices. `limit_seconds`: the time limit of the process group."""
+
+    mode: str = "full"
+    silence_seconds: float = _MOST_SILENCE
+    limit_seconds: float = 1800.0
+
+    @classmethod
+    def read(cls, limit_seconds: float, environ: Mapping[str, str] | None = None) -> Settings:
+        """From the environment. `ValueError` names the variable, its value and what it may be."""
+        source = os.environ if environ is None else environ
+        for name, instead in _REMOVED.items():
+            if name in source:
+                raise ValueError(f"{name}: this variable was removed; set FULLSHARD_GUARD in its place: {instead}")
+        mode = source.get("FULLSHARD_GUARD") or MODES[0]
+        if mode not in MODES:
+            raise ValueError(f"FULLSHARD_GUARD: expected one of {', '.join(MODES)}, found {mode!r}")
+        text = (source.get("FULLSHARD_SILENCE") or "").strip()
+        silence = min(_MOST_SILENCE, limit_seconds / 3)
+        if text:
+            try:
+                silence = float(text)
+            except ValueError:
+                silence = -1.0
+            if not 0 <= silence < float("inf"):
+                raise ValueError(f"FULLSHARD_SILENCE: expected a number of seconds >= 0, found {text!r}")
+        return cls(mode, silence, limit_seconds)
+
+    @property
+    def beat_seconds(self) -> float:
+        """How far two signs of life are apart."""
+        return min(_BEAT_SECONDS, self.silence_seconds / 4) if self.silence_seconds else _BEAT_SECONDS
+
+
+# ---- wait ------------------------------------------------------------------------------------------------------------
 
 # A rank that waits for no longer tells nobody.
 PATIENCE_SECONDS = 1.0
@@ -73,6 +130,52 @@ def pauses(ranks: int) -> Iterator[float]:
             pause = min(4 * pause, STORE_WAIT_LOOKS * pace(ranks))
 
 
+class Waiting(Protocol):
+    """What `Watch.waits` takes: a `Wait`, or what makes one when somebody asks."""
+
+    since: float
+
+    @property
+    def wait_described(self) -> Wait: ...
+
+
+class AnyWatch(Protocol):
+    """The watch of this process (watch.py), as far as waits and scopes need it."""
+
+    rank: int
+    host: Host
+    records: Records
+    settings: Settings
+    is_watched: bool
+
+    def begin(self) -> None: ...
+    def send_beside(self, more: int) -> None: ...
+    def waits(self, wait: Wait) -> AbstractContextManager[None]: ...
+    def enter(self, waiting: Waiting) -> int: ...
+    def over(self, thread: int) -> None: ...
+    def look_unless_watched(self) -> None: ...
+    def post(self) -> None: ...
+    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None: ...
+
+
+class AnyScope(Protocol):
+    """The ranks that wait for each other (scope.py)."""
+
+    watch: AnyWatch
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    epoch: int
+    attempts: int
+    has_raised: bool
+    heard: list[tuple[Fault, float]]
+
+    @property
+    def base(self) -> str: ...
+    def is_of_others(self, fault: Fault) -> bool: ...
+    def end(self, wait: Wait, fault: Fault) -> None: ...
+
+
 class Wait:
     """Something that a rank waits for, as its record tells it. `needs` and `number` depend on the kind: the ranks of
     the group (message, connect, torch) and the number of the message or question."""
@@ -82,7 +185,7 @@ class Wait:
     def __init__(
         self,
         kind: str,
-        scope: Scope | None,
+        scope: AnyScope | None,
         what: str | Callable[[], str],
         *,
         name: str = "",

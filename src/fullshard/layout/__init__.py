@@ -1,8 +1,8 @@
 """Pure arithmetic of sharding: one parameter, one unit, and bytes.
 
-Standard library only: it imports where torch is not installed. Files: `shard` (one parameter; bytes per element),
-`flat` (one unit, and its gradients in messages), `gather` (direct or packed; what is kept between forward and
-backward), `memory` (expected bytes, and what fits into so many).
+Standard library only, so it imports without torch. Files: `shard` (one parameter; bytes per element), `flat` (one unit
+and its gradient messages), `gather` (direct or packed gathers; what stays between forward and backward), `memory`
+(expected bytes, and what fits into a byte budget).
 """
 
 from .flat import FACTS_NUMEL as FACTS_NUMEL

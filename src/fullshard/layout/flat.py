@@ -1,4 +1,4 @@
-"""The flat layout of one unit: its shards in one rank-local buffer, and the messages that are made of it."""
+"""The flat layout of one unit: its shards in one rank-local buffer, and the messages built from that buffer."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import NamedTuple
 from .shard import ShardLayout, require_int
 
 # ---- pack ------------------------------------------------------------------------------------------------------------
-# The shards of one unit in one flat rank-local buffer, and the shapes of the messages made of it.
+# The shards of one unit in one flat rank-local buffer, and the shapes of the messages built from it.
 #
 # Three parameters on 2 ranks, `align_numel` 4; one character is one element, `.` is padding of rows, `_` of
 # alignment:
 #
 #     local buffer of a rank     aaaaaa__bbb.cccc          segments at 0, 8, 12; padded_local_numel 16
 #     gathered buffer            aaaaaa__bbb.ccccaaaaaa__bbb.cccc       rank-major: rank r starts at 16 * r
-#     one reduction message      aaaaaa__bbb.cccc110ffffffff_     per rank: a chunk of the same offsets, presence, facts
-#     with `a` direct                    bbb.cccc110ffffffff_      what is left of the chunk; `a` travels by itself
+#     one reduction message      aaaaaa__bbb.cccc110ffffffff_     per rank: a chunk with these offsets, presence, facts
+#     with `a` direct                    bbb.cccc110ffffffff_      the rest of the chunk; `a` travels by itself
 #
 # Everything is counted in elements, so the offsets are the same in storage, compute and reduce dtype. Every
-# list is indexed by the position of the parameter in the `layouts` given to `Pack.build`; `order` alone says
-# how the segments follow each other in memory.
+# list is indexed by the position of the parameter in the `layouts` given to `Pack.build`; only `order` gives
+# the order of the segments in memory.
 
-# Vector loads, collectives and the views of other dtypes want the shards to begin at such addresses.
+# Shards start at multiples of this, for vector loads, collectives and views in other dtypes.
 SEGMENT_ALIGN_NBYTES = 16
 
 
 def align_numel(itemsizes: Iterable[int]) -> int:
-    """Elements to which segments are aligned so that they begin at 16 bytes in every dtype in use.
+    """Elements to which segments are aligned so that they start at 16-byte boundaries in every dtype in use.
 
-    `itemsizes` are the bytes per element of storage, compute and reduce dtype; the smallest decides.
+    `itemsizes` are the bytes per element of the storage, compute and reduce dtypes; the smallest decides.
 
     >>> align_numel([4, 2, 4])
     8
@@ -64,7 +64,7 @@ class Segment:
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the padded shard: the segment without what aligns the next one."""
+        """Elements of the padded shard, without the padding that aligns the next segment."""
         return self.layout.padded_local_numel
 
     @property
@@ -89,7 +89,7 @@ class Pack:
 
     # One per parameter, in the order of the given layouts: segments[i].index == i.
     segments: tuple[Segment, ...]
-    # The indices as the segments follow each other in the buffer.
+    # The indices in the order of the segments in the buffer.
     order: tuple[int, ...]
     # Every offset and the total are multiples of this many elements.
     align_numel: int
@@ -97,11 +97,11 @@ class Pack:
     world: int
     # Elements of the flat local buffer, alignment and padding included.
     padded_local_numel: int
-    # Where each parameter's full tensor (layout.full_memory_numel) begins in one buffer that holds all, by index.
+    # Where each parameter's full tensor (layout.full_memory_numel) starts in one buffer for all of them, by index.
     full_offsets: tuple[int, ...]
     # Every full offset and the full total are multiples of this many elements.
     full_align_numel: int
-    # Elements of the buffer that holds all full tensors.
+    # Elements of the buffer for all full tensors.
     full_numel: int
 
     @classmethod
@@ -114,11 +114,10 @@ class Pack:
         names: Sequence[str] | None = None,
         full_align_numel: int | None = None,
     ) -> Pack:
-        """Lay the shards of `layouts` behind each other: the indices in `first`, then the others as given.
+        """Lay out the shards of `layouts` one after another: the indices in `first`, then the others in their order.
 
-        `align_numel`: see the function of that name. `full_align_numel` (default 4 * align_numel, which is
-        64 bytes in the smallest dtype) aligns the full tensors. `names` are for errors; default: the
-        positions.
+        `align_numel`: see the function of that name. `full_align_numel` aligns the full tensors (default: 4 *
+        align_numel, 64 bytes in the smallest dtype). `names` appear in errors (default: the positions).
         """
         if not layouts:
             raise ValueError("layouts: expected at least one, found none; a unit without parameters has no pack")
@@ -214,7 +213,7 @@ class Pack:
 
 
 def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int, total_name: str) -> None:
-    """Aligned, ordered, disjoint, in bounds; `ranges` are (label, start, end) in memory order."""
+    """Check that `ranges`, (label, start, end) in memory order, are aligned, ordered, disjoint and in bounds."""
     if total % alignment:
         raise ValueError(f"{total_name}: expected a multiple of {alignment}, found {total}; use Pack.build")
     previous_label, previous_end = "the beginning [0, 0)", 0
@@ -222,22 +221,22 @@ def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int
         if start % alignment:
             raise ValueError(f"{label}: expected to begin at a multiple of {alignment}; use Pack.build")
         if start < previous_end:
-            raise ValueError(f"{label}: expected to begin behind {previous_label}; use Pack.build")
+            raise ValueError(f"{label}: expected to begin after {previous_label}; use Pack.build")
         if end > total:
             raise ValueError(f"{label}: expected to end within {total_name} {total}; use Pack.build")
         previous_label, previous_end = label, end
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
-# The messages of one gradient reduction: what of each gradient goes where in the send buffer. Counts are elements.
+# The messages of one gradient reduction: where each part of a gradient goes in the send buffer. Counts are elements.
 
-# Elements at the end of each chunk for what ranks compare: 64 bits, eight in each as a number from 0 to 255, which all
-# floating dtypes have exactly, and whose sums are finite.
+# Elements at the end of each chunk for the facts that ranks compare: 64 bits, eight per element as a number from 0 to
+# 255. Every floating dtype represents these numbers exactly, and their sums are finite.
 FACTS_NUMEL = 8
 
 
 class SendRegion(NamedTuple):
-    """A part of one full gradient whose place in the send buffer is a grid of equal `sizes`. Elements."""
+    """A part of one full gradient and its place in the send buffer: a strided grid of equal `sizes`, in elements."""
 
     sizes: tuple[int, ...]
     full_start: int
@@ -248,17 +247,17 @@ class SendRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class ReduceLayout:
-    """The chunks of one gradient reduction, (world, chunk_numel), one for each receiving rank, and how they travel.
+    """The chunks of one gradient reduction, (world, chunk_numel), one per receiving rank, and how they travel.
 
-    A chunk has the offsets of the pack, followed by one presence element per parameter: 1 where this rank
-    produced a gradient for it, else 0. So the presence of each gradient travels with the message: the
-    message has the same size whatever gradients a rank has, ranks cannot disagree on it, and after the
-    reduction a parameter got a gradient somewhere exactly when its presence is not 0 (a sum or an average
-    of zeros and ones, in any float dtype). After presence a chunk has room for a digest that ranks compare on
-    arrival (comm/comparison.py), whether it carries one or not.
+    A chunk has the offsets of the pack, followed by one presence element per parameter: 1 if this rank
+    produced a gradient for it, else 0. Presence travels inside the message, so the message has the same size
+    whichever gradients a rank has, and ranks cannot disagree on it. After the reduction a parameter has a
+    gradient on some rank exactly when its presence is not 0 (a sum or an average of zeros and ones, in any
+    float dtype). After presence, every chunk reserves room for a digest that ranks compare on arrival
+    (comm/comparison.py).
 
-    The gradients of `direct` parameters are sent from where autograd put them, each as a message of its own.
-    The rest of the chunks, presence always among it, is *the* message, with a send buffer (world, message_numel).
+    Gradients of `direct` parameters are sent from where autograd put them, each as its own message.
+    The rest of the chunks, always including presence, is *the* message; its send buffer is (world, message_numel).
 
     >>> from fullshard.layout import ShardLayout
     >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
@@ -269,11 +268,11 @@ class ReduceLayout:
     (8, 32)
     """
 
-    # The parameters whose gradients are reduced together: of trainable parameters, if some are frozen.
+    # The parameters whose gradients are reduced together: the trainable ones, if some are frozen.
     pack: Pack
-    # The first ones of `pack.order`; each gathers in place, so the parts of the ranks are runs of the whole gradient.
+    # The first ones of `pack.order`. Each gathers in place, so a rank's part is one run of the full gradient.
     direct: tuple[int, ...] = ()
-    # Elements for what ranks compare; 0 where the backend sums messages, so that nobody sees what each rank sent.
+    # Elements for the facts that ranks compare; 0 where the backend sums messages, so no rank sees another's facts.
     facts_numel: int = FACTS_NUMEL
 
     def __post_init__(self) -> None:
@@ -287,7 +286,7 @@ class ReduceLayout:
             segment = self.pack.segments[index]
             if not segment.layout.gathers_in_place:
                 raise ValueError(
-                    f"direct: expected parameters whose shards are runs of their memory, found {segment.name}, cut "
+                    f"direct: expected parameters whose shards are contiguous in memory, found {segment.name}, cut "
                     f"along dim {segment.layout.dim} of {segment.layout.shape}; leave it in the message"
                 )
 
@@ -298,12 +297,12 @@ class ReduceLayout:
 
     @cached_property
     def facts_offset(self) -> int:
-        """First of the `facts_numel` elements in a chunk that ranks compare."""
+        """First of the `facts_numel` elements of a chunk that ranks compare."""
         return self.presence_offset + len(self.pack.segments)
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Elements of what one rank gets: its part of every gradient, presence, and what is compared."""
+        """Elements that one rank receives: its part of every gradient, presence, and the facts that ranks compare."""
         return align_up(self.facts_offset + self.facts_numel, self.pack.align_numel)
 
     @cached_property
@@ -345,7 +344,7 @@ class ReduceLayout:
         return tuple(found)
 
     def regions(self, index: int) -> tuple[SendRegion, ...]:
-        """The gradient of packed parameter `index`: which parts of it, as it lies contiguous in memory, go where.
+        """The regions of the contiguous gradient of packed parameter `index`, with their places in the send buffer.
 
         >>> from fullshard.layout import ShardLayout
         >>> pack = Pack.build([ShardLayout((8,), world=4)], align_numel=1)
@@ -371,7 +370,7 @@ class ReduceLayout:
         return self._message(rank) + self.pack.segments[index].offset - self.message_start
 
     def presence(self, index: int, rank: int) -> int:
-        """The presence element of parameter `index`, in the send buffer, of the message to `rank`."""
+        """The presence element of parameter `index` in the send buffer, in the message to `rank`."""
         if not 0 <= index < len(self.pack.segments):
             raise ValueError(f"index: expected 0 <= index < {len(self.pack.segments)}, found {index!r}")
         return self._message(rank) + self.presence_offset - self.message_start + index

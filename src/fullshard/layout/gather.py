@@ -1,16 +1,14 @@
-"""Which parameters of a unit are gathered straight into final memory, and which travel in one message.
+"""Which parameters of a unit are gathered straight into their final memory, and which travel in one message.
 
-Likewise for their gradients: `direct_gradients`.
-
-A decision as data: made once per unit, from bytes and backend, and executed elsewhere.
+`direct_gradients` makes the same choice for gradients. Both return plain data: computed once per unit from sizes and
+backend, and executed elsewhere.
 
     direct   one gather per parameter; its output is the padded full parameter; nothing is copied afterwards
     packed   one gather of a contiguous range of the flat local buffer into a staging buffer, then a copy-out
 
-The measured reasons (ADR 0006): gathers can be grouped into one launch on NCCL, and on gloo ranks can send to each
-other without a collective, straight between final memories; so large parameters save the staging bytes and the copy.
-Small ones would pay more for a message of their own than for a copy. A world of one gathers nothing, so nothing is ever
-staged there.
+The measured reasons (ADR 0005): NCCL groups gathers into one launch, and gloo ranks can send to each other without a
+collective, straight between final memories. Large parameters therefore save the staging bytes and the copy; for small
+ones a separate message costs more than a copy. A world of one gathers nothing, so nothing is ever staged there.
 """
 
 from __future__ import annotations
@@ -24,18 +22,19 @@ from .flat import Pack
 from .shard import ShardLayout, require_int
 
 # ---- narrow ----------------------------------------------------------------------------------------------------------
-# What a rank keeps of full parameters between forward and backward, for an integer `reshard_after_forward`.
+# The part of the full parameters that a rank keeps between forward and backward, for an integer
+# `reshard_after_forward`.
 #
-# Rows of dim 0 as `torch.chunk` cuts them over the k ranks of a block. Shape (5, 3) on 4 ranks in blocks of 2: shards
-# have 2, 2, 1, 0 rows; ranks 0 and 2 keep rows 0 to 2, ranks 1 and 3 keep rows 3 and 4.
+# Rows of dim 0, as `torch.chunk` splits them over the k ranks of a block. Shape (5, 3) on 4 ranks in blocks of 2:
+# shards have 2, 2, 1, 0 rows; ranks 0 and 2 keep rows 0 to 2, ranks 1 and 3 keep rows 3 and 4.
 #
-# A gather over the block fills the memory that a gather over all ranks fills, so full parameters stay where they are. k
-# padded parts are never more than the padded shards of all ranks when both are cut along the same dim; so a parameter
-# that is sharded along another dim is kept along that one where the padded rows of dim 0 do not fit.
+# A gather over the block fills the same memory as a gather over all ranks, so full parameters do not move. k padded
+# parts never exceed the padded shards of all ranks when both are split along the same dim. So a parameter that is
+# sharded along another dim is kept along that dim if the padded rows of dim 0 do not fit.
 
 
 def narrow_pack(pack: Pack, plan: GatherPlan, world: int) -> Pack:
-    """The pack of the kept parts over `world` ranks of a block; its full offsets are those of `pack`.
+    """The pack of the kept parts over the `world` ranks of a block; its full offsets are those of `pack`.
 
     >>> pack = Pack.build([ShardLayout((5, 3), world=4)], align_numel=4)
     >>> plan = GatherPlan(direct=(0,), packed=())
@@ -59,28 +58,28 @@ def _kept(shards: ShardLayout, world: int) -> ShardLayout:
 
 # Backends that can launch many gathers as one grouped operation.
 GROUPING_BACKENDS = frozenset({"nccl"})
-# Backends on which an all-to-all and a sum on arrival is faster than their own reduce-scatter (benchmarks/pairs.py),
-# and those that take gloo's place in tests. Elsewhere the backend reduces, until a measurement speaks against it.
+# Backends on which an all-to-all with a sum on arrival is faster than their own reduce-scatter (benchmarks/pairs.py),
+# and the test backends that replace gloo. On all others the backend reduces, unless a measurement says otherwise.
 EXCHANGING_BACKENDS = frozenset({"gloo", "threaded", "fake"})
-# Backends whose ranks send to each other at the price of a system call (comm/data_group.py), and from which size on, of
-# what one rank sends to another, it pays for a parameter and for a gradient: benchmarks/pairs.py.
+# Backends whose ranks send to each other at the cost of a system call (comm/data_group.py), and the bytes from one rank
+# to another from which this pays off, for a parameter and for a gradient (benchmarks/pairs.py).
 PAIRWISE_BACKENDS = frozenset({"gloo"})
 PAIRWISE_PARAMETER_NBYTES = 128 << 10
 PAIRWISE_GRADIENT_NBYTES = 256 << 10
 
 
 def sends_in_pairs(backend: str) -> bool:
-    """Whether ranks send to each other there, without a collective."""
+    """Whether ranks send to each other on `backend`, without a collective."""
     return backend in PAIRWISE_BACKENDS
 
 
 def groups_messages(backend: str) -> bool:
-    """Whether several gathers are one launch there."""
+    """Whether `backend` launches several gathers as one."""
     return backend in GROUPING_BACKENDS
 
 
 def exchanges_gradients(backend: str) -> bool:
-    """Whether gradients are exchanged there by default, and summed where they arrive, among the ranks of one node."""
+    """Whether ranks of one node exchange gradients on `backend` by default and sum them on arrival."""
     return backend in EXCHANGING_BACKENDS
 
 
@@ -97,7 +96,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Positions of parameters in the pack's layouts, by how they are gathered; each in buffer order."""
+    """Positions of parameters in the pack's layouts, by how they are gathered; both in buffer order."""
 
     direct: tuple[int, ...]
     packed: tuple[int, ...]
@@ -111,9 +110,9 @@ class GatherPlan:
             )
 
     def packed_span(self, pack: Pack) -> Span:
-        """The range of the flat local buffer that is the packed message; Span(0, 0) when nothing is packed.
+        """The range of the flat local buffer that forms the packed message; Span(0, 0) when nothing is packed.
 
-        Raises `ValueError` when the packed segments do not follow each other in the buffer.
+        Raises `ValueError` when the packed segments are not contiguous in the buffer.
         """
         if not self.packed:
             return Span(0, 0)
@@ -143,12 +142,12 @@ class GatherPlan:
 def direct_indices(
     layouts: Sequence[ShardLayout], itemsize: int, *, backend: str, direct_threshold_nbytes: int | None
 ) -> tuple[int, ...]:
-    """Positions of the parameters that will be gathered directly: give them to `Pack.build(first=...)`.
+    """Positions of the parameters to gather directly; pass them to `Pack.build(first=...)`.
 
-    `itemsize`: bytes per element of what travels, the compute dtype. `direct_threshold_nbytes` is compared
-    with the bytes of the padded full parameter where the backend groups gathers; None: one message is wanted. A
-    parameter that is alone in its unit is always direct; one whose gathered chunks are not its memory
-    (`ShardLayout.gathers_in_place`) never is, unless nothing is gathered (world 1).
+    `itemsize`: bytes per element on the wire (compute dtype). `direct_threshold_nbytes` is compared with the bytes of
+    the padded full parameter where the backend groups gathers; None asks for one message. A parameter that is alone in
+    its unit is always direct. One whose gathered chunks are not its memory (`ShardLayout.gathers_in_place`) never is,
+    unless nothing is gathered (world 1).
 
     >>> layouts = [ShardLayout((8,), world=2), ShardLayout((64, 64), world=2)]
     >>> direct_indices(layouts, 4, backend="nccl", direct_threshold_nbytes=4096)
@@ -182,7 +181,7 @@ def direct_indices(
 def direct_gradients(layouts: Sequence[ShardLayout], itemsize: int, *, backend: str) -> tuple[int, ...]:
     """Positions of the parameters whose gradients are sent from where autograd left them, without a send buffer.
 
-    `itemsize`: bytes per element of what travels, the wire dtype. Give them to `Pack.build(first=...)`.
+    `itemsize`: bytes per element on the wire (wire dtype). Pass the result to `Pack.build(first=...)`.
 
     >>> direct_gradients([ShardLayout((8,), world=2), ShardLayout((512, 512), world=2)], 4, backend="gloo")
     (1,)
@@ -200,9 +199,9 @@ def direct_gradients(layouts: Sequence[ShardLayout], itemsize: int, *, backend: 
 
 
 def plan_gather(pack: Pack, itemsize: int, *, backend: str, direct_threshold_nbytes: int | None) -> GatherPlan:
-    """The plan for `pack`; arguments as for `direct_indices`.
+    """The plan for `pack`; arguments as in `direct_indices`.
 
-    Raises `ValueError` when the packed ones are not contiguous: build with `first=direct_indices(...)`.
+    Raises `ValueError` when the packed parameters are not contiguous: build with `first=direct_indices(...)`.
     """
     layouts = [segment.layout for segment in pack.segments]
     direct = frozenset(
@@ -212,5 +211,5 @@ def plan_gather(pack: Pack, itemsize: int, *, backend: str, direct_threshold_nby
         direct=tuple(index for index in pack.order if index in direct),
         packed=tuple(index for index in pack.order if index not in direct),
     )
-    plan.packed_span(pack)  # proves that the packed ones are one message
+    plan.packed_span(pack)  # raises unless the packed parameters form one message
     return plan

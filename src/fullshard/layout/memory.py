@@ -1,11 +1,11 @@
 """Expected bytes per rank as sums of named terms, from layouts and a policy alone.
 
-Each function returns the terms at one moment, so that a test that counts bytes, or a report, can say
-*which* term is wrong. Notation of the comments: P padded elements of a unit, W ranks, c compute itemsize.
-What is not here: activations, optimizer state, allocator overhead.
+Each function returns the terms at one moment, so a byte-counting test or a report can say *which* term is wrong.
+Notation of the comments: P padded elements of a unit, W ranks, c compute itemsize. Not included: activations,
+optimizer state, allocator overhead.
 
-Message buffers (staging, reduction) exist while a message is under way; where they are kept from step to
-step (on a CPU) `buffer_terms` is what is kept, and stands in the place of the ones at each moment.
+Message buffers (staging, reduction) exist while a message is in flight. Where a pool keeps them from step to step (on a
+CPU), `buffer_terms` gives the kept bytes and replaces the buffer terms of each moment.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .gather import GatherPlan
 from .shard import require_int
 
 # ---- unit memory -----------------------------------------------------------------------------------------------------
-# What the bytes of one unit depend on, and how many there are of each kind. See `memory` for when they are there.
+# The facts that the bytes of one unit depend on, and its bytes of each kind. `memory` says when they exist.
 #
-# Notation of the comments: P padded elements of a unit, W ranks; c compute itemsize.
+# Notation of the comments: P padded elements of a unit, W ranks, c compute itemsize.
 
 
 class Term(NamedTuple):
-    """One named part of an expected number of bytes."""
+    """One named part of an expected byte count."""
 
     name: str
     nbytes: int
@@ -33,9 +33,9 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
-    """What the memory of one unit depends on. Units are given in the order in which their forwards begin.
+    """The facts that the memory of one unit depends on. Units are listed in the order in which their forwards begin.
 
-    Its parameters have one storage dtype. Dtypes that differ are expected to differ in their bytes per element.
+    Its parameters share one storage dtype. Dtypes that differ are expected to differ in bytes per element.
     """
 
     name: str
@@ -43,33 +43,33 @@ class UnitMemory:
     plan: GatherPlan
     storage_itemsize: int
     compute_itemsize: int
-    # Bytes per element of what a reduction sends: those of the gradient, or of the reduce dtype.
+    # Bytes per element that a reduction sends: those of the gradient, or of the reduce dtype.
     wire_itemsize: int
-    # Whether full parameters are freed after forward; the root usually keeps them.
+    # Whether full parameters are freed after forward; the root usually keeps its own.
     reshard: bool = True
-    # Whether all units behind it run inside its forward: the root. Its gradients are expected to be complete last, as
-    # those of an embedding are; where they come first, it is freed earlier than the terms say.
+    # Whether all later units run inside its forward: the root. Its gradients are expected to be complete last, like
+    # those of an embedding; if they come first, it is freed earlier than the terms say.
     outer: bool = False
     # Whether gradients are exchanged (all-to-all) and added here, or reduced by the backend.
     exchanges: bool = True
-    # How many ranks hold the same shards, this one included, and bytes per element of what they sum: those of the sum
-    # dtype, or of the reduce dtype where nothing is cut or the backend reduces.
+    # How many ranks hold the same shards, including this one, and bytes per element of the sum over them: those of the
+    # sum dtype, or of the reduce dtype where nothing is sharded or the backend reduces.
     replicas: int = 1
     sum_itemsize: int = 4
-    # Of an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.gather`), over the
+    # For an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.gather`), over the
     # ranks of its block.
     kept: Pack | None = None
     # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
     direct_gradients: tuple[int, ...] = ()
-    # None of its parameters is trained: there are no gradients and nothing is sent. With `reshard` off it stays full
-    # from step to step (`set_resident_bytes`).
+    # No parameter is trained: there are no gradients, and nothing is sent. With `reshard` off it stays full
+    # from step to step (`set_memory_budget(resident=)`).
     frozen: bool = False
 
     def __post_init__(self) -> None:
         if self.kept is not None and not self.reshard:
             raise ValueError(
-                f"kept of {self.name!r}: expected None where full parameters stay after forward (reshard=False), found "
-                f"a pack; a part is kept of what is freed"
+                f"kept of {self.name!r}: expected None with reshard=False, where full parameters stay after forward, "
+                f"found a pack; keep a part only of full parameters that are freed"
             )
         for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
@@ -81,14 +81,14 @@ class UnitMemory:
 
     @property
     def full_nbytes(self) -> int:
-        """cP: the full parameters. Nothing in a world of one whose compute dtype is the storage dtype."""
+        """cP: the full parameters. 0 in a world of one whose compute dtype is the storage dtype."""
         if self.pack.world == 1 and self.compute_itemsize == self.storage_itemsize:
             return 0
         return self.pack.full_numel * self.compute_itemsize
 
     @property
     def arriving_nbytes(self) -> int:
-        """Full parameters while their gather is under way: a direct gather arrives in them, a packed one does not."""
+        """Full parameters while their gather is in flight: a direct gather arrives in them, a packed one does not."""
         return self.full_nbytes if self.pack.world > 1 and self.plan.direct else 0
 
     @property
@@ -98,17 +98,17 @@ class UnitMemory:
 
     @property
     def kept_nbytes(self) -> int:
-        """cP/k: the part that is kept between forward and backward, for an integer `reshard_after_forward` of k."""
+        """cP/k: the part kept between forward and backward, for an integer `reshard_after_forward` of k."""
         return 0 if self.kept is None else self.kept.padded_local_numel * self.compute_itemsize
 
     @property
     def widening_nbytes(self) -> int:
-        """As `staging_nbytes`, of a gather from kept parts over a block."""
+        """The staging buffer of a gather from kept parts over a block."""
         return 0 if self.kept is None else self.plan.staging_numel(self.kept) * self.compute_itemsize
 
     @property
     def gather_nbytes(self) -> int:
-        """All that a gather takes: the full parameters and staging. Shards that are cast need no buffer."""
+        """All memory of a gather: full parameters and staging. Casting shards needs no buffer."""
         return self.full_nbytes + self.staging_nbytes
 
     @property
@@ -123,7 +123,7 @@ class UnitMemory:
 
     @property
     def sent_itemsize(self) -> int:
-        """Bytes per element of the send buffer. Where nothing is cut, it is what the replicas sum."""
+        """Bytes per element of the send buffer. Where nothing is sharded, it is the buffer that the replicas sum."""
         return self.wire_itemsize if self.pack.world > 1 else self.sum_itemsize
 
     @property
@@ -133,10 +133,10 @@ class UnitMemory:
 
     @property
     def send_nbytes(self) -> int:
-        """The send buffer of the gradient reduction; one rank in all sends nothing."""
+        """The send buffer of the gradient reduction; a single rank sends nothing."""
         if self.frozen or (self.pack.world == 1 and self.replicas == 1):
             return 0
-        # As if the direct ones were the last of the pack: the same bytes.
+        # As if the direct parameters were last in the pack: the bytes are the same.
         chunk = self._chunk_numel - sum(
             align_up(self.pack.segments[i].padded_numel, self.pack.align_numel) for i in self.direct_gradients
         )
@@ -144,16 +144,16 @@ class UnitMemory:
 
     @property
     def leaving_nbytes(self) -> int:
-        """Gradients that live on while they are being sent, because no send buffer has a copy of them."""
+        """Gradients that stay alive while they are sent, because no send buffer holds a copy of them."""
         if self.frozen:
             return 0
         return sum(self.pack.segments[i].layout.numel for i in self.direct_gradients) * self.wire_itemsize
 
     @property
     def receive_nbytes(self) -> int:
-        """What arrives: the chunks of all ranks when they are added here, one chunk when the backend adds.
+        """The receive buffer: the chunks of all ranks when they are added here, one chunk when the backend adds.
 
-        This rank's own chunk does not have to arrive where ranks send to each other."""
+        Where ranks send to each other, this rank's own chunk does not travel."""
         if self.frozen or self.pack.world == 1:
             return 0
         if not self.exchanges:
@@ -164,14 +164,14 @@ class UnitMemory:
 
     @property
     def replicating_nbytes(self) -> int:
-        """This rank's chunk while it is summed over the replicas; where nothing is cut, the send buffer is that."""
+        """This rank's chunk during the sum over replicas; 0 where nothing is sharded (the send buffer is summed)."""
         if self.frozen or self.pack.world == 1 or self.replicas == 1:
             return 0
         return self._chunk_numel * self.sum_itemsize
 
     @property
     def reduced_nbytes(self) -> int:
-        """The gradient shards in the storage dtype: views of one chunk, presence included. One rank: its gradients."""
+        """The gradient shards in the storage dtype: views of one chunk with presence. With one rank: its gradients."""
         if self.frozen:
             return 0
         if self.pack.world == 1 and self.replicas == 1:
@@ -197,7 +197,7 @@ def forward_terms(
 ) -> list[Term]:
     """While units[current] computes its forward and the next `prefetch_depth` units are being gathered.
 
-    `prefetch_nbytes`: as many units as fit into it, in the place of `prefetch_depth`.
+    `prefetch_nbytes`: gather as many units as fit into it, instead of `prefetch_depth`.
     """
     _check(units, current)
     require_int("prefetch_depth", prefetch_depth, 0, "0 gathers each unit when it is needed")
@@ -214,7 +214,7 @@ def narrowing_terms(
     units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1, prefetch_nbytes: int | None = None
 ) -> list[Term]:
     """A moment later, for an integer `reshard_after_forward`: units[current] has copied the part that it keeps, and its
-    full parameters are not freed yet. An outer unit is last: the forwards of all others are over.
+    full parameters are not freed yet. An outer unit comes last, after the forwards of all others.
 
     Raises `ValueError` for a unit that keeps no part.
     """
@@ -240,16 +240,17 @@ def backward_terms(
     prefetch_nbytes: int | None = None,
     gradient_nbytes: int | None = None,
 ) -> list[Term]:
-    """When the gradients of units[current] are ready, before its full parameters are freed and its message is made.
+    """When the gradients of units[current] are ready, before its full parameters are freed and its message is built.
 
     The unit before it is being gathered, or as many as fit into `prefetch_nbytes`. `reductions_in_flight` counts the
-    earlier reductions (units current + 1, ...) whose buffers still exist. Their gradients are gone, copied into the
-    send buffer, unless they are sent from where they are, and live as long as one would. On a mesh that replicates as
-    many more, after these, are summed over the replicas. `gradient_nbytes` limits gradients and messages together.
+    earlier reductions (units current + 1, ...) whose buffers still exist. Their gradients were copied into the send
+    buffer and freed; gradients that are sent from where autograd left them live as long as a send buffer would. On a
+    mesh with replicas, the same number of units after these is being summed over the replicas. `gradient_nbytes` limits
+    gradients and messages together.
     """
     room = None
     if gradient_nbytes is not None:
-        # What its own gradients leave.
+        # The room left by its own gradients.
         room = max(0, gradient_nbytes - units[current].gradient_nbytes)
     units_behind = _behind(units, current, reductions_in_flight, room)
     return [
@@ -270,7 +271,7 @@ def sending_terms(
     prefetch_nbytes: int | None = None,
     gradient_nbytes: int | None = None,
 ) -> list[Term]:
-    """A moment later: the full parameters of units[current] are freed, its gradients were copied into its message."""
+    """A moment later: units[current] has freed its full parameters and copied its gradients into its message."""
     room = None
     if gradient_nbytes is not None:
         room = max(0, gradient_nbytes - 2 * units[current].gradient_nbytes)
@@ -294,7 +295,7 @@ def buffer_terms(
     reductions_in_flight: int = 2,
     prefetch_nbytes: int | None = None,
 ) -> list[Term]:
-    """The message buffers that a pool holds which keeps them, once the order of forwards is known and gathered ahead.
+    """The message buffers that a keeping pool holds, once the order of forwards is known and gathers run ahead.
 
     Units of equal layout share buffers: there are as many as were ever in use at once.
     """
@@ -303,15 +304,15 @@ def buffer_terms(
     gathers = max(1, prefetch_depth)
     if prefetch_nbytes is not None:
         places = range(len(units))
-        # From the first one on: a root without parameters gathers ahead, too.
+        # From each unit on: a root without parameters gathers ahead too.
         forward = max((len(_ahead(units, places[i:], 0, prefetch_nbytes)) for i in places), default=0)
         gathers = max(1, forward, *(len(_next_in_backward(units, i, prefetch_nbytes)) for i in places))
     backwards = units[::-1]
-    # A reduction is issued before the oldest is waited for.
+    # A reduction is issued before the oldest one is waited for.
     reductions = reductions_in_flight + 1
     return [
         *_shared("staging", units, gathers, lambda u: (u.pack, u.plan, u.compute_itemsize), lambda u: u.staging_nbytes),
-        # In backward one unit is gathered ahead.
+        # Backward gathers one unit ahead.
         *_shared(
             "staging of kept parts",
             [unit for unit in backwards if unit.kept is not None],
@@ -335,12 +336,14 @@ def peak(
     *,
     prefetch_depth: int = 1,
     reductions_in_flight: int = 2,
+    send_buffers: int | None = None,
     prefetch_nbytes: int | None = None,
     gradient_nbytes: int | None = None,
 ) -> tuple[str, list[Term]]:
-    """The largest of all these moments: its name (`forward layers.3`) and its terms; of equals the first.
+    """The largest of all these moments: its name (`forward layers.3`) and its terms; the first of equals.
 
-    Buffers as each moment needs them: where a pool keeps them, `buffer_terms` bounds what it holds beyond.
+    Buffers are counted as each moment needs them. Where a pool keeps them, `buffer_terms` bounds the excess.
+    `send_buffers`: instead of `reductions_in_flight`, so many exist when another message was made.
     """
     indices = range(len(units))
     moments = []
@@ -351,10 +354,13 @@ def peak(
                 moments.append((f"{what} {units[i].name}", terms))
     for i in reversed(indices):
         for what, terms_of in (("backward", backward_terms), ("sending", sending_terms)):
+            limit = reductions_in_flight
+            if send_buffers is not None:
+                limit = send_buffers - (what == "sending")
             terms = terms_of(
                 units,
                 i,
-                reductions_in_flight=reductions_in_flight,
+                reductions_in_flight=limit,
                 prefetch_nbytes=prefetch_nbytes,
                 gradient_nbytes=gradient_nbytes,
             )
@@ -365,11 +371,11 @@ def peak(
 
 
 def _kept(units: Sequence[UnitMemory], current: int) -> list[Term]:
-    # The units before this one in forward; in backward they are those that were not reached yet.
+    # Units before this one in forward; in backward, the units that it has not reached yet.
     full = [u for u in units[:current] if u.outer or not u.reshard]
-    # What is frozen and kept is there at any time.
+    # Frozen units that stay full are there at any time.
     full += [u for u in units[current + 1 :] if u.lasting]
-    # An outer unit narrows behind all others and is gathered before them: while they run it is full.
+    # An outer unit narrows after all others and is gathered before them: while they run it is full.
     parts = [u for u in units[:current] if u.kept_nbytes and not u.outer]
     return [
         *(Term(f"full {u.name} (kept)", u.full_nbytes) for u in full),
@@ -386,7 +392,7 @@ def _next_in_backward(units: Sequence[UnitMemory], current: int, prefetch_nbytes
 
 
 def _ahead(units: Sequence[UnitMemory], following: Sequence[int], depth: int, nbytes: int | None) -> list[int]:
-    """Which of the `following` are being gathered: `depth` of them, or what fits into `nbytes`."""
+    """Which of the `following` units are being gathered: `depth` of them, or as many as fit into `nbytes`."""
     if nbytes is None:
         return [i for i in following[:depth] if not units[i].lasting]
     require_int("prefetch_nbytes", nbytes, 0, "0 gathers each unit when it is needed")
@@ -397,12 +403,12 @@ def _ahead(units: Sequence[UnitMemory], following: Sequence[int], depth: int, nb
 def _behind(
     units: Sequence[UnitMemory], current: int, reductions_in_flight: int, room: int | None = None
 ) -> list[Term]:
-    """What the units whose backward is over have left. `room`: bytes that messages under way may take."""
+    """Terms of the units whose backward is over. `room`: bytes that messages in flight may take."""
     _check(units, current)
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
     behind = units[current + 1 :]
     sending = [u for u in behind[:reductions_in_flight] if u.send_nbytes]
-    # As many again are summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
+    # The same number is summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
     replicating = [
         unit
         for place, unit in enumerate(behind)
@@ -426,7 +432,7 @@ def _behind(
 
 
 def _gathering(units: Sequence[UnitMemory], indices: Sequence[int], *, widening: bool = False) -> list[Term]:
-    """`widening`: in backward, from what is kept where something is."""
+    """`widening`: in backward, gather from the kept part where there is one."""
     terms = []
     for unit in (units[i] for i in indices):
         staging = unit.widening_nbytes if widening and unit.kept is not None else unit.staging_nbytes
@@ -444,7 +450,7 @@ def _shared(
     key: Callable[[UnitMemory], Hashable],
     nbytes: Callable[[UnitMemory], int],
 ) -> list[Term]:
-    """For each key the buffers of the `at_once` consecutive units that need most of them."""
+    """For each key: the most buffers that any `at_once` consecutive units need."""
     keys = [key(unit) for unit in units]
     terms = []
     for first, found in dict(zip(reversed(keys), reversed(units), strict=True)).items():
@@ -459,11 +465,11 @@ def _check(units: Sequence[UnitMemory], current: int) -> None:
 
 
 # ---- budget ----------------------------------------------------------------------------------------------------------
-# What fits into so many bytes: which gathers may be ahead, and which units stay full between forward and backward.
+# What fits into a byte budget: which gathers may run ahead, and which units stay full between forward and backward.
 
 
 def leading_within(costs: Iterable[int], nbytes: int) -> int:
-    """How many of the first `costs` fit into `nbytes` together. What comes behind one that does not fit has to wait.
+    """How many of the first `costs` fit into `nbytes` together. Everything after the first misfit has to wait.
 
     >>> leading_within([4, 4, 1], 8), leading_within([9, 1], 8), leading_within([0, 0, 1], 0)
     (2, 0, 2)
@@ -486,11 +492,12 @@ class Candidate(NamedTuple):
 
 
 def choose_resident(candidates: Sequence[Candidate], nbytes: int) -> tuple[int, ...]:
-    """Positions of the candidates that stay full within `nbytes`, ascending. Candidates are in order of definition.
+    """Positions of the candidates that stay full within `nbytes`, ascending. Candidates are in definition order.
 
-    Frozen ones first: they are not written, so they stay from step to step, and the same bytes save the gathers of both
-    forward and backward. Among equals the last first, whose time between forward and backward is short. One that does
-    not fit is left out, and smaller ones behind it may still fit. What has no memory of its own is never chosen.
+    Frozen units come first: nothing writes them, so they stay from step to step, and the same bytes save the gathers of
+    both forward and backward. Among equals the last comes first, because its time between forward and backward is
+    short. A unit that does not fit is skipped; smaller ones after it may still fit. A unit without its own memory is
+    never chosen.
 
     >>> units = [Candidate("a", 4, False), Candidate("b", 4, True), Candidate("c", 6, False), Candidate("d", 3, False)]
     >>> [units[i].name for i in choose_resident(units, 8)], [units[i].name for i in choose_resident(units, 3)]

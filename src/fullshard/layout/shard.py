@@ -1,9 +1,9 @@
 """The rows of one parameter that each rank owns: pure arithmetic, no tensors.
 
-Every rank but the last ones owns the same number of rows of the sharded dim, as `torch.chunk` cuts them;
-the local buffers are padded to that number, so that one gather moves equal messages and its result, read in
-rank order, *is* the padded full tensor (for dim 0). Shape (5, 3) on 4 ranks, dim 0; `#` is an element, `.`
-is padding:
+Every rank but the last ones owns the same number of rows of the sharded dim, as with `torch.chunk`.
+Local buffers are padded to that number, so that one gather moves equal messages and its result, in rank
+order, *is* the padded full tensor (for dim 0). Shape (5, 3) on 4 ranks, dim 0; `#` is an element, `.` is
+padding:
 
     rank 0   # # #     rank 1   # # #     rank 2   # # #     rank 3   . . .
              # # #              # # #              . . .              . . .
@@ -20,7 +20,7 @@ from typing import NamedTuple
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
 # How many bytes one element of a dtype takes, by the dtype's name: byte arithmetic without torch.
 #
-# Names are torch's own, with or without the `torch.` in front, so `itemsize(str(tensor.dtype))` works.
+# Names are torch's own, with or without the `torch.` prefix, so `itemsize(str(tensor.dtype))` works.
 
 _ITEMSIZES: dict[str, int] = {
     "bool": 1,
@@ -46,7 +46,7 @@ _ITEMSIZES: dict[str, int] = {
     "complex128": 16,
 }
 
-# torch's second names of the same dtypes.
+# torch's aliases of the same dtypes.
 _ALIASES: dict[str, str] = {
     "half": "float16",
     "float": "float32",
@@ -96,46 +96,46 @@ def require_int(field: str, value: object, at_least: int, remedy: str) -> int:
 class Piece(NamedTuple):
     """The equal shards of neighbouring ranks as one strided region: in the full parameter, and in a message.
 
-    A message holds the shards of the ranks one behind the other, each contiguous. In the full parameter a shard is
+    A message holds the shards of the ranks one after another, each contiguous. In the full parameter a shard is
     `outer` runs of `block` elements, one for each index of the dims before the sharded one. Shape (2, 5) on 2 ranks,
     dim 1, where rank 0 has 3 columns and rank 1 the other 2; digits are ranks:
 
         full parameter    0 0 0 1 1          message    0 0 0 0 0 0 | 1 1 1 1 . .
                           0 0 0 1 1
 
-    Ranks with a different number of rows are pieces of their own, so there are at most two pieces.
+    Ranks with a different number of rows form their own piece, so there are at most two pieces.
     """
 
-    # The first of the ranks, and how many they are.
+    # The first rank, and the number of ranks.
     first_rank: int
     ranks: int
-    # Runs of one shard, and the elements of each.
+    # Number of runs per shard, and elements per run.
     outer: int
     block: int
-    # In the full parameter: the first element, from one rank's run to the next rank's, from one run of a rank to its
-    # next one.
+    # In the full parameter: the first element, the distance between the runs of neighbouring ranks, and the distance
+    # between the runs of one rank.
     full_start: int
     full_rank_stride: int
     full_outer_stride: int
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of the region: ranks, runs, elements."""
+        """Sizes of the region: ranks, runs, elements."""
         return (self.ranks, self.outer, self.block)
 
     @property
     def full_strides(self) -> tuple[int, int, int]:
-        """Of the region in the contiguous full parameter, where it begins at `full_start`."""
+        """Strides of the region in the contiguous full parameter, where it begins at `full_start`."""
         return (self.full_rank_stride, self.full_outer_stride, 1)
 
     def message_strides(self, rank_stride: int) -> tuple[int, int, int]:
-        """Of the region in a message in which every rank's part has `rank_stride` elements."""
+        """Strides of the region in a message in which every rank's part has `rank_stride` elements."""
         return (rank_stride, self.block, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How one parameter of `shape` is cut along `dim` over `world` ranks.
+    """How one parameter of `shape` is split along `dim` over `world` ranks.
 
     >>> layout = ShardLayout((5, 3), world=4)
     >>> [layout.rows(rank) for rank in range(4)]
@@ -145,13 +145,13 @@ class ShardLayout:
     >>> layout.padded_local_shape, layout.padded_full_shape, layout.padding_numel
     ((2, 3), (8, 3), 9)
 
-    The padding of the sharded dim is at most `world - 1` rows over all ranks (and none of it lies before a
-    row that is owned). Two layouts are equal when shape, dim and world are.
+    The padding of the sharded dim is at most `world - 1` rows over all ranks, and it always comes after the owned
+    rows. Two layouts are equal when shape, dim and world are.
     """
 
     # Shape of the full parameter, at least one dimension.
     shape: tuple[int, ...]
-    # The sharded dim; a negative one is counted from the end and stored as its positive equal.
+    # The sharded dim; a negative one counts from the end and is stored as its non-negative equal.
     dim: int = 0
     # Number of ranks that share the parameter.
     world: int = 1
@@ -236,16 +236,16 @@ class ShardLayout:
 
     @property
     def gathers_in_place(self) -> bool:
-        """Whether the padded shards behind each other in rank order are the padded full parameter in memory.
+        """Whether the padded shards in rank order form the padded full parameter in memory.
 
-        So for dim 0, and for a later dim when all dims before it have size 1. Otherwise a gather has to be
-        copied out, piece by piece, because the shards of the ranks interleave in the full parameter.
+        True for dim 0, and for a later dim if all dims before it have size 1. Otherwise a gather has to be copied out,
+        piece by piece, because the shards of the ranks interleave in the full parameter.
         """
         return math.prod(self.shape[: self.dim]) == 1
 
     @property
     def full_memory_numel(self) -> int:
-        """Elements of memory for the full parameter: with the padding of all ranks where a gather may arrive in it."""
+        """Elements of memory for the full parameter, with the padding of all ranks if a gather may arrive in it."""
         return self.padded_full_numel if self.gathers_in_place else self.numel
 
     @property

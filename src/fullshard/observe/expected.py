@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .._torch import local_of
 from ..comm import direct_of, exchanges
 from ..engine import Unit
+from ..engine.root import formed
 from ..layout import Pack, Term, UnitMemory, narrow_pack, peak
 from ..param import ShardedParam
 from ..policy import Options
@@ -73,10 +74,10 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     group = unit.groups[position]
     precision = group.precision
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
-    keeps = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and is_outer)
+    keeps = unit.settings.reshard_after_forward is False or (unit.settings.reshard_after_forward is None and is_outer)
     keeps = keeps or unit.record.resident
     # Of a root that has not formed it is not known yet whether there are several nodes.
-    links, strategy = unit.links[position], unit.controls.strategy(communication)
+    links, strategy = unit.links[position], unit.settings.controls.strategy(communication)
     exchanged = exchanges(links, strategy)
     sums_here = exchanged and group.placing.world > 1
     layouts = [segment.layout for segment in group.pack.segments]
@@ -146,7 +147,7 @@ def _state_nbytes(optimizer: Held, shard: DTensor) -> int | None:
 
 def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[str, tuple[Term, ...]]:
     """The moment at which parameters, gradients and messages take most, and its terms; by definition order at first."""
-    root = found[0][1].root
+    root = formed(found[0][1])
     order = [record.name for record in root.run.forward_plan] if root is not None else []
     # In the order in which they ran last time; else as they are defined.
     placed = sorted(found, key=lambda item: order.index(n) if (n := item[1].record.name) in order else -1)
@@ -154,14 +155,15 @@ def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[
     memories = [_memory(unit, i, name, communication) for name, unit in placed for i in range(len(unit.groups))]
     if not memories:
         return "never", ()
-    chosen = found[0][1].prefetch_nbytes
-    # Of a root that has not formed yet, the default of its backend is not known.
-    limit = root.executor.gradient_nbytes if root is not None else found[0][1].gradient_nbytes
+    chosen = (found[0][1] if root is None else root.units[0]).settings
+    default = options.send_buffers_on(found[0][1].device.type)
+    buffers = [count for _, unit in found if (count := unit.settings.controls.send_buffers or default) is not None]
     moment, terms = peak(
         memories,
         prefetch_depth=options.prefetch_depth,
-        reductions_in_flight=options.reductions_on(found[0][1].device.type),
-        prefetch_nbytes=options.prefetch_nbytes if chosen is None else chosen,
-        gradient_nbytes=limit,
+        reductions_in_flight=options.reductions_in_flight,
+        send_buffers=min(buffers, default=None),
+        prefetch_nbytes=chosen.prefetch_nbytes,
+        gradient_nbytes=chosen.gradient_nbytes,
     )
     return moment, tuple(terms)

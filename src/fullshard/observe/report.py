@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from .._torch import local_of
 from ..engine import Unit, unit_of
 from ..engine.misuse import clean_name, parameter_names
+from ..engine.root import formed
 from ..layout import Term
 from ..param import PendingGrad, ShardedParam
 from ..policy import Options
@@ -29,72 +31,6 @@ from .expected import Bytes, Held, expected_of, expected_peak, kept_nbytes, stan
 
 if TYPE_CHECKING:
     from .expected import Bytes
-
-
-# ---- info ------------------------------------------------------------------------------------------------------------
-# What the units of a model are and hold: for reports, tests and the user's own loop.
-
-
-@dataclass(frozen=True)
-class UnitInfo:
-    """One unit as it is now. Counts are elements; `_itemsize` and `_nbytes` are bytes."""
-
-    # Dotted name of the unit's module, with "+" between those of several; "" is the root of the model that was asked
-    # about.
-    name: str
-    # Class of the module before it was sharded.
-    module_class: str
-    # Dotted names of its parameters.
-    param_names: tuple[str, ...]
-    num_params: int
-    # Elements of the unsharded parameters.
-    numel: int
-    # Elements this rank owns, without padding.
-    local_numel: int
-    # Elements of this rank's flat buffers, padding included.
-    padded_local_numel: int
-    # Bytes per element of the widest dtype among the unit's parameters, stored, computed with and reduced in.
-    storage_itemsize: int
-    compute_itemsize: int
-    reduce_itemsize: int
-    # Ranks that share the parameters: the most of any group.
-    world: int
-    # Bytes of full parameters that are allocated right now.
-    full_nbytes_live: int
-    # Bytes of the parts that an integer `reshard_after_forward` keeps between forward and backward, right now.
-    kept_nbytes_live: int = 0
-
-
-def inspect_units(model: nn.Module) -> tuple[UnitInfo, ...]:
-    """The units of `model`, its own first, in definition order. No communication; empty when nothing is sharded."""
-    names: dict[Unit, str] = {}
-    for name, module in model.named_modules():
-        unit = unit_of(module)
-        if unit is not None:
-            name = clean_name(name)
-            names[unit] = f"{names[unit]}+{name}" if unit in names else name
-    dotted = parameter_names(model, list(names))
-    infos = []
-    for unit, name in names.items():
-        precisions = [group.precision for group in unit.groups]
-        infos.append(
-            UnitInfo(
-                name=name,
-                module_class="+".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules),
-                param_names=tuple(dotted[param] for param in unit.params),
-                num_params=len(unit.params),
-                numel=sum(group.pack.numel for group in unit.groups),
-                local_numel=sum(group.pack.local_numel(group.placing.rank) for group in unit.groups),
-                padded_local_numel=sum(group.pack.padded_local_numel for group in unit.groups),
-                storage_itemsize=max((p.storage.itemsize for p in precisions), default=0),
-                compute_itemsize=max((p.compute.itemsize for p in precisions), default=0),
-                reduce_itemsize=max((p.reduce.itemsize for p in precisions), default=0),
-                world=max((group.placing.world for group in unit.groups), default=1),
-                full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
-                kept_nbytes_live=unit.narrowing.live_nbytes,
-            )
-        )
-    return tuple(infos)
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------
@@ -136,7 +72,7 @@ def _below(report: Report) -> list[str]:
         )
     resident = [_name(unit) for unit in report.units if unit.resident]
     if resident:
-        lines.append(f"kept full within set_resident_bytes: {', '.join(resident)}")
+        lines.append(f"kept full within set_memory_budget(resident): {', '.join(resident)}")
     for unit in report.units:
         lines += [f"tied: {' = '.join(names)}" for names in unit.tied]
     for item in report.unsharded[:_SHOWN]:
@@ -205,7 +141,7 @@ def human(nbytes: float) -> str:
 class UnitReport:
     """One unit. `num_`: parameters, tied ones once; `_numel`: elements; names of dtypes and placements are torch's."""
 
-    name: str  # dotted name of its module; "" is the model itself
+    name: str  # dotted name of its module, with "+" between several; "" is the model itself
     module_class: str
     param_names: tuple[str, ...]
     tied: tuple[tuple[str, ...], ...]  # all names of each parameter that has several
@@ -217,11 +153,16 @@ class UnitReport:
     num_trainable: int
     numel: int  # of the whole parameters
     local_numel: int  # of this rank's shards
-    padding_numel: int  # of this rank's flat buffers: elements that are no parameter
+    padded_local_numel: int  # of this rank's flat buffers, elements that are no parameter included
+    # Bytes per element of the widest dtype among its parameters.
+    storage_itemsize: int
+    compute_itemsize: int
+    reduce_itemsize: int
+    world: int  # ranks that share the parameters: the most of any group
     expected: Bytes  # after a backward, before `zero_grad`, once the optimizer stepped
     measured: Bytes  # now
     full_nbytes_live: int  # full parameters that are allocated now
-    resident: bool  # kept full between forward and backward, by `set_resident_bytes`
+    resident: bool  # kept full between forward and backward, by `set_memory_budget(resident=)`
     # What an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
     kept_nbytes: int
     kept_nbytes_live: int
@@ -288,34 +229,51 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     if not units:
         raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
     found = [(name, unit) for unit, name in units.items()]
+    dotted = parameter_names(model, list(units))
     held = None if optimizer is None else Held(optimizer)
-    rows = tuple(_unit_report(name, unit, names, held) for name, unit in found)
+    rows = tuple(_unit_report(name, unit, names, dotted, held) for name, unit in found)
     unsharded = _unsharded(model, [unit for _, unit in found])
     first = found[0][1]
-    options = first.root.options if first.root is not None else Options.from_environment()
+    options = first.root.options if first.root is not None else Options.current()
     moment, terms = expected_peak(found, options)
+    pools = {root.shared for root in (formed(unit) for _, unit in found) if root is not None}
     return Report(
         rank=first.groups[0].placing.mesh.get_rank() if first.groups else torch.distributed.get_rank(),
         units=rows,
         unsharded=unsharded,
         expected=_sum(row.expected for row in rows),
         measured=_sum(row.measured for row in rows),
-        message_nbytes=sum(shared.pool.nbytes for shared in {u.root.shared for _, u in found if u.root is not None}),
+        message_nbytes=sum(shared.pool.nbytes for shared in pools),
         peak_moment=moment,
         peak_terms=terms,
         notes=_notes(model, found, rows, unsharded, held),
     )
 
 
+def inspect_units(model: nn.Module) -> tuple[UnitReport, ...]:
+    """Deprecated: `report(model).units`; empty when nothing is sharded."""
+    warnings.warn(
+        "inspect_units is deprecated and goes in the next version; use report(model).units",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return report(model).units if any(unit_of(module) is not None for module in model.modules()) else ()
+
+
+# What `inspect_units` returned before it was a report's units; goes with it.
+UnitInfo = UnitReport
+
+
 # ---- one unit --------------------------------------------------------------------------------------------------
 
 
-def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held | None) -> UnitReport:
+def _unit_report(
+    name: str, unit: Unit, names: dict[int, str], dotted: dict[ShardedParam, str], optimizer: Held | None
+) -> UnitReport:
     spelt = [_names(param, names) for param in unit.params]
     precisions = [group.precision for group in unit.groups]
     shards = [standing(param) for param in unit.params]
     trainable = [shard for shard in shards if shard.requires_grad]
-    local_numel = sum(local_of(shard).numel() for shard in shards)
     nothing = Bytes(0, 0, None if optimizer is None else 0)
     expected = [expected_of(unit, position, optimizer) for position in range(len(unit.groups))]
     held = [param.held for param in unit.params if param.held is not None]
@@ -323,7 +281,7 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
     return UnitReport(
         name=name,
         module_class="+".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules),
-        param_names=tuple(slots[0] for slots in spelt),
+        param_names=tuple(dotted[param] for param in unit.params),
         tied=tuple(slots for slots in spelt if len(slots) > 1),
         placements=_once(f"{param.spec.placements} on {_mesh(param)}" for param in unit.params),
         storage_dtypes=_once(_dtype(precision.storage) for precision in precisions),
@@ -332,8 +290,12 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
         num_params=len(shards),
         num_trainable=len(trainable),
         numel=sum(shard.numel() for shard in shards),
-        local_numel=local_numel,
-        padding_numel=sum(group.pack.padded_local_numel for group in unit.groups) - local_numel,
+        local_numel=sum(local_of(shard).numel() for shard in shards),
+        padded_local_numel=sum(group.pack.padded_local_numel for group in unit.groups),
+        storage_itemsize=max((precision.storage.itemsize for precision in precisions), default=0),
+        compute_itemsize=max((precision.compute.itemsize for precision in precisions), default=0),
+        reduce_itemsize=max((precision.reduce.itemsize for precision in precisions), default=0),
+        world=max((group.placing.world for group in unit.groups), default=1),
         expected=_sum([nothing, *expected]),
         measured=Bytes(
             _held_nbytes([*(group.flat for group in unit.groups), *(local_of(shard) for shard in shards)]),
@@ -343,7 +305,7 @@ def _unit_report(name: str, unit: Unit, names: dict[int, str], optimizer: Held |
         full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
         resident=unit.record.resident,
         kept_nbytes=kept_nbytes(unit),
-        kept_nbytes_live=unit.narrowing.live_nbytes,
+        kept_nbytes_live=unit.channels.narrowing.live_nbytes,
     )
 
 

@@ -1,9 +1,9 @@
-"""The tensors of parameters: shards, full parameters, gradients, and which of them stands on the modules.
+"""The tensors of parameters: shards, full parameters, gradients, and which of them is on the modules.
 
-`sharded` (one parameter), `parameter` (the class of what users hold), `group` (those that travel together), `placement`
-(meshes and DTensor specs), `memory` (of full parameters), `swap` (module slots), `pending` (what stands for a gradient
-that was not reduced yet), `kept` (gradients to which one may go back), `uninitialized` (memory that nobody wrote yet),
-`digest` and `initial` (values that ranks compare).
+`sharded` (one parameter; gradients that are pending or kept for a rollback), `parameter` (the class that users hold),
+`group` (parameters that travel together), `placement` (meshes and DTensor specs), `swap` (module slots, and the memory
+of full parameters), `initial` (values and digests that ranks compare; memory that nobody has written yet), `extension`
+(tensors with their own all-gather).
 """
 
 from .extension import ExtensionGroup as ExtensionGroup

@@ -1,17 +1,17 @@
-"""Parameters whose tensor is a subclass that says itself how it is gathered: quantised weights, float8 and the like.
+"""Parameters whose tensor subclass defines how it is gathered: quantised weights, float8 and the like.
 
     fsdp_pre_all_gather(mesh) -> (inputs, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
-        on the local shard: the tensors to send, of any dtype, and anything else that the other method wants
+        on the local shard: the tensors to send, of any dtype, and any metadata for the other method
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner_tensors), or None with `out`
-        `outputs[i]`: the inputs of all ranks, behind each other on dim 0. `inner_tensors`: those that own the memory of
-        `unsharded`; it is given back with that of `outputs` when the parameter is freed. With `out`, the tensor of an
-        earlier call, that one is to be filled again: its memory is there, its contents are not.
+        `outputs[i]`: the inputs of all ranks, concatenated on dim 0. `inner_tensors`: the tensors that own the memory
+        of `unsharded`; it is freed with that of `outputs` when the parameter is freed. `out` is the tensor of an
+        earlier call, to be filled again: its memory is allocated, its contents are gone.
 
-Names and meaning are torch's (FSDP2). One thing is different on purpose: where the dim is not divisible by the number
-of ranks, torch asks short ranks to pad in `fsdp_pre_all_gather` and raises on those that did not, while the others wait
-in the gather for ever. Here that is decided from the shape of the whole tensor, which is the same on every rank: on all
-of them the method is called on a shard of the padded shape, with zeros behind.
+Names and meaning are torch's (FSDP2), with one deliberate difference. If the dim is not divisible by the number of
+ranks, torch asks short ranks to pad in `fsdp_pre_all_gather` and raises on those that did not, while the other ranks
+hang in the gather. Here the shape of the whole tensor decides, which is the same on every rank: all ranks call the
+method on a shard of the padded shape, with zeros at the end.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def has_extension(tensor: Tensor, name: str) -> bool:
-    """Whether `tensor`, or the local tensor of a DTensor, has the two methods; `AssertionError` for one of them."""
+    """Whether `tensor`, or a DTensor's local tensor, has both methods. `AssertionError` if it has only one."""
     inner = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    # Of the class: a parameter's tensor is the parameter itself.
+    # Looked up on the class, because a parameter's tensor is the parameter itself.
     have = [method for method in _METHODS if callable(getattr(type(inner), method, None))]
     if len(have) == 1:
         raise AssertionError(
@@ -52,7 +52,7 @@ def has_extension(tensor: Tensor, name: str) -> bool:
 
 
 class ExtensionGroup(ParamGroup):
-    """A group of one such parameter. Its shard is a tensor of its own, not a view of a flat buffer."""
+    """A group of one such parameter. Its shard is a separate tensor, not a view of a flat buffer."""
 
     memory: TrackedMemory  # type: ignore[assignment]
 
@@ -61,22 +61,22 @@ class ExtensionGroup(ParamGroup):
         if only.dim != 0:
             raise NotImplementedError(
                 f"{only.name}: expected Shard(0) for a parameter with fsdp_pre_all_gather, found dim {only.dim}; "
-                f"its methods know rows only: leave it out of shard_placement_fn"
+                f"leave it out of shard_placement_fn, because its methods only handle rows"
             )
         if not placing.shards and placing.mesh.size() > 1:
             raise NotImplementedError(
-                f"{only.name}: expected a mesh with an axis that shards, because fsdp_pre_all_gather gets that one, "
-                f"found {placing.mesh}, which only replicates; use a 2-D mesh whose last axis has size 1"
+                f"{only.name}: expected a mesh with an axis that shards, for fsdp_pre_all_gather, found "
+                f"{placing.mesh}, which only replicates; use a 2-D mesh whose last axis has size 1"
             )
         self._mp_policy = mp_policy
         self._module = only.slots[0].module
         self._metadata: Any = None
         self._outputs: list[Tensor] = []
         self._signature: tuple[tuple[torch.Size, torch.dtype], ...] = ()
-        # The full parameter exists; it does since the last `assemble`.
+        # The full parameter exists; it was made by the last `assemble`.
         self._is_made = self._is_new = False
         super().__init__(found, precision, placing)
-        # Others look for what nobody wrote in plain memory; this tensor's memory is its own.
+        # The check for unwritten memory handles plain tensors only, not this subclass.
         self.has_uninitialized = False
 
     # ---- making --------------------------------------------------------------------------------------------
@@ -86,26 +86,26 @@ class ExtensionGroup(ParamGroup):
         return False
 
     def _make_flat(self, device: torch.device) -> None:
-        # Nothing is in it; it says on which device the shard is.
+        # Empty; it only records the device of the shard.
         self.flat = torch.empty(0, dtype=self.precision.storage, device=device)
 
     def fill(self, param: ShardedParam, source: Tensor) -> None:
-        """As in `ParamGroup`; the first time it makes the shard, of the class of `source`."""
+        """As in `ParamGroup`; the first call also makes the shard, of the class of `source`."""
         if isinstance(source, DTensor):
             source = settled(local_of(source))
         rank, layout = self.placing.rank, param.layout
         with torch.no_grad():
             source = source.detach().narrow(layout.dim, layout.start(rank), layout.rows(rank))
             if getattr(param, "local", None) is None:
-                # Memory of its own: a view would keep the whole tensor alive.
+                # A copy: a view would keep the whole tensor alive.
                 local = source.new_zeros(layout.local_shape(rank))
                 param.local = local if local.is_meta else local.to(self.flat.device)
             if not source.is_meta and not param.local.is_meta:
                 param.local.copy_(source)
 
     def _make_full(self) -> None:
-        """There is no full parameter before the first gather: only its tensor knows what it is. Until then stands one
-        without elements, which is never put on a module."""
+        """Only the tensor's own methods can make a full parameter, so none exists before the first gather. Until then
+        an empty placeholder is used, which is never put on a module."""
         (param,) = self.params
         self.memory = TrackedMemory()
         self._outputs, self._signature, self._is_made = [], (), False
@@ -166,7 +166,7 @@ class ExtensionGroup(ParamGroup):
         if local.device != self.placing.device:
             local = local.to(self.placing.device, non_blocking=True)
         if layout.padding_numel:
-            # On every rank, also those whose shard is whole: what this tensor cannot do fails everywhere.
+            # On every rank, also those with a whole shard: an unsupported operation then fails everywhere.
             padded = local.new_zeros(layout.padded_local_shape)
             padded.narrow(layout.dim, 0, local.shape[layout.dim]).copy_(local)
             local = padded
@@ -192,7 +192,7 @@ class ExtensionGroup(ParamGroup):
         with torch.inference_mode(False), torch.no_grad():
             if self._is_made:
                 out = local_of(param.full) if isinstance(param.full, DTensor) else param.full
-                # Filling it again is no edit of what autograd saved.
+                # Refilling the tensor is no edit of the values that autograd saved.
                 with keeping_versions(param.full, out):
                     method(outputs, self._metadata, dtype, out=out)
                 return
@@ -213,7 +213,7 @@ class ExtensionGroup(ParamGroup):
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axis that shards, by itself."""
+    """The sharding axis as a mesh of its own."""
     if mesh.ndim == 1:
         return mesh
     assert mesh.mesh_dim_names is not None
@@ -221,8 +221,8 @@ def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _typed(owner: OwnedMemory, like: Tensor, world: int) -> Tensor:
-    """The gathered tensor: `world` times `like`, behind each other. On the memory of `owner`, with a version counter of
-    its own, so that an arriving message is no edit of it."""
+    """The gathered tensor: `world` times `like`, concatenated, on the memory of `owner`. It has its own version
+    counter, so an arriving message does not count as an edit of it."""
     shape = (world * like.shape[0], *like.shape[1:]) if like.ndim else (world,)
     view = torch.empty(0, dtype=like.dtype, device=owner.flat.device)
     view.set_(owner.flat.untyped_storage(), 0, shape, contiguous_stride(shape))

@@ -3,7 +3,7 @@
     flat    (padded_local_numel,) storage dtype    this rank's shards; every `local` is a view of it
     full    `param.memory`, compute dtype          the padded full parameters; every `full` parameter is a view of it
 
-Knows tensors and layouts; no phases, no collectives (a `comm` channel is handed in), no policy beyond dtypes.
+Knows tensors and layouts only: no phases, no collectives (a `comm` channel is passed in), no policy beyond dtypes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 class ParamGroup:
     """See the module. `params` keep the order of the modules; `trainable` are the positions that get gradients. The
-    modules are what they were until `take_back`."""
+    modules stay unchanged until `take_back`."""
 
     def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing) -> None:
         self.placing = placing
@@ -61,12 +61,12 @@ class ParamGroup:
         self._make_plan()
         on_meta = [f.parameter.is_meta for f in found]
         self._make_flat(torch.device("meta") if all(on_meta) else placing.shard_device)
-        # Beside parameters with data, those on the meta device get memory that says that nobody wrote it.
+        # Next to parameters with data, those on the meta device get memory that is marked as unwritten.
         self.has_uninitialized = any(on_meta) and not all(on_meta)
         for param, source in zip(self.params, found, strict=True):
             self.fill(param, source.parameter)
             param.sharded = self._dtensor(param, source.parameter.requires_grad)
-            # Marks that callers left on the parameter object (optimizer groups, initialisers), and hooks, stay with it.
+            # Attributes that callers set on the parameter (optimizer groups, initialisers) and hooks stay with it.
             param.sharded.__dict__.update(source.parameter.__dict__)
             hand_over_hooks(source.parameter, param.sharded)
             param.marks = param.sharded.__dict__
@@ -75,7 +75,7 @@ class ParamGroup:
         self._make_full()
 
     def converted(self, precision: Precision) -> ParamGroup:
-        """This group for parameters that stand on the modules in another storage dtype now."""
+        """This group, remade for parameters on the modules that changed their storage dtype."""
         group = object.__new__(type(self))
         group.__dict__.update(self.__dict__)
         group._set_precision(precision)
@@ -88,8 +88,8 @@ class ParamGroup:
 
     def _set_precision(self, precision: Precision) -> None:
         if any(param.own_spec is not None and param.own_spec.replicated_somewhere for param in self.params):
-            # Gradients that were added over the parameter's own mesh are wider than what one rank computed: sent in the
-            # dtype of the sum, they round once.
+            # Gradients that were added over the parameter's own mesh are wider than those of one rank. Sent in the
+            # dtype of the sum, they are rounded once.
             precision = precision._replace(wire=precision.reduce)
         self.precision = precision
         for param in self.params:
@@ -133,15 +133,15 @@ class ParamGroup:
             self.memory = SharedMemory(self.flat)
         else:
             self.memory = OwnedMemory(self.pack.full_numel, self.precision.compute, device)
-        # What saved tensors are, or are views of: full parameters, and their local tensors where they are DTensors.
+        # Saved tensors are these tensors or views of them: full parameters, and the local tensors of DTensors.
         self.full_ids: set[int] = set()
         storage = self.memory.flat.untyped_storage()
         base = self.memory.flat.storage_offset()
         for param, offset in zip(self.params, self.pack.full_offsets, strict=True):
             shape = param.layout.shape
             view = torch.empty(0, dtype=self.precision.compute, device=device)
-            # Tensors of their own on the same storage: autograd counts the versions of each by itself, so that filling
-            # the memory again is no edit of what was saved in forward.
+            # Separate tensors on the same storage: autograd counts their versions separately, so refilling the memory
+            # does not count as an edit of tensors saved in forward.
             view.set_(storage, base + offset, shape, contiguous_stride(shape))
             param.full = self._full_parameter(param, view)
             self.full_ids.add(id(param.full))
@@ -149,7 +149,7 @@ class ParamGroup:
                 self.full_ids.add(id(view))
         self.memory.release()
         self.trainable: tuple[int, ...] = ()
-        # What is compared and swapped several times a step, as flat lists.
+        # Flat lists, because they are compared and swapped several times per step.
         self._shards = [param.sharded for param in self.params]
         self._locals = [param.local for param in self.params]
         self._fulls = [param.full for param in self.params]
@@ -180,7 +180,7 @@ class ParamGroup:
         )
 
     def fill(self, param: ShardedParam, source: Tensor) -> None:
-        """Write this rank's part of the whole tensor `source`; of one on the meta device there is nothing to write."""
+        """Write this rank's part of the whole tensor `source`; one on the meta device has nothing to write."""
         if source.is_meta or self.flat.is_meta:
             poison(param.local)
             return
@@ -194,21 +194,20 @@ class ParamGroup:
     # ---- alias repair --------------------------------------------------------------------------------------
 
     def is_aliased(self, *, showing_full: bool = False, standing: Sequence[nn.Parameter] | None = None) -> bool:
-        """Whether users still hold the memory of `flat`, and what we put on the modules still stands there.
+        """Whether users still hold the memory of `flat`, and our parameters are still on the modules.
 
-        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this. `standing`: what we put there, one
-        per slot, when it is neither the shards nor the full parameters.
-        """
+        `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this. `standing`: the parameters that we
+        put there, one per slot, if they are neither the shards nor the full parameters."""
         if standing is None:
             standing = self._slot_fulls if showing_full else self._slot_shards
         return all_hold(self._shards, self._locals) and self.swap.stand(standing)
 
     def refuse_assigned_data(self) -> None:
-        """Raise `RuntimeError` when a plain tensor was assigned to the `.data` of a sharded parameter. torch lets that
-        happen, and the DTensor keeps its rows: the value would be lost. The parameter is mended."""
+        """Raise `RuntimeError` when a plain tensor was assigned to the `.data` of a sharded parameter, and repair the
+        parameter. torch allows the assignment, but the DTensor keeps its rows, so the value would be lost."""
         if not any(map(Tensor.data_ptr, self._shards)):
             return
-        # A DTensor itself has no memory: where it seems to begin is its offset alone.
+        # A DTensor itself has no memory, so its data pointer is its storage offset alone.
         assigned = [p for p in self.params if p.sharded.data_ptr() != p.sharded.storage_offset() * p.local.itemsize]
         if not assigned:
             return
@@ -216,16 +215,16 @@ class ParamGroup:
             set_data(param.sharded, dtensor_like(param.sharded, param.local))
         names = [param.name for param in assigned]
         raise RuntimeError(
-            f"{', '.join(names)}: expected values that are written into the sharded parameter, found that a plain "
-            f"tensor was assigned to its .data, which a DTensor does not take over; its values are what they were. Use "
-            f"load_state_dict, or p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) under torch.no_grad()"
+            f"{', '.join(names)}: expected values that are written into the sharded parameter, found a plain tensor "
+            f"assigned to its .data, which a DTensor ignores; its values are unchanged. Use load_state_dict, or "
+            f"p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) under torch.no_grad()"
         )
 
     def rebase(self) -> None:
-        """Make a new flat buffer of what users put in the place of our views, and let them hold views of it again.
+        """Make a new flat buffer from the tensors with which users replaced our views, and make those views of it.
 
-        After `to_empty`, `.to(device or dtype)`, `load_state_dict(assign=True)` or a swapped parameter. The parameter
-        objects that stand on the modules now are kept, so an optimizer that holds them goes on.
+        Needed after `to_empty`, `.to(device or dtype)`, `load_state_dict(assign=True)` or a swapped parameter. The
+        parameter objects on the modules are kept, so an optimizer that holds them continues to work.
         """
         current = []
         for param in self.params:
@@ -233,7 +232,7 @@ class ParamGroup:
             self._check_standing(param, standing)
             assert standing is not None
             param.sharded = standing
-            # torch's conversions swap the attributes of the new tensor in, and it has none.
+            # torch's conversions swap in the attributes of the new tensor, which has none.
             for mark, value in param.marks.items():
                 standing.__dict__.setdefault(mark, value)
             param.marks = standing.__dict__
@@ -243,7 +242,7 @@ class ParamGroup:
         dtypes = {local.dtype for local in current}
         devices = {local.device for local in current}
         if len({device.type == "meta" for device in devices}) > 1:
-            # Given memory module by module, and not done yet: whole at a later use, or named there.
+            # `to_empty` is running module by module. A later use completes the group, or names the missing ones.
             for param, local in zip(self.params, current, strict=True):
                 param.local = local
             return
@@ -267,9 +266,9 @@ class ParamGroup:
     def _check_standing(self, param: ShardedParam, standing: nn.Parameter | None) -> None:
         if standing is not None and not standing.is_leaf:
             raise RuntimeError(
-                f"{param.name}: expected a parameter on its module, found a tensor that was computed from others, as "
-                f"torch.func.functional_call puts it there: its gradient could not go on from the shards; call the "
-                f"model with its own parameters, or with values that are detached, or use the unsharded model"
+                f"{param.name}: expected a parameter on its module, found a computed tensor (torch.func."
+                f"functional_call), whose gradient cannot flow through the shards; call the model with its own "
+                f"parameters, pass detached values, or use the unsharded model"
             )
         if isinstance(standing, DTensor) and standing.shape == param.spec.shape:
             local = local_of(standing)
@@ -278,16 +277,15 @@ class ParamGroup:
         found = "nothing" if standing is None else f"{type(standing).__name__} of shape {tuple(standing.shape)}"
         raise RuntimeError(
             f"{param.name}: expected the sharded DTensor parameter of shape {param.spec.shape} on its module, found "
-            f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into the "
-            f"parameter in place"
+            f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into it in place"
         )
 
-    # ---- what stands on the modules ------------------------------------------------------------------------
+    # ---- parameters on the modules -------------------------------------------------------------------------
 
     def show_full(self) -> bool:
-        """Put the full parameters on the modules; whether some parameter's requires_grad changed since last time."""
+        """Put the full parameters on the modules. Returns whether any requires_grad changed since the last time."""
         changed = False
-        # Compared as lists: no Python per item where nothing changed, as nearly always.
+        # Compared as lists: no Python per item in the usual case that nothing changed.
         if list(map(_requires_grad, self._fulls)) != list(map(_requires_grad, self._shards)):
             changed = True
             for full, shard in zip(self._fulls, self._shards, strict=True):
@@ -296,7 +294,7 @@ class ParamGroup:
         return changed
 
     def show_shards(self) -> None:
-        """Put the sharded parameters back where our full ones stand; what users put there meanwhile is kept."""
+        """Put the sharded parameters back in place of our full ones; parameters that users put there are kept."""
         self.swap.replace(self._slot_fulls, self._slot_shards)
 
     def lend(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -304,21 +302,21 @@ class ParamGroup:
         self.swap.put(self.swap.spread(parameters))
 
     def take_back(self) -> None:
-        """Put the sharded parameters on the modules, whatever stands there."""
+        """Put the sharded parameters on the modules, whatever is there now."""
         self.swap.put(self._slot_shards)
 
     @property
     def may_be_stepped(self) -> bool:
-        """No optimizer writes what is frozen and has no gradient left from before."""
+        """Whether an optimizer may write them: it skips frozen parameters without a gradient left from before."""
         return any(map(_requires_grad, self._shards)) or any(shard.grad is not None for shard in self._shards)
 
     def versions(self) -> tuple[int, ...]:
-        """Changes whenever a shard is written, through the DTensor or its local tensor (not through .data)."""
+        """A value that changes when a shard is written through the DTensor or its local tensor (not through .data)."""
         return (*map(version_of, self._shards), *map(version_of, self._locals))
 
 
 class DtypeChanged(Exception):
-    """The parameters have another storage dtype now: the group has to be made anew."""
+    """The parameters changed their storage dtype: the group has to be remade."""
 
     def __init__(self, storage: torch.dtype) -> None:
         super().__init__(storage)
@@ -326,10 +324,10 @@ class DtypeChanged(Exception):
 
 
 def _own_storage(part: Tensor) -> Tensor:
-    """The same memory as `part`, a 1-D view of the flat buffer, under a storage object of its own.
+    """The same memory as `part`, a 1-D view of the flat buffer, in a storage object of its own.
 
-    So saving or copying one shard takes its own bytes, not the unit's, and the DTensor around it has storage offset 0,
-    without which torch cannot deep-copy it. The new storage keeps the flat buffer alive.
+    So saving or copying one shard takes its own bytes, not the unit's. The DTensor around it gets storage offset 0,
+    which torch needs to deep-copy it. The new storage keeps the flat buffer alive.
     """
     if part.is_meta:
         return part
@@ -339,23 +337,23 @@ def _own_storage(part: Tensor) -> Tensor:
 
 
 # ---- narrowed --------------------------------------------------------------------------------------------------------
-# What one group keeps between forward and backward where `reshard_after_forward` is an integer k.
+# The parts that one group keeps between forward and backward when `reshard_after_forward` is an integer k.
 #
-#     memory   (padded_local_numel,) compute dtype   this rank's part of each full parameter, cut over k ranks
+#     memory   (padded_local_numel,) compute dtype   this rank's part of each full parameter, split over k ranks
 #     params   DTensors of them, (Replicate(), Shard(dim)) on the mesh of blocks: on the modules while they are kept
 #
-# The memory is there from `keep` to `release`. Knows tensors; no phases, no collectives.
+# The memory is allocated from `keep` to `release`. Knows tensors only: no phases, no collectives.
 
 
 class NarrowedGroup:
-    """The kept parts of `group`, whose tensors it shares; made again when those are. `mesh`: (blocks, k)."""
+    """The kept parts of `group`, whose tensors it shares; remade when those are. `mesh`: (blocks, k)."""
 
     def __init__(self, group: ParamGroup, mesh: DeviceMesh) -> None:
         rank = mesh.get_local_rank(1)
         self._group = group
         self.pack = pack = narrow_pack(group.pack, group.plan, mesh.size(1))
         full = group.memory
-        # Views can be made only of memory that exists.
+        # Views need memory that exists.
         in_use = full.live_nbytes > 0
         full.allocate()
         self.memory = OwnedMemory(pack.padded_local_numel, full.flat.dtype, full.flat.device)
@@ -385,12 +383,12 @@ class NarrowedGroup:
         self._slot_shards = group.swap.spread([param.sharded for param in group.params])
 
     def keep(self) -> None:
-        """Copy this rank's part out of the full parameters, which must be there."""
+        """Copy this rank's part out of the full parameters, which must be in memory."""
         self.memory.allocate()
         torch._foreach_copy_(self._parts, self._sources)
 
     def release(self) -> None:
-        """Give the kept parts up."""
+        """Free the kept parts."""
         self.memory.release()
 
     def show(self) -> None:
@@ -401,9 +399,9 @@ class NarrowedGroup:
         self._group.swap.put(self._slot_params)
 
     def show_shards(self) -> None:
-        """Put the sharded parameters back where the kept parts stand."""
+        """Put the sharded parameters back in place of the kept parts."""
         self._group.swap.replace(self._slot_params, self._slot_shards)
 
     def is_aliased(self) -> bool:
-        """As `ParamGroup.is_aliased`, while kept parts or shards stand on the modules."""
+        """As `ParamGroup.is_aliased`, while kept parts or shards are on the modules."""
         return self._group.is_aliased(standing=self._slot_params) or self._group.is_aliased()

@@ -1,34 +1,32 @@
-"""The value that a parameter had when it was sharded, as 64 bits, and whether its shard was written since."""
+"""A 64-bit digest of each parameter's value at sharding, and whether its shard was written since."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_of, version_of
-from .sharded import ShardedParam
+from .sharded import Initial, ShardedParam
 from .swap import Found
 
 # ---- digest ----------------------------------------------------------------------------------------------------------
-# 64 bits of a tensor's bits: equal for equal values, different for others, permuted ones too.
+# 64 bits of a tensor's bits: equal for equal values, different for different ones, including permutations.
 #
-#     element i, 64 bits of memory     x[i] * w[i], its upper half folded into its lower one
+#     element i, 64 bits of memory     x[i] * w[i], with its upper half folded into its lower one
 #     row of 32768 of them             their sum
 #     tensor                           the sums are digested in the same way, until one is left
 #
-# `w` are odd numbers, the same everywhere. All arithmetic is modulo 2**64, so a CPU and a GPU find the same. Two
-# different tensors have the same digest with probability 2**-64; where a pair of signs is exchanged and nothing else,
-# 2**-32. It is no protection against somebody who looks for such tensors. `benchmarks/digest.py` measures its speed; it
-# takes 512 KiB.
+# `w` are odd numbers, the same everywhere. All arithmetic is modulo 2**64, so a CPU and a GPU get the same result. Two
+# different tensors collide with probability 2**-64; if they differ only by a swapped pair of signs, 2**-32. It is no
+# protection against deliberate collisions. `benchmarks/digest.py` measures its speed; it takes 512 KiB.
 
 _ROW = 1 << 15
-# On an accelerator so many rows at a time: a launch costs more than a row.
+# Rows per step on an accelerator, where a launch costs more than a row.
 _ROWS_ON_DEVICE = 512
 
 
@@ -39,15 +37,15 @@ def can_digest(tensor: Tensor) -> bool:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Of `tensor`, any shape and dtype for which `can_digest`: int64, no dims, on its device.
+    """The digest of `tensor` (any shape and dtype that passes `can_digest`): int64, 0-dim, on its device.
 
-    Shape and dtype are not in it. Reads it once; what is not contiguous is copied first.
+    Shape and dtype are not part of it. Reads the tensor once; a non-contiguous one is copied first.
     """
     with torch.no_grad():
         flat = tensor.detach()
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj())
-        # Not reshape: one element may have any stride and be contiguous.
+        # Not reshape: a tensor of one element may have any stride and be contiguous.
         flat = flat.resolve_neg().contiguous().as_strided((flat.numel(),), (1,)).view(torch.uint8)
         if flat.storage_offset() % 8:
             flat = flat.clone()
@@ -65,7 +63,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> Tensor:
-    """One sum for each row of `words` (n,), the last of which may be shorter: (n / 32768, rounded up; at least 1)."""
+    """One sum per row of `words` (n,); the last row may be shorter. Shape: (n / 32768, rounded up; at least 1)."""
     weights = _weights(words.device)
     count, left = divmod(words.numel(), _ROW)
     step = 1 if words.device.type == "cpu" else _ROWS_ON_DEVICE
@@ -88,8 +86,8 @@ def _sums(words: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """(32768,) odd numbers, from a formula: the random generators of the process are the user's."""
-    # The finaliser of MurmurHash3 on 1, 2, 3, ...; shifts of Python's integers are those of unsigned numbers.
+    """(32768,) odd numbers, from a formula, so that the user's random generators stay untouched."""
+    # The finaliser of MurmurHash3 on 1, 2, 3, ...; the mask makes Python's shifts those of unsigned numbers.
     mask = (1 << 64) - 1
     values = []
     for i in range(1, _ROW + 1):
@@ -105,19 +103,8 @@ def _weights(device: torch.device) -> Tensor:
 # ---- initial ---------------------------------------------------------------------------------------------------------
 
 
-class Initial(NamedTuple):
-    """Digests are tensors without dims on the device of what they are of: `fully_shard` waits for no device."""
-
-    # Of the full parameter (of a DTensor, what this rank had of it), and of the shard that was cut from it.
-    full: Tensor
-    shard: Tensor
-    # Where the shard was and how often it had been written.
-    local: weakref.ref[Tensor]
-    versions: tuple[int, int]
-
-
 def note_initial(params: Sequence[ShardedParam], found: Sequence[Found]) -> None:
-    """Remember the values in `found`, of which `params` were made; not of those without data, and of subclasses."""
+    """Remember the values in `found`, from which `params` were made; skips subclasses and tensors without data."""
     for param, source in zip(params, found, strict=True):
         full = local_of(source.parameter) if isinstance(source.parameter, DTensor) else source.parameter
         if can_digest(full) and can_digest(param.local):
@@ -125,13 +112,13 @@ def note_initial(params: Sequence[ShardedParam], found: Sequence[Found]) -> None
 
 
 def note_loaded(param: ShardedParam, value: Tensor) -> None:
-    """`param` was made of the full `value`, or loaded from it: that is what ranks compare now."""
+    """Note that `param` was made or loaded from the full `value`: ranks now compare this value."""
     if can_digest(value) and can_digest(param.local):
         param.initial = Initial(digest(value), digest(param.local), weakref.ref(param.local), _versions(param))
 
 
 def is_written(param: ShardedParam) -> bool:
-    """Whether the shard was written, in whatever way, or replaced since. Of one without a noted value: True."""
+    """Whether the shard was written, in any way, or replaced since. True for one without a noted value."""
     noted = param.initial
     if noted is None or noted.local() is not param.local or noted.versions != _versions(param):
         return True
@@ -143,7 +130,7 @@ def _versions(param: ShardedParam) -> tuple[int, int]:
 
 
 def full_digests(params: Sequence[ShardedParam]) -> list[int | None]:
-    """The noted digests as numbers; None where none was noted. One synchronisation for each device."""
+    """The noted digests as numbers, None where there is none. One synchronisation per device."""
     values: list[int | None] = [None] * len(params)
     by_device: dict[torch.device, list[int]] = {}
     for i, param in enumerate(params):
@@ -159,38 +146,38 @@ def full_digests(params: Sequence[ShardedParam]) -> list[int | None]:
 # ---- uninitialized ---------------------------------------------------------------------------------------------------
 # Memory that nobody has written yet, made recognisable.
 #
-# A tensor that `to_empty` made holds whatever was in memory. Nothing tells later whether it was initialised: much code
+# A tensor from `to_empty` holds whatever was in memory, and nothing tells later whether it was initialised: much code
 # initialises through `.data`, which no version counter sees. So such memory is filled with a pattern that no program
-# writes, and a tensor that still is that pattern from end to end was not written.
+# writes. A tensor that still consists of that pattern from end to end was not written.
 #
-#     floating point   a quiet NaN with a payload of our own. Quiet, because hardware changes signalling ones in copies.
-#                      A computation with it is NaN, so what slips through is loud.
+#     floating point   a quiet NaN with our own payload. Quiet, because hardware changes signalling NaNs in copies.
+#                      Any computation with it gives NaN, so an unnoticed use is visible.
 #     bool             a byte that is neither true nor false
-#     integers         bytes 0xA5. Those of fewer than four bytes in all could be a value that somebody wrote: they are
-#                      zeroed and not judged.
+#     integers         bytes 0xA5. Tensors of fewer than four bytes in total could hold that value legitimately: they
+#                      are zeroed and not judged.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Quiet NaNs: exponent all ones, the highest bit of the fraction, and a payload. That of torch's own NaN is 0.
+# Quiet NaNs: exponent all ones, the highest bit of the fraction, and a payload. torch's own NaN has payload 0.
 _NAN = {
     torch.float64: 0x7FFD_5A3C_96E1_0F5A,
     torch.float32: 0x7FED_5A3C,
     torch.float16: 0x7F5A,
     torch.bfloat16: 0x7FED,
 }
-# float8 formats without a sign of zero have one NaN, instead of -0; in the others it is all ones.
+# float8 formats without negative zero have a single NaN, in place of -0; in the others NaN is all ones.
 _NAN_8 = {False: 0xFF, True: 0x80}
 _BYTES = {1: 0xA5, 2: -0x5A5B, 4: -0x5A5A_5A5B, 8: -0x5A5A_5A5A_5A5A_5A5B}
 _LEAST_INTEGER_NBYTES = 4
 
 
 def local_data(tensor: Tensor) -> Tensor:
-    """The tensor itself, or of a DTensor what this rank has of it."""
+    """The tensor itself, or this rank's part of a DTensor."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def poison(tensor: Tensor) -> bool:
-    """Fill `tensor` with the pattern; whether that could be done. What has no plain memory of its own (meta, sparse,
-    subclasses) is left alone."""
+    """Fill `tensor` with the pattern. Returns whether that was possible: tensors without plain memory (meta, sparse,
+    subclasses) are left alone."""
     local = local_data(tensor)
     if not _is_plain(local):
         return False
@@ -201,9 +188,9 @@ def poison(tensor: Tensor) -> bool:
 
 
 def are_poisoned(tensors: Iterable[Tensor]) -> list[bool]:
-    """Whether each tensor still is the pattern as a whole. False of those without elements and those never judged.
+    """Whether each tensor still consists of the pattern. False for empty tensors and for those never judged.
 
-    Reads every tensor once, without a temporary of its size; on an accelerator one synchronisation for all.
+    Reads every tensor once, without a temporary of its size; one synchronisation per accelerator.
     """
     flags: list[bool] = []
     judged: list[tuple[int, Tensor]] = []
@@ -227,12 +214,12 @@ def are_poisoned(tensors: Iterable[Tensor]) -> list[bool]:
 
 
 def is_poisoned(tensor: Tensor) -> bool:
-    """`are_poisoned` of one."""
+    """`are_poisoned` for one tensor."""
     return are_poisoned([tensor])[0]
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """A number for each tensor that changes when it is written: the sum of its bits, read as integers."""
+    """A number per tensor that changes when it is written: the sum of its bits, read as integers."""
     with torch.no_grad():
         return [int(_bits(t).sum(dtype=torch.int64)) if _is_plain(t) else 0 for t in map(local_data, tensors)]
 

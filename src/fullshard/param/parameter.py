@@ -1,14 +1,14 @@
-"""The class of the sharded parameters that stand on modules: a DTensor that knows whose it is.
+"""The class of the sharded parameters on modules: a DTensor that knows the unit that owns it.
 
-In every operation it is the DTensor that it was (the same code of torch runs), and everything computed from it is a
-plain DTensor. It differs where torch's DTensor loses a value, waits for ever or complains without a name:
+Every operation runs torch's DTensor code, and its results are plain DTensors. It differs where torch's DTensor loses a
+value, hangs, or raises an error without a name:
 
-    p.data = value              takes the value over; a DTensor keeps its rows, and nobody is told
-    full_tensor, redistribute   where ranks have to send, they are compared first, as messages of a step are
-    F.linear(x, p), x @ p.T     beside a plain tensor: the error has the name of the parameter
+    p.data = value              takes the value; a DTensor silently keeps its rows
+    full_tensor, redistribute   before ranks communicate they compare, as for the messages of a step
+    F.linear(x, p), x @ p.T     with a plain tensor: the error names the parameter
     copies, pickles             are DTensors, which torch loads without this package
 
-Views (`p.T`, `p.detach()`, and so a state dict) keep the class: what is asked of those is asked of their parameter.
+Views (`p.T`, `p.detach()`, and so a state dict) keep the class and refer to their parameter's owner.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from .._torch import MIXED, dtensor_like, is_view_of_its_input, local_of, no_tor
 
 
 class Owner:
-    """Whose a parameter is."""
+    """The unit that owns a parameter."""
 
     _ATTRIBUTE = "_fullshard_owner"
 
-    # Of its mesh, by their rank in the default group.
+    # The ranks of its mesh, as ranks in the default group.
     ranks: tuple[int, ...] = ()
 
     @abstractmethod
     def name(self) -> str:
-        """The parameter's, as the user's model spells it."""
+        """The parameter's name, as the user's model spells it."""
 
     @abstractmethod
     def around(self) -> str:
-        """The unit whose forward makes it full, and its class."""
+        """The name and class of the unit whose forward unshards it."""
 
     @abstractmethod
     def before_messages(self, parameter: DTensor, axes: Sequence[int]) -> None:
-        """DTensor is about to send for `parameter` over these axes of its mesh."""
+        """Called before DTensor communicates for `parameter` over these axes of its mesh."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # What is copied or pickled belongs to nobody.
+        # Copies and pickles have no owner.
         return type(None), ()
 
     @classmethod
@@ -59,21 +59,21 @@ class Owner:
 
 
 def claim(parameter: Tensor, owner: Owner | None) -> None:
-    """Let `parameter`, a DTensor, be a sharded parameter of `owner` (None: as it was)."""
+    """Turn the DTensor `parameter` into a sharded parameter of `owner` (None keeps the current owner)."""
     parameter.__class__ = ShardedParameter
     if owner is not None:
         parameter.__dict__[Owner._ATTRIBUTE] = owner
 
 
 def set_data(parameter: Tensor, value: Tensor) -> None:
-    """What `.data = value` does to any tensor: a DTensor has another shape then, and the rows that it had."""
+    """`.data = value` as on any tensor: a DTensor then has the new shape but its old rows."""
     Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
 
 
 class ShardedParameter(DTensor):
-    """See the module. Made by `claim`: torch's conversions exchange classes, so one more exchange is nothing new."""
+    """See the module. Made by `claim`, which swaps the class, as torch's own conversions do."""
 
-    __slots__ = ()  # swap_tensors compares them with those of DTensor
+    __slots__ = ()  # swap_tensors compares the slots with those of DTensor
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     # ---- values ------------------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ class ShardedParameter(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take over the rows of `value`, a DTensor placed as this one. Of another dtype or device it becomes what the
-        module is converted to, as `module.to()` would; else it is copied."""
+        """Take the rows of `value`, a DTensor with the same placements. With another dtype or device the parameter is
+        converted, as `module.to()` would do; otherwise the values are copied."""
         if not isinstance(self, nn.Parameter):
             set_data(self, value)
             return
@@ -93,7 +93,7 @@ class ShardedParameter(DTensor):
         local, new = local_of(self), local_of(value)
         with torch.inference_mode(False), torch.no_grad():
             if new.dtype is local.dtype and new.device == local.device:
-                local.copy_(new)  # also where it is the same memory (`p.data *= x`): the write is counted
+                local.copy_(new)  # also for the same memory (`p.data *= x`), so that the write is counted
                 return
         set_data(self, value)
         take_spec(self, value)
@@ -117,7 +117,7 @@ class ShardedParameter(DTensor):
 
     def detach(self) -> Tensor:
         made = super().detach()
-        # Also in a step of an optimizer.
+        # Also in an optimizer step.
         claim(made, Owner.of(self))
         return made
 
@@ -135,7 +135,7 @@ class ShardedParameter(DTensor):
             axes = [
                 axis
                 for axis, wanted in enumerate(placements)
-                # What every rank has is cut without a message.
+                # Splitting what every rank has needs no message.
                 if axis < len(there) and wanted != there[axis] and not there[axis].is_replicate()
             ]
             if axes:
@@ -146,7 +146,7 @@ class ShardedParameter(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Tensor:
-        """What stands for one while a compiler traces: of this class, or what it made is refused at its first run."""
+        """The stand-in while a compiler traces. Without this class, its first run would reject the compiled code."""
         made: Tensor = DTensor.__tensor_unflatten__(*args)
         claim(made, None)
         return made
@@ -154,7 +154,7 @@ class ShardedParameter(DTensor):
     # ---- copies ------------------------------------------------------------------------------------------
 
     def _plain(self) -> DTensor:
-        """The same tensor as DTensor has it."""
+        """The same tensor as a plain DTensor."""
         plain = dtensor_like(self, local_of(self))
         plain.requires_grad_(self.requires_grad)
         plain.__dict__.update(self.__dict__)
@@ -182,8 +182,8 @@ def _name(parameter: Tensor) -> str:
 
 
 def name_mixed(on: bool) -> None:
-    """Whether operations on sharded parameters pass by us, for the name in the error and the class of views; at first
-    they do. Without, they are as fast as a DTensor's; with it, they take half as long again."""
+    """Whether operations on sharded parameters pass through `_named`, which adds the name to errors and keeps the class
+    of views. On at import. Off, they are as fast as a DTensor's; on, they take half as long again."""
     chosen: Any = _named if on else DTensor.__dict__["__torch_dispatch__"]
     ShardedParameter.__torch_dispatch__ = chosen  # type: ignore[method-assign]
 
@@ -193,7 +193,7 @@ def _named(cls: type, operation: Any, types: Any, args: Sequence[Any] = (), kwar
     parameters = list(_sharded_in((args, *kwargs.values()) if kwargs else args))
     try:
         for parameter in parameters:
-            # DTensor's way for subclasses takes five times as long, and writes to another object, whose version counts.
+            # DTensor's path for subclasses is five times slower, and writes to another object, whose version counts.
             parameter.__class__ = DTensor  # type: ignore[assignment]
         result = operation(*args, **(kwargs or {}))
     except RuntimeError as refusal:
@@ -226,9 +226,9 @@ def _mixed(parameters: Iterable[Tensor], refusal: RuntimeError) -> RuntimeError:
     around = "its module" if owner is None else owner.around()
     return RuntimeError(
         f"{names}: expected it to be used inside the forward of {around}, which makes it full, found it beside a plain "
-        f"tensor where it is sharded ({refusal}); apply fully_shard to its own module, before the one around that, so "
-        f"that a call gathers it; or use it in a method that register_fsdp_forward_method knows of, between unshard() "
-        f"and reshard() of {around}, or in fullshard.full_params(model); or make the other tensor a DTensor"
+        f"tensor where it is sharded ({refusal}); apply fully_shard to its own module before the outer one, or use it "
+        f"in a method registered with register_fsdp_forward_method, between unshard() and reshard() of {around}, or in "
+        f"fullshard.full_params(model); or make the other tensor a DTensor"
     )
 
 

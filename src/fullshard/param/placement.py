@@ -1,17 +1,17 @@
-"""Where a parameter lives over the ranks: the one file that decides DTensor meshes and placements.
+"""Where parameters live across the ranks: the one file that decides DTensor meshes and placements.
 
 parameter                     mesh axes                placements, sharded on dim d
 plain                         shard                    (Shard(d),)
 plain                         replicate, shard         (Replicate(), Shard(d))
-plain                         replicate                (Replicate(),), nothing is cut
-DTensor on a tensor-parallel  the above, then tp       (..., Shard(d), *tp), or where tp cuts dim d as well
+plain                         replicate                (Replicate(),), not sharded
+DTensor on a tensor-parallel  the above, then tp       (..., Shard(d), *tp), or where tp shards dim d as well
 mesh                                                   (..., _StridedShard(d), *tp)
-DTensor on a full mesh        that mesh                its own, with the above on the axis that shards
+DTensor on a full mesh        that mesh                its own, with the above on the sharding axis
 (`dp_mesh_dims`)
 
-A DTensor's local tensor is what is cut over the data-parallel ranks: first its own mesh cuts a dim, then the axis that
-shards cuts each of these pieces. DTensor reads placements from left to right, so where both cut one dim, the left one
-says by `_StridedShard(d, split_factor)` that it was cut after `split_factor` pieces were made.
+The data-parallel ranks shard a DTensor's local tensor: its own mesh splits a dim first, then the sharding axis splits
+each of these pieces. DTensor reads placements from left to right. So where both split the same dim, the left one is a
+`_StridedShard(d, split_factor)`: it was split after `split_factor` pieces were made.
 
 In compute a parameter is what it was before sharding: plain, or a DTensor on its own mesh.
 """
@@ -33,7 +33,7 @@ from ..layout import contiguous_stride
 from ..policy import Offload
 from .swap import Found
 
-# Tensor and expert parallelism; torch refuses more, and nobody was found to use it.
+# Tensor and expert parallelism. torch rejects more as well.
 MAX_OWN_AXES = 2
 
 
@@ -42,45 +42,45 @@ class FullMesh(NamedTuple):
 
     # The mesh of the parameters before sharding, and in compute.
     given: DeviceMesh
-    # That of the sharded parameters; differs where several axes shard together and became one.
+    # The mesh of the sharded parameters; it differs where several axes shard together and became one.
     mesh: DeviceMesh
     # For each axis of `mesh`, the (first) axis of `given` that it comes from.
     origins: tuple[int, ...]
-    # The axis of `mesh` that shards; None: the parameters are only replicated.
+    # The axis of `mesh` that shards; None if parameters are only replicated.
     shard_axis: int | None
-    # Axes of `given` over which a parameter has to be replicated: those of data parallelism.
+    # The data-parallel axes of `given`, over which a parameter has to be replicated.
     replicated: tuple[int, ...]
 
 
 class Placing(NamedTuple):
-    """Over which ranks a group's parameters are cut, and where its shards live."""
+    """The ranks over which a group's parameters are sharded, and the device of its shards."""
 
     # The data-parallel mesh of the DTensors: its last axis shards, one before it replicates.
     mesh: DeviceMesh
-    # This rank on the axis that shards, and how many there are.
+    # This rank's position on the sharding axis, and the size of that axis.
     rank: int
     world: int
     device: torch.device
-    # Name of the backend of that axis.
+    # Name of the backend of the sharding axis.
     backend: str
-    # Full parameters of at least so many bytes are gathered straight into place, where the backend can group.
+    # Full parameters of at least this many bytes are gathered straight into place, if the backend can group gathers.
     direct_nbytes: int | None
     full_mesh: FullMesh | None = None
-    # The mesh of the unit, where `mesh` is another one, of these parameters alone.
+    # The unit's mesh, if `mesh` is a different one for these parameters alone.
     unit_mesh: DeviceMesh | None = None
-    # Whether shards lie on the host while full parameters are on `device`.
+    # Whether shards are on the host while full parameters are on `device`.
     offload: Offload = Offload()
-    # Whether the last axis of the mesh cuts parameters, or replicates them like the others.
+    # Whether the last axis of the mesh shards parameters, or replicates them like the others.
     shards: bool = True
 
     @property
     def shard_device(self) -> torch.device:
-        """Where shards lie."""
+        """The device of the shards."""
         return torch.device("cpu") if self.offload.to_host else self.device
 
 
 class Spec(NamedTuple):
-    """What a DTensor says about itself. `shape` and `stride` are those of the whole tensor."""
+    """A DTensor's metadata. `shape` and `stride` are those of the whole tensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -89,16 +89,15 @@ class Spec(NamedTuple):
 
     @property
     def replicated_somewhere(self) -> bool:
-        """Whether some axis holds copies, so that gradients may arrive as summands that are still to be added."""
+        """Whether some axis holds copies, so that gradients may arrive as partial sums."""
         return any(p.is_replicate() and self.mesh.size(axis) > 1 for axis, p in enumerate(self.placements))
 
 
 class NormMesh:
-    """Over which ranks the squares of a parameter's gradient are summed, where not over its own mesh alone.
+    """The ranks over which the squares of a parameter's gradient are summed, if not over its own mesh alone.
 
-    A parameter on fewer ranks than its unit has another one of its name on the other ranks: an expert. Each of them
-    counts in the norm by which all are clipped, or ranks would scale what they share differently.
-    """
+    A parameter on fewer ranks than its unit (an expert) has different counterparts of the same name on the other ranks.
+    Each of them counts in the global norm for clipping; otherwise ranks would scale shared parameters differently."""
 
     _ATTRIBUTE = "_fullshard_norm_mesh"
 
@@ -106,24 +105,24 @@ class NormMesh:
         self.mesh = mesh
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # A saved parameter takes what is on it along; a mesh is no part of a checkpoint.
+        # A saved parameter carries its attributes along; a mesh does not belong in a checkpoint.
         return type(None), ()
 
     @classmethod
     def note(cls, parameter: Tensor, own: DeviceMesh, unit: DeviceMesh | None) -> None:
-        """Remember it on the sharded `parameter`, which is on the mesh `own`."""
+        """Remember `unit` on the sharded `parameter`, which is on the mesh `own`."""
         if unit is not None and set(own.mesh.flatten().tolist()) < set(unit.mesh.flatten().tolist()):
             setattr(parameter, cls._ATTRIBUTE, cls(unit))
 
     @classmethod
     def of(cls, parameter: Tensor) -> DeviceMesh | None:
-        """The mesh of the unit of such a parameter; None for any other tensor."""
+        """The unit's mesh for such a parameter; None for any other tensor."""
         noted = parameter.__dict__.get(cls._ATTRIBUTE)
         return None if noted is None else cast(NormMesh, noted).mesh
 
 
 def own_spec(found: Found) -> Spec | None:
-    """What the parameter itself says when it is a DTensor before it is sharded; None for a plain one."""
+    """The spec of a parameter that is a DTensor before sharding; None for a plain one."""
     parameter = found.parameter
     if not isinstance(parameter, DTensor):
         return None
@@ -131,7 +130,7 @@ def own_spec(found: Found) -> Spec | None:
 
 
 def cut_shape(found: Found) -> tuple[int, ...]:
-    """The shape that the data-parallel ranks cut: of this rank's part of a DTensor, or of the whole plain tensor."""
+    """The shape that the data-parallel ranks shard: of this rank's part of a DTensor, or of the whole plain tensor."""
     parameter = found.parameter
     return tuple(local_of(parameter).shape if isinstance(parameter, DTensor) else parameter.shape)
 
@@ -162,13 +161,13 @@ def _on_full_mesh(found: Found, own: Spec, full: FullMesh) -> tuple[Placement, .
 
 
 def _shard(dim: int, right: Sequence[Placement], sizes: Sequence[int]) -> Placement:
-    """A shard of `dim`, cut after the axes to its `right`, of these `sizes`, made their pieces."""
+    """A shard of `dim`, split after the axes to its `right`, with these `sizes`, made their pieces."""
     pieces = math.prod(size for placement, size in zip(right, sizes, strict=True) if cut_dim(placement) == dim)
     return Shard(dim) if pieces == 1 else strided_shard(dim, pieces)
 
 
 def check_own_mesh(found: Found, mesh: DeviceMesh, full: FullMesh | None) -> None:
-    """Refuse a parameter whose own mesh and placements do not fit the data-parallel `mesh`; torch's exception types."""
+    """Reject a parameter whose own mesh and placements do not fit the data-parallel `mesh`; torch's exception types."""
     own = own_spec(found)
     if full is not None:
         _check_on_full_mesh(found, own, full)
@@ -202,8 +201,8 @@ def _check_on_full_mesh(found: Found, own: Spec | None, full: FullMesh) -> None:
     if own is None:
         raise ValueError(
             f"{found.name}: expected a DTensor on the full mesh, because dp_mesh_dims is given, found a plain tensor; "
-            f"make it one (torch.distributed.tensor.distribute_tensor with Replicate() on the data-parallel axes), or "
-            f"pass the data-parallel axes as mesh and no dp_mesh_dims"
+            f"make it a DTensor (distribute_tensor with Replicate() on the data-parallel axes), or pass the "
+            f"data-parallel axes as mesh without dp_mesh_dims"
         )
     if own.mesh != full.given:
         raise ValueError(
@@ -216,7 +215,7 @@ def _check_on_full_mesh(found: Found, own: Spec | None, full: FullMesh) -> None:
             names = full.given.mesh_dim_names or ()
             raise ValueError(
                 f"{found.name}: expected Replicate() on the data-parallel axis {names[axis]!r}, found "
-                f"{own.placements[axis]}; fully_shard cuts it there itself"
+                f"{own.placements[axis]}; fully_shard shards it there itself"
             )
 
 
@@ -224,15 +223,15 @@ def _check_placements(found: Found, own: Spec) -> None:
     for placement in own.placements:
         if placement.is_partial():
             raise ValueError(
-                f"{found.name}: expected a parameter that is sharded or replicated, found {own.placements}: summands "
-                f"that were not added yet; redistribute it to Replicate() or Shard(dim) first"
+                f"{found.name}: expected a parameter that is sharded or replicated, found partial sums, "
+                f"{own.placements}; redistribute it to Replicate() or Shard(dim) first"
             )
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of the plain tensor `full` when it is sharded as `like`: dtype of `full`, no communication.
+    """This rank's part of the plain tensor `full` when sharded like `like`: dtype of `full`, no communication.
 
-    It may be a view of `full`, which every rank is expected to have, with equal values.
+    It may be a view of `full`. Every rank must have `full` with equal values.
     """
     mesh = like.device_mesh
     whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)

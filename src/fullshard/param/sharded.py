@@ -2,22 +2,23 @@
 
     sharded   the DTensor parameter that users and optimizers hold; registered on the module outside of compute
     local     its local tensor: this rank's rows, a view of the group's flat buffer
-    full      the parameter that stands on the module in forward and backward: what it was before it was sharded,
-              plain or a DTensor on its own mesh; memory of `param.memory`
+    full      the parameter on the module in forward and backward: what it was before it was sharded, plain or a
+              DTensor on its own mesh; memory of `param.memory`
     fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
     held      full gradients of earlier backwards that were not reduced, in the reduce dtype
     reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
-    partial   this rank's shard of a sum to which the ranks that replicate it have not contributed yet: flat and padded,
-              in the reduce dtype; `fresh_partial` is what the running backward makes of it
+    partial   this rank's shard of a sum to which the replicas have not contributed yet: flat and padded,
+              in the reduce dtype; `fresh_partial` is its counterpart for the running backward
 
-The step between `fresh` or `reduced` and `held` or `.grad` is taken only at the end of a backward, so a backward that
-fails leaves what earlier micro-batches brought exactly as it was.
+Gradients move from `fresh` or `reduced` to `held` or `.grad` only at the end of a backward, so a failing backward
+leaves the gradients of earlier micro-batches exactly as they were.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +39,19 @@ from .parameter import Owner
 from .placement import Spec
 from .swap import Slot
 
-if TYPE_CHECKING:
-    from .initial import Initial
-
-
 # ---- sharded ---------------------------------------------------------------------------------------------------------
+
+
+class Initial(NamedTuple):
+    """Digests of a parameter's initial value (initial.py): 0-dim tensors on the parameter's device, so that
+    `fully_shard` synchronises with no device."""
+
+    # Of the full parameter (of a DTensor, this rank's part), and of the shard taken from it.
+    full: Tensor
+    shard: Tensor
+    # The shard's tensor, and its version counts.
+    local: weakref.ref[Tensor]
+    versions: tuple[int, int]
 
 
 class ShardedParam:
@@ -76,31 +85,31 @@ class ShardedParam:
     ) -> None:
         self.name = name
         self.slots = slots
-        # How the ranks of the shard axis cut it; the shape is that of `full`, or of its local tensor.
+        # How the ranks of the shard axis split it; the shape is that of `full`, or of its local tensor.
         self.layout = layout
-        # What `sharded` says about itself.
+        # The DTensor spec of `sharded`.
         self.spec = spec
-        # What `full` says about itself when it is a DTensor.
+        # The DTensor spec of `full`, if it is a DTensor.
         self.own_spec = own_spec
         # Set with the dtypes of the group.
         self.reduce_dtype = torch.float32
         self.sharded: nn.Parameter
         self.local: Tensor
         self.full: nn.Parameter
-        # What `sharded` knows of the unit; set by the runtime.
+        # The unit that owns `sharded`; set by the runtime.
         self.owner: Owner | None = None
-        # What stands on the module while a part is kept after forward (NarrowedGroup).
+        # The parameter on the module while a part is kept after forward (NarrowedGroup).
         self.kept: nn.Parameter | None = None
-        # Its value before it was cut, until that was compared among ranks.
+        # Digests of its value before sharding, until ranks have compared them.
         self.initial: Initial | None = None
         self.fresh: Tensor | None = None
         self.held: Tensor | None = None
         self.reduced: Tensor | None = None
         self.partial: Tensor | None = None
         self.fresh_partial: Tensor | None = None
-        # The `.grad` under which `held` and `partial` were kept; another one there means that the user cleared them.
+        # The `.grad` at the time `held` and `partial` were kept; a different one means that the user cleared them.
         self.marker: Tensor | None = None
-        # Attributes that users gave `sharded`; the dict itself, which conversions of torch take from the object.
+        # Attributes that users set on `sharded`: the dict itself, because torch's conversions take it from the object.
         self.marks: dict[str, Any] = {}
 
     # ---- gradients ---------------------------------------------------------------------------------------
@@ -108,8 +117,8 @@ class ShardedParam:
     def take_fresh(self) -> None:
         """Take the gradient that autograd just accumulated. A second one in the same backward is added.
 
-        That of a DTensor is brought to the parameter's own placements; summands are added in the reduce dtype, or in
-        that of the gradient when it is wider. Collective over the parameter's own mesh where the placements differ.
+        A DTensor's gradient is redistributed to the parameter's own placements. Partial sums are added in the reduce
+        dtype, or in the gradient's if that is wider. Collective over the parameter's own mesh if the placements differ.
         """
         gradient = self.full.grad
         if gradient is None:
@@ -125,10 +134,10 @@ class ShardedParam:
         self.fresh = gradient if self.fresh is None else self.fresh + gradient
 
     def _own_part(self, gradient: Tensor, own: Spec) -> Tensor:
-        """This rank's part of the gradient of a DTensor, as the parameter is placed."""
+        """This rank's part of a DTensor gradient, with the parameter's placements."""
         if not isinstance(gradient, DTensor):
             raise RuntimeError(
-                f"{self.name}: expected a DTensor gradient, because the parameter is one, found "
+                f"{self.name}: expected a DTensor gradient, because the parameter is a DTensor, found "
                 f"{type(gradient).__name__}; compute with the parameter, or with its to_local()"
             )
         if gradient.placements != own.placements:
@@ -158,19 +167,19 @@ class ShardedParam:
             self.held = self.partial = self.marker = None
 
     def zero(self) -> Tensor:
-        """A zero in the place of a full gradient that is missing: one element of memory."""
+        """A zero in place of a missing full gradient: one element of memory."""
         return torch.zeros((), dtype=self.full.dtype, device=self.full.device).expand(self.layout.shape)
 
     def receive(self, part: Tensor, *, partial: bool) -> None:
-        """What a reduction of the running backward brought."""
+        """Add the result of a reduction of the running backward."""
         if partial:
             self.fresh_partial = part if self.fresh_partial is None else self.fresh_partial + part
         else:
             self.reduced = part if self.reduced is None else self.reduced + part
 
     def to_send(self, reduce_dtype: torch.dtype, *, with_held: bool) -> Tensor | None:
-        """The full gradient to reduce: what this backward brought, and with `with_held` what earlier ones left (then in
-        `reduce_dtype`); None when there is nothing."""
+        """The full gradient to reduce: that of this backward, and with `with_held` those of earlier ones (the sum is in
+        `reduce_dtype`); None if there is none."""
         fresh = self.fresh
         self.fresh = None
         if not with_held:
@@ -179,11 +188,11 @@ class ShardedParam:
         if held is None or fresh is None:
             gradient = fresh if held is None else held
             return None if gradient is None else gradient.to(reduce_dtype)
-        # Not in place: should this backward fail later, `held` is to be what it was.
+        # Not in place: if this backward fails later, `held` must be unchanged.
         return held + fresh.to(reduce_dtype)
 
     def commit(self, reduce_dtype: torch.dtype) -> bool:
-        """The backward ended: hand over what it brought. Whether a reduced gradient arrived."""
+        """Hand over the gradients of this backward, which ended. Returns whether a reduced gradient arrived."""
         arrived = self.reduced is not None
         if self.reduced is not None:
             self._commit_reduced(self.reduced)
@@ -194,12 +203,11 @@ class ShardedParam:
         return arrived
 
     def run_tensor_hooks(self) -> bool:
-        """Those of `sharded.register_hook`: each sees what this backward brought, reduced, before it is added to
-        `.grad`, and may return another gradient, which takes its place. Whether one of them changed it.
+        """Run the hooks of `sharded.register_hook`. Each sees this backward's reduced gradient before it is added to
+        `.grad` and may return a replacement. Returns whether a hook changed the gradient.
 
-        Collective over the parameter's mesh where a hook returns other placements. Raises `TypeError` for what is no
-        tensor and `RuntimeError` for one of another shape, dtype or mesh, as autograd does.
-        """
+        Collective over the parameter's mesh if a hook returns other placements. Raises `TypeError` for a non-tensor and
+        `RuntimeError` for a tensor of another shape, dtype or mesh, as autograd does."""
         if self.reduced is None:
             return False
         gradient = dtensor_like(self.sharded, self.reduced)
@@ -209,12 +217,12 @@ class ShardedParam:
                 returned = hook(gradient)
                 if returned is not None:
                     gradient = self._returned(hook, returned)
-        # A hook may keep what it was given, or what it returned, and `.grad` is written in place.
+        # A hook may keep its argument or its result, and `.grad` is written in place.
         self.reduced = settled(local_of(gradient)).clone()
         return gradient is not given or version_of(given) > 0
 
     def _returned(self, hook: Any, returned: Any) -> DTensor:
-        """What `hook` returned, as the parameter is placed."""
+        """The result of `hook`, with the parameter's placements."""
         sharded: Any = self.sharded
         wanted = f"a DTensor of shape {tuple(sharded.shape)} and dtype {sharded.dtype}, as the gradient it was given"
         said = f"{self.name}: expected the tensor hook {getattr(hook, '__name__', hook)!r} to return None or {wanted}"
@@ -232,8 +240,8 @@ class ShardedParam:
         return returned.redistribute(placements=sharded.placements)
 
     def standing(self) -> Callable[[], None]:
-        """Remember what earlier backwards left, with copies of what `commit` writes in place; the result brings it
-        back."""
+        """Remember the gradients of earlier backwards, with copies of the tensors that `commit` writes in place. The
+        result restores them."""
         gradient, marker = self.sharded.grad, self.marker
         held, partial = self.live_held(), self.live_partial()
         written = [] if gradient is None or isinstance(gradient, PendingGrad) else [local_of(gradient)]
@@ -250,8 +258,8 @@ class ShardedParam:
         return bring_back
 
     def run_hooks(self) -> bool:
-        """Those that the user registered to see `sharded.grad` whenever it was written. Whether they changed it, or the
-        parameter, by what every rank does alike: not where they wrote to what is this rank's alone."""
+        """Run the hooks that see `sharded.grad` whenever it was written. Returns whether they changed the gradient or
+        the parameter in a way that every rank does alike; writes to this rank's local tensors do not count."""
         hooks = post_accumulate_grad_hooks(self.sharded)
         if not hooks:
             return False
@@ -265,7 +273,7 @@ class ShardedParam:
         return version_of(self.sharded), -1 if gradient is None else version_of(gradient)
 
     def _commit_held(self, fresh: Tensor, reduce_dtype: torch.dtype) -> None:
-        """No reduction took place: `fresh` joins `held`, and `.grad` says so."""
+        """Without a reduction `fresh` joins `held`, and `.grad` shows it."""
         self.fresh = None
         held = self.live_held()
         if held is not None:
@@ -275,7 +283,7 @@ class ShardedParam:
         self._mark()
 
     def _commit_partial(self, partial: Tensor) -> None:
-        """A part of the reduction took place: it carried what was held, and what earlier parts had left."""
+        """After a partial reduction, which included `held` and earlier partial sums."""
         self.fresh_partial = None
         self.held = None
         self.partial = partial
@@ -287,28 +295,28 @@ class ShardedParam:
         self.marker = self.sharded.grad
 
     def _commit_reduced(self, reduced: Tensor) -> None:
-        """The reduced gradient becomes, or is added to, `sharded.grad`."""
+        """The reduced gradient becomes `sharded.grad` or is added to it."""
         self.reduced = None
         self.held = self.partial = self.marker = None
         gradient = self.sharded.grad
         if gradient is None or isinstance(gradient, PendingGrad):
-            # With a count of writes of its own, which is not that of the buffer: ranks compare it.
+            # `.data` gives it its own version counter, separate from the buffer's: ranks compare it.
             self.sharded.grad = dtensor_like(self.sharded, reduced.data)
         else:
             local_of(gradient).add_(reduced)
 
     def discard(self) -> None:
-        """Forget what the running backward brought; `held`, `partial` and `.grad` stay."""
+        """Forget the gradients of the running backward; `held`, `partial` and `.grad` stay."""
         self.full.grad = None
         self.fresh = self.reduced = self.fresh_partial = None
 
 
 # ---- kept ------------------------------------------------------------------------------------------------------------
-# The gradients of a parameter as they are at a moment, so that what comes after it can be taken back.
+# A snapshot of the gradients of a parameter, so that later changes can be undone.
 
 
 class KeptTensor:
-    """A tensor and a copy of what is in it; nothing for None and for what has no data."""
+    """A tensor and a copy of its contents; no copy for None and for tensors without data."""
 
     __slots__ = ("_copy", "_local", "tensor")
 
@@ -329,8 +337,8 @@ class KeptTensor:
 
 
 class KeptGradients:
-    """`.grad`, and what is held beside it (sharded.py), of one parameter. Takes memory for what exists, which is
-    nothing behind `zero_grad()`."""
+    """`.grad` of one parameter, with the gradients held beside it (sharded.py). Takes memory only for those that exist:
+    none after `zero_grad()`."""
 
     __slots__ = ("_grad", "_held", "_marker", "_param", "_partial")
 
@@ -342,7 +350,7 @@ class KeptGradients:
         self._grad = KeptTensor(param.sharded.grad)
 
     def restore(self) -> None:
-        """Outside of a backward, with nothing of one under way."""
+        """Call it outside of a backward, with no gradients in flight."""
         param = self._param
         param.held, param.partial = self._held.restore(), self._partial.restore()
         param.marker = self._marker
@@ -350,23 +358,23 @@ class KeptGradients:
 
 
 # ---- pending ---------------------------------------------------------------------------------------------------------
-# What stands on a sharded parameter's `.grad` while its gradient, or a partial sum, is kept between micro-batches.
+# The placeholder on a sharded parameter's `.grad` while its gradient, or a partial sum, is kept between micro-batches.
 #
-# FSDP2 leaves `.grad` at None there, so `zero_grad()` cannot clear an abandoned accumulation window and `step()` with
+# FSDP2 leaves `.grad` at None there. So `zero_grad()` cannot clear an abandoned accumulation window, and `step()` with
 # synchronisation left off silently does nothing. A `PendingGrad` has the shape and dtype of the gradient and no data:
 #
-#     zero_grad()                    removes it (or zeroes it): the kept gradient is dropped before the next backward
-#     step(), clip, any arithmetic   RuntimeError that says what to do
+#     zero_grad()                    removes or zeroes it: the kept gradient is dropped before the next backward
+#     step(), clip, any arithmetic   raises a RuntimeError that says what to do
 #
-# `SteppedGrad` stands there after a step in backward (`step_in_backward`), whose gradient exists no more.
+# `SteppedGrad` is the placeholder after a step in backward (`step_in_backward`), whose gradient was freed.
 
 
 class PendingGrad(DTensor):
-    """Stands for a gradient that exists on each rank but was not reduced yet. Shape, dtype and placements are the
-    parameter's; they have no data.
+    """Placeholder for a gradient that exists on each rank but was not reduced yet. It has the parameter's shape, dtype
+    and placements, and no data.
 
-    A subclass of DTensor, because the first of two tensor subclasses in an operation is asked, unless the other one is
-    *its* subclass: so this refuses before DTensor complains about mixed types.
+    A subclass of DTensor: torch asks the first tensor subclass of an operation, unless another one is *its* subclass.
+    So this class raises before DTensor complains about mixed types.
     """
 
     cleared: bool
@@ -385,8 +393,8 @@ class PendingGrad(DTensor):
 
     @property
     def is_sparse(self) -> NoReturn:  # type: ignore[override]
-        # torch's optimizers ask this of every gradient before they change anything (weight decay comes first), so
-        # step() refuses while all parameters are still what they were.
+        # torch's optimizers read this of every gradient before they change anything (weight decay comes first), so
+        # step() raises while all parameters are still unchanged.
         self._refuse([self])
 
     def full_tensor(self, **_: Any) -> NoReturn:
@@ -420,14 +428,14 @@ class PendingGrad(DTensor):
         raise RuntimeError(
             f"expected a reduced gradient, found one that was only accumulated on some ranks, of {names}: the last "
             f"backward ran with set_requires_gradient_sync(False) or set_requires_all_reduce(False); run the last "
-            f"micro-batch of the step with both True before reading gradients, clipping or optimizer.step()"
+            f"micro-batch with both True before reading gradients, clipping or optimizer.step()"
         )
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
 
 class SteppedGrad(PendingGrad):
-    """Stands for a gradient that its optimizer took in backward: what wants to read it comes too late, and raises."""
+    """Placeholder for a gradient that its optimizer consumed in backward: reading it raises."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SteppedGrad({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -437,8 +445,8 @@ class SteppedGrad(PendingGrad):
         names = ", ".join(dict.fromkeys(gradient.parameter_name for gradient in pending))
         raise RuntimeError(
             f"expected a gradient, found that the optimizer took a step with it in backward already and freed it "
-            f"(fullshard.step_in_backward), of {names}: clipping by a global norm and torch.amp.GradScaler decide over "
-            f"all gradients and cannot be combined with it; leave them out, or leave step_in_backward out"
+            f"(fullshard.step_in_backward), of {names}: clipping by a global norm and torch.amp.GradScaler need all "
+            f"gradients at once; leave them out, or leave step_in_backward out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which tensor stands on a module under a parameter's name: the one place that writes `module._parameters`.
+"""The tensor on a module under a parameter's name: the only place that writes `module._parameters`.
 
 A parameter that several modules share (tied weights) has one slot per module and name.
 """
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-# The memory of the full parameters of one group: there while they are needed, zero bytes otherwise.
+# The memory of the full parameters of one group: allocated while they are needed, zero bytes otherwise.
 #
-# Autograd saves views of full parameters in forward and reads them in backward, after the memory was given back and
-# filled again. They must therefore keep their storage *object*: its bytes are resized, it is never replaced.
+# Autograd saves views of full parameters in forward and reads them in backward, after the memory was freed and filled
+# again. They must therefore keep their storage *object*: its bytes are resized, it is never replaced.
 
 
 class OwnedMemory:
-    """A storage of its own for `numel` elements; `allocate` and `release` resize it. On a meta device they do too.
+    """A separate storage of `numel` elements; `allocate` and `release` resize it, also on a meta device.
 
-    It begins allocated: views of it can only be made while its bytes exist (torch checks bounds, and `set_` even grows
-    a storage that is too small). They stay valid when it is released and allocated again.
+    It starts allocated: views of it can only be made while its bytes exist (torch checks bounds, and `set_` even grows
+    a storage that is too small). The views stay valid when it is released and allocated again.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -44,14 +44,14 @@ class OwnedMemory:
 
 
 class SharedMemory:
-    """One rank, one dtype: the memory is that of the shards. It is never given back and costs nothing."""
+    """One rank, one dtype: the memory of the shards itself. It is never freed and costs nothing."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat.detach()
 
     @property
     def live_nbytes(self) -> int:
-        """Nothing beyond the shards."""
+        """0: it needs no bytes beyond the shards."""
         return 0
 
     def allocate(self) -> None:
@@ -62,7 +62,7 @@ class SharedMemory:
 
 
 class TrackedMemory:
-    """Storages that come and go together: `owned` ones, made here, and those of tensors that somebody else made."""
+    """Storages that are allocated and freed together: `owned` ones, made here, and those of other tensors."""
 
     def __init__(self) -> None:
         self.owned: list[OwnedMemory] = []
@@ -72,7 +72,7 @@ class TrackedMemory:
         self.owned.append(memory)
 
     def track_storage(self, storage: torch.UntypedStorage) -> None:
-        """From now on it comes and goes with the others; one that is among them already is not counted twice."""
+        """From now on it is allocated and freed with the others; one that is already tracked is not counted twice."""
         if all(storage.data_ptr() != memory.flat.untyped_storage().data_ptr() for memory in self.owned):
             self._storages[storage.data_ptr()] = (storage, storage.size())
 
@@ -123,11 +123,11 @@ class Swap:
     def __init__(self, slots: Iterable[tuple[int, Slot]]) -> None:
         pairs = list(slots)
         self.owners = [owner for owner, _ in pairs]
-        # Not setattr: it walks all registries and costs thirty times as much. The dict of a module never changes.
+        # Not setattr: it walks all registries and is thirty times slower. A module's dict never changes.
         self._places = [(slot.module._parameters, slot.name) for _, slot in pairs]
 
     def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """One entry per slot, of one per parameter."""
+        """One entry per slot, from one per parameter."""
         return [parameters[owner] for owner in self.owners]
 
     def put(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -136,13 +136,13 @@ class Swap:
             registry[name] = parameter
 
     def replace(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
-        """Put `new` where `old` stands, one of each per slot; what somebody else put there is kept."""
+        """Put `new` in place of `old`, one of each per slot; parameters that others put there are kept."""
         for (registry, name), before, after in zip(self._places, old, new, strict=True):
             if registry.get(name) is before:
                 registry[name] = after
 
     def stand(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether `parameters`, one per slot, stand on the modules."""
+        """Whether `parameters`, one per slot, are on the modules."""
         for (registry, name), parameter in zip(self._places, parameters, strict=True):
             if registry.get(name) is not parameter:
                 return False
@@ -156,7 +156,7 @@ class Found(NamedTuple):
     # Dotted name below the unit's module, of the first slot.
     name: str
     slots: tuple[Slot, ...]
-    # The dim to cut, not negative.
+    # The dim to shard, not negative.
     dim: int = 0
 
 
@@ -191,7 +191,7 @@ def managed_parameters(modules: Iterable[tuple[str, nn.Module]], ignored: Iterab
 def move_unsharded(
     modules: Iterable[tuple[str, nn.Module]], ignored: Collection[nn.Parameter], device: torch.device
 ) -> None:
-    """Buffers and ignored parameters go to `device`; what is on the meta device stays there."""
+    """Move buffers and ignored parameters to `device`; those on the meta device stay there."""
     for _, module in modules:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if not buffer.is_meta and buffer.device != device:

@@ -6,6 +6,7 @@ from .options import DataParallelMeshDims as DataParallelMeshDims
 from .options import Options as Options
 from .options import Scale as Scale
 from .options import resolve_scale as resolve_scale
+from .options import use_options as use_options
 from .policies import CPUOffloadPolicy as CPUOffloadPolicy
 from .policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .policies import Offload as Offload

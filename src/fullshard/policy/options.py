@@ -1,28 +1,23 @@
-"""Choices of the runtime that are not arguments of `fully_shard`: read once, when a root first runs.
+"""Choices of the engine that are not arguments of `fully_shard`: read once, when a root first runs.
 
-FULLSHARD_PREFETCH        how many units a forward gathers ahead along the recorded order (default 1; 0: none)
-FULLSHARD_PREFETCH_BYTES  in its place, and in backward too: how many bytes of gathers may be ahead (default: none set)
-FULLSHARD_REDUCTIONS      how many reductions may be in flight before the oldest is waited for (default 2; on a
-                          device 1, as FSDP2)
-FULLSHARD_GRADIENT_BYTES  how many bytes unreduced gradients and their messages may take (default: none set)
-FULLSHARD_COMMUNICATION   "auto" (default): the fastest strategy measured for the backend: on gloo gradients are
-                          exchanged within a node; on NCCL, and between nodes, the backend reduces them;
-                          "torch": one all-gather and one reduce-scatter per unit, as FSDP2;
-                          "all-to-all": "auto", and gradients exchanged within a node on every backend
-FULLSHARD_WATCH           "auto" (default): saved weights are watched in a unit's first forwards, and as long as its
-                          backward reads weights that no gradient of an output announced; "always"; "never"
-FULLSHARD_EVAL_ROOT       "free" (default): a root that stays full between forward and backward by default (not by an
-                          explicit reshard_after_forward=False) is freed after a forward that no backward can follow;
-                          "keep": it stays, as in FSDP2, for the next forward
-FULLSHARD_CHECK           1: check every command against the lifecycle's invariants (slower)
+FULLSHARD_COMMUNICATION  "auto" (default): the fastest strategy measured for the backend: on gloo gradients are
+                         exchanged within a node; on NCCL, and between nodes, the backend reduces them;
+                         "torch": one all-gather and one reduce-scatter per unit, as FSDP2;
+                         "all-to-all": "auto", and gradients exchanged within a node on every backend
+FULLSHARD_WATCH          "auto" (default): saved weights are watched in a unit's first forwards, and as long as its
+                         backward reads weights that no gradient of an output announced; "always", to find faults
+FULLSHARD_CHECK          1: check every command against the lifecycle's invariants (slower)
+
+What has no variable is set by methods of `FSDPModule`, or by `use_options`, for tests and measurements.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,37 +25,54 @@ from torch import Tensor
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 COMMUNICATION = ("auto", "torch", "all-to-all")
+WATCH = ("auto", "always")
 # What was taken away, and what to do instead.
 _REMOVED = {
     "hierarchical": 'leave the default, "auto": between nodes the backend reduces gradients',
     "FULLSHARD_LOCAL_WORLD_SIZE": "leave it out: ranks find out themselves on which nodes they are",
     "FULLSHARD_PARTIAL_SUMS": "leave it out: between nodes the backend reduces gradients, in the reduce dtype",
+    "FULLSHARD_PREFETCH": "call model.set_memory_budget(prefetch=bytes), 0 for none",
+    "FULLSHARD_PREFETCH_BYTES": "call model.set_memory_budget(prefetch=bytes)",
+    "FULLSHARD_REDUCTIONS": "call model.set_reduce_scatter_max_input_buffers(count + 1)",
+    "FULLSHARD_GRADIENT_BYTES": "call model.set_memory_budget(gradients=bytes)",
+    "FULLSHARD_EVAL_ROOT": "give the root reshard_after_forward=False to keep it full",
 }
-WATCH = ("auto", "always", "never")
-EVAL_ROOT = ("free", "keep")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The resolved choices of one root."""
+    """The resolved choices of one root. Raises `ValueError` for a field that is not what it may be."""
 
+    # How many units a forward gathers ahead along the recorded order, where no bytes are set.
     prefetch_depth: int = 1
-    prefetch_nbytes: int | None = None
-    gradient_nbytes: int | None = None
-    reductions_in_flight: int | None = None
+    # How many reductions may be in flight before the oldest is waited for.
+    reductions_in_flight: int = 2
     communication: str = "auto"
     watch: str = "auto"
-    eval_root: str = "free"
     check: bool = False
 
-    def reductions_on(self, device: str) -> int:
-        """How many reductions may be in flight on a device of this type."""
-        default = 2 if device == "cpu" else 1
-        return default if self.reductions_in_flight is None else self.reductions_in_flight
+    def __post_init__(self) -> None:
+        _expect_count("prefetch_depth", self.prefetch_depth, 0)
+        _expect_count("reductions_in_flight", self.reductions_in_flight, 1)
+        _expect_choice("communication", self.communication, COMMUNICATION)
+        _expect_choice("watch", self.watch, WATCH)
+        if not isinstance(self.check, bool):
+            raise ValueError(f"check: expected True or False, found {self.check!r}")
+
+    def send_buffers_on(self, device: str) -> int | None:
+        """How many send buffers may exist on a device of this type; None: no limit but `reductions_in_flight`.
+
+        On a device one, as in FSDP2: the wait is one of streams, and memory is scarce. On a CPU waiting blocks, so the
+        next message is sent before the oldest is waited for.
+        """
+        return None if device == "cpu" else 1
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Options:
-        """Read the variables above; `ValueError` names the variable, its value and what it may be."""
+    def current(cls, environ: Mapping[str, str] | None = None) -> Options:
+        """What the variables above say now, and over it the `use_options` that are open.
+
+        Raises `ValueError` that names the variable, its value and what it may be.
+        """
         source = os.environ if environ is None else environ
         for name in _REMOVED:
             if source.get(name):
@@ -68,45 +80,62 @@ class Options:
                     f"{name}: expected no such variable, which is of versions before 0.2, found "
                     f"{source[name]!r}; {_REMOVED[name]}"
                 )
-        return cls(
-            prefetch_depth=_count(source, "FULLSHARD_PREFETCH", 1, at_least=0),
-            prefetch_nbytes=_count(source, "FULLSHARD_PREFETCH_BYTES", None, at_least=0),
-            gradient_nbytes=_count(source, "FULLSHARD_GRADIENT_BYTES", None, at_least=0),
-            reductions_in_flight=_count(source, "FULLSHARD_REDUCTIONS", None, at_least=1),
+        found = cls(
             communication=_choice(source, "FULLSHARD_COMMUNICATION", COMMUNICATION),
             watch=_choice(source, "FULLSHARD_WATCH", WATCH),
-            eval_root=_choice(source, "FULLSHARD_EVAL_ROOT", EVAL_ROOT),
-            check=_count(source, "FULLSHARD_CHECK", 0, at_least=0) > 0,
+            check=_flag(source, "FULLSHARD_CHECK"),
         )
+        for changes in _open:
+            found = replace(found, **changes)
+        return found
+
+
+# Of all threads, outermost first: the ranks of a test may be threads.
+_open: list[dict[str, Any]] = []
+
+
+@contextmanager
+def use_options(**changes: Any) -> Iterator[None]:
+    """Models that are sharded and first run inside get these fields of `Options`, whatever the environment says.
+
+    It holds in every thread of the process, and the innermost wins. Raises `TypeError` for a field that is not there
+    and `ValueError` for a wrong value.
+    """
+    replace(Options(), **changes)
+    _open.append(changes)
+    try:
+        yield
+    finally:
+        # By identity: another thread may have opened an equal one.
+        del _open[next(i for i, each in enumerate(_open) if each is changes)]
 
 
 def _choice(source: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
     value = source.get(name) or choices[0]
+    _expect_choice(name, value, choices)
+    return value
+
+
+def _expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}{removed(value)}")
-    return value
 
 
-def removed(value: str) -> str:
+def removed(value: object) -> str:
     """What to do instead of a strategy that was taken away, for the end of an error; "" for others."""
-    return f"; {_REMOVED[value]}" if value in _REMOVED else ""
+    return f"; {_REMOVED[value]}" if isinstance(value, str) and value in _REMOVED else ""
 
 
-@overload
-def _count(source: Mapping[str, str], name: str, default: int, *, at_least: int) -> int: ...
-@overload
-def _count(source: Mapping[str, str], name: str, default: None, *, at_least: int) -> int | None: ...
-def _count(source: Mapping[str, str], name: str, default: int | None, *, at_least: int) -> int | None:
-    text = source.get(name)
-    if text is None or not text.strip():
-        return default
-    try:
-        value = int(text)
-    except ValueError:
-        value = at_least - 1
-    if value < at_least:
-        raise ValueError(f"{name}: expected a whole number >= {at_least}, found {text!r}")
-    return value
+def _expect_count(name: str, value: object, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name}: expected a whole number >= {at_least}, found {value!r}")
+
+
+def _flag(source: Mapping[str, str], name: str) -> bool:
+    text = source.get(name, "").strip() or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{name}: expected a whole number >= 0, found {text!r}")
+    return int(text) > 0
 
 
 # ---- reduction -------------------------------------------------------------------------------------------------------
@@ -128,7 +157,7 @@ class CustomComm(Protocol):
 class Controls:
     """The settings of one unit; each default is what holds when the user says nothing."""
 
-    # One of `options.COMMUNICATION`, or None: what the root's options say.
+    # One of `COMMUNICATION`, or None: what the root's options say.
     communication: str | None = None
     # What sums of gradients are divided by; None: the number of ranks that contribute.
     divide_factor: float | None = None

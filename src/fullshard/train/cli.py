@@ -1,7 +1,7 @@
-"""`fullshard train` and `fullshard generate`: their arguments, and what they do. Help needs no torch.
+"""`fullshard train` and `fullshard generate`: their arguments and their work. Help needs no torch.
 
-Exit codes: 0 the run ended well, 1 it failed, 2 the command or the configuration cannot be run, 75 it stopped after a
-step because of SIGTERM, with a checkpoint, 128 + n it was interrupted by signal n (130 for Ctrl-C).
+Exit codes: 0 success, 1 failure, 2 the command or the configuration cannot run, 75 stopped after a step by SIGTERM,
+with a checkpoint, 128 + n interrupted by signal n (130 for Ctrl-C).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _NEWEST = object()
 _EXAMPLES = """\
 examples:
   fullshard train                                  two processes, the corpus inside Python, one to three minutes
-  fullshard train my.toml --nproc 4                a configuration of your own on four processes
+  fullshard train my.toml --nproc 4                your own configuration on four processes
   fullshard train --set training.steps=50 --set data.corpus=path:book.txt
   fullshard train --print-config > my.toml         every key, its value and its meaning
-  fullshard train --resume runs/20260102-030405    go on from the newest checkpoint of a run
+  fullshard train --resume runs/20260102-030405    continue from the newest checkpoint of a run
   torchrun --nproc-per-node 2 -m fullshard train   the same under torchrun
   fullshard generate runs/20260102-030405 --prompt "The "
 
-exit codes: 0 well, 1 failed, 2 cannot be run as asked, 75 stopped by SIGTERM with a checkpoint (run it again to go
-on), 130 interrupted by Ctrl-C, 143 by SIGTERM where there was nothing to save
+exit codes: 0 success, 1 failed, 2 cannot run as requested, 75 stopped by SIGTERM with a checkpoint (run it again to
+continue), 130 interrupted by Ctrl-C, 143 by SIGTERM when there was nothing to save
 """
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what was asked and return the exit code."""
+    """Run the command and return the exit code."""
     try:
         return _train(arguments) if arguments.command == "train" else _generate(arguments)
     except ConfigError as error:
-        # Under torchrun every rank finds the same mistake; one prints it.
+        # Under torchrun every rank finds the same mistake; only one prints it.
         if str(error) and os.environ.get("RANK", "0") == "0":
             print(f"fullshard: {error}", file=sys.stderr, flush=True)
         return 2
@@ -50,7 +50,7 @@ def add_commands(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train a model",
-        description="Train a model; everything a run makes is in one fresh folder.",
+        description="Train a model; a run writes everything into one new folder.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -63,13 +63,13 @@ def add_commands(commands: Any) -> None:
         nargs="?",
         const=_NEWEST,
         metavar="RUN",
-        help="go on with the run in this folder, with its configuration (default: the newest unfinished one in runs/)",
+        help="continue the run in this folder with its configuration (default: the newest unfinished one in runs/)",
     )
     train.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per CUDA device, else 2)")
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
 
     generate = commands.add_parser("generate", help="generate text from the model of a run")
-    generate.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has ended well")
+    generate.add_argument("run", type=Path, metavar="RUN", help="folder of a completed run")
     generate.add_argument("--prompt", default=None, help="beginning of the text (default: sample.prompt of the run)")
     generate.add_argument("--tokens", type=_at_least_0, default=None, help="how many to generate (default: the run's)")
     generate.add_argument(
@@ -92,12 +92,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from fullshard.train import launch
 
     config = _config(arguments)
-    inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # already one of several, so it starts no others
+    inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # one of several processes already: start no others
     if inside and not arguments.print_config:
         world = int(os.environ["WORLD_SIZE"])
         if arguments.nproc not in (None, world):
             raise ConfigError(
-                f"--nproc {arguments.nproc}: already started as one of {world} processes; leave --nproc away"
+                f"--nproc {arguments.nproc}: already started as one of {world} processes; leave out --nproc"
             )
     else:
         world = launch.num_processes(config, arguments.nproc)
@@ -121,7 +121,7 @@ def _config(arguments: argparse.Namespace) -> Config:
     from fullshard.train.folder import is_run, newest_unfinished
 
     if arguments.config is not None:
-        raise ConfigError("--resume takes the configuration of the run: leave config.toml away, change keys with --set")
+        raise ConfigError("--resume uses the configuration of the run: leave out config.toml, change keys with --set")
     path = newest_unfinished() if arguments.resume is _NEWEST else Path(arguments.resume)
     if not is_run(path):
         raise ConfigError(f"--resume {path}: expected the folder of a run, with its config.toml")
@@ -130,7 +130,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def _automatic(config: Config, world: int) -> dict[str, str]:
-    """What the automatic values mean on this machine."""
+    """The values of automatic settings on this machine."""
     from fullshard.train.process import device_kind, threads_per_process
 
     keys, size, notes = config.training, config.micro_batch(world), {}
@@ -148,14 +148,14 @@ def _automatic(config: Config, world: int) -> dict[str, str]:
 
 
 def _be_one_of(config: Config) -> int:
-    """The life of one process of a run."""
+    """Run one process of a run."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from fullshard.train import launch
     from fullshard.train.process import RUN_DIR, Interrupted, Stopped, joined_world, leave, stop_on_signals
 
     run_dir: Path | None = None
-    launched = RUN_DIR in os.environ  # by our launcher, which prints what ends its run
+    launched = RUN_DIR in os.environ  # by our launcher, which reports how its run ends
     stop_on_signals()
     try:
         from fullshard.train.folder import sole_user
@@ -173,7 +173,7 @@ def _be_one_of(config: Config) -> int:
         leave(launch.EXIT_USAGE)
     except Stopped as stop:
         if run_dir is not None and _speaks_for_the_run():
-            print(f"fullshard: {stop}; the same command goes on", file=sys.stderr, flush=True)
+            print(f"fullshard: {stop}; run the same command to continue", file=sys.stderr, flush=True)
         leave(launch.EXIT_STOPPED)
     except Interrupted as stop:
         if run_dir is not None and _speaks_for_the_run():
@@ -189,7 +189,7 @@ def _be_one_of(config: Config) -> int:
 
 
 def _speaks_for_the_run() -> bool:
-    """Our launcher says how its run ended; rank 0 does so where there is none, or none any more."""
+    """Whether this process reports the end of the run: rank 0 does if our launcher never existed or is gone."""
     from fullshard.train.process import LAUNCHER_PID
 
     return os.environ.get(LAUNCHER_PID) != str(os.getppid()) and os.environ["RANK"] == "0"

@@ -1,10 +1,10 @@
 """Every key of a training run, with its default, its meaning and its limits; reading them, and printing them.
 
-The tree is made of frozen dataclasses: one per TOML section, `Config` for the whole. A key carries its documentation
-and its limits as field metadata, so that the reader, `fullshard train --print-config` and the documentation say the
-same. Rules between keys are in `Config.check`, rules that need the number of processes in `Config.check_world`.
+The tree consists of frozen dataclasses: one per TOML section, `Config` for the whole. A key carries its documentation
+and its limits as field metadata, so the reader, `fullshard train --print-config` and the documentation agree.
+Rules between keys are in `Config.check`, rules that need the number of processes in `Config.check_world`.
 
-Reading is strict: an unknown section or key, a value of another type, out of its limits or not among its choices
+Reading is strict: an unknown section or key, or a value of the wrong type, out of its limits or not among its choices
 raises `ConfigError`, whose text is one line that names the key, the value and the nearest valid one.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 
 class ConfigError(Exception):
-    """The user's configuration cannot be run. The text is one line: key, value, what is wrong, nearest valid choice."""
+    """The user's configuration cannot run. The text is one line: key, value, the problem, the nearest valid choice."""
 
 
 def invalid(key: str, value: object, problem: str, nearest: str = "") -> ConfigError:
@@ -31,7 +31,7 @@ def invalid(key: str, value: object, problem: str, nearest: str = "") -> ConfigE
 
 
 def show(value: object) -> str:
-    """A value in TOML spelling (JSON's, for the scalar types that a config can hold)."""
+    """A value in TOML syntax (JSON's, for the scalar types of a config)."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -40,7 +40,7 @@ def _key(
     doc: str,
     *,
     choices: tuple[str, ...] = (),
-    words: tuple[str, ...] = (),  # of a key of type `int | str`: what may stand in the place of a number
+    words: tuple[str, ...] = (),  # for a key of type `int | str`: words allowed instead of a number
     least: float | None = None,  # inclusive lower limit
     above: float | None = None,  # exclusive lower limit
     most: float | None = None,  # inclusive upper limit
@@ -93,7 +93,7 @@ class TrainingKeys:
         choices=("raise", "skip", "count"),
     )
     replay_every: int = _key(
-        0, "steps between two that are made twice and compared bit by bit (faulty hardware); 0 = none", least=0
+        0, "steps between two that run twice and are compared bit by bit (faulty hardware); 0 = none", least=0
     )
     recompute: str = _key(
         "none",
@@ -108,7 +108,7 @@ class TrainingKeys:
 @dataclass(frozen=True, slots=True)
 class OptimizerKeys:
     lr: float = _key(2e-3, "highest learning rate of AdamW", above=0.0)
-    min_lr_ratio: float = _key(0.1, "the cosine ends at this part of lr", least=0.0, most=1.0)
+    min_lr_ratio: float = _key(0.1, "the cosine ends at this fraction of lr", least=0.0, most=1.0)
     warmup_steps: int = _key(20, "steps of linear warm-up", least=0)
     beta1: float = _key(0.9, "decay of the first moment", least=0.0, most=0.9999999)
     beta2: float = _key(0.95, "decay of the second moment", least=0.0, most=0.9999999)
@@ -119,7 +119,7 @@ class OptimizerKeys:
 @dataclass(frozen=True, slots=True)
 class ParallelismKeys:
     data_parallel_shard_degree: int = _key(-1, "processes that share one copy of the state; -1 = all", least=-1)
-    data_parallel_replicate_degree: int = _key(1, "how many such groups there are, each with a copy (HSDP)", least=1)
+    data_parallel_replicate_degree: int = _key(1, "number of such groups, each with a copy (HSDP)", least=1)
     reshard_after_forward: str = _key(
         "default",
         'free full parameters after forward: "default" = all but the root\'s, "always", "never"',
@@ -128,7 +128,7 @@ class ParallelismKeys:
     timeout_seconds: float = _key(300.0, "a collective that takes longer ends the run", above=0.0)
 
     def degrees(self, world: int) -> tuple[int, int]:
-        """(replicate, shard) on `world` processes, which `Config.check_world` found right."""
+        """(replicate, shard) on `world` processes, after `Config.check_world`."""
         copies = self.data_parallel_replicate_degree
         return copies, world // copies
 
@@ -150,7 +150,7 @@ class PrecisionKeys:
 @dataclass(frozen=True, slots=True)
 class DataKeys:
     corpus: str = _key("builtin", '"builtin" = the documentation inside Python; "path:FILE" = text or .jsonl')
-    text_key: str = _key("text", "where the text is in an object of a .jsonl corpus")
+    text_key: str = _key("text", "key of the text in an object of a .jsonl corpus")
     validation_fraction: float = _key(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
     tokenizer: str = _key(
         "bytes", '"bytes", or "bpe" trained on the corpus (needs fullshard[bpe])', choices=("bytes", "bpe")
@@ -160,7 +160,7 @@ class DataKeys:
 
 @dataclass(frozen=True, slots=True)
 class MetricsKeys:
-    log_every: int = _key(10, "steps between two lines on a console that is no terminal", least=1)
+    log_every: int = _key(10, "steps between two lines on a console that is not a terminal", least=1)
     eval_every: int = _key(50, "steps between two validations; the last step always validates", least=1)
     eval_windows: int = _key(128, "sequences of one validation; 0 = the whole validation part", least=0)
     tensorboard: bool = _key(True, "also write TensorBoard files, where tensorboard is installed")
@@ -172,8 +172,8 @@ class CheckpointKeys:
     every: int = _key(100, "steps between two checkpoints; 0 = only at the end, and when stopped by SIGTERM", least=0)
     keep_last: int = _key(2, "how many of the newest checkpoints are kept", least=1)
     keep_every: int = _key(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
-    asynchronous: bool = _key(True, "save those between steps beside the training; the last one is always waited for")
-    grace_seconds: float = _key(60.0, "a process that has not stopped so long after SIGTERM is ended", above=0.0)
+    asynchronous: bool = _key(True, "save in the background between steps; the last save is always waited for")
+    grace_seconds: float = _key(60.0, "a process that has not stopped this long after SIGTERM is ended", above=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class SampleKeys:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The whole configuration. Valid in itself once `check` has passed; `check_world` adds the number of processes."""
+    """The whole configuration. Valid in itself after `check`; `check_world` adds the number of processes."""
 
     run: RunKeys = RunKeys()
     model: ModelKeys = ModelKeys()
@@ -260,7 +260,7 @@ def _nearest(value: int, valid: list[int]) -> str:
 
 
 def _nearest_corpus(value: str) -> str:
-    # A bare file name is the likely mistake; anything that looks like a path is answered with the same path, prefixed.
+    # A bare file name is the likely mistake; for anything that looks like a path, suggest the same path with a prefix.
     return show(f"path:{value}" if any(c in value for c in "./\\") else "builtin")
 
 
@@ -274,7 +274,7 @@ _TYPES: dict[str, tuple[type, str]] = {
 }
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-# What people write from habit, and what it is called here. Used only to name the nearest valid choice.
+# Common names for these choices. Used only to suggest the nearest valid choice.
 _SYNONYMS = {
     **dict.fromkeys(("gpu", "nvidia"), "cuda"),
     **dict.fromkeys(("bf16", "half", "mixed", "float16", "fp16"), "bfloat16"),
@@ -288,7 +288,7 @@ _SYNONYMS = {
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     """Defaults, then the file, then the overrides (`section.key=value`) in order; checked.
 
-    Raises `ConfigError` for everything that is wrong with them, an unreadable file included.
+    Raises `ConfigError` for every mistake in them, including an unreadable file.
     """
     config = Config()
     for section, table in ({} if path is None else _read_toml(path)).items():
@@ -305,9 +305,9 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
 
 
 def to_toml(config: Config, *, notes: Mapping[str, str] | None = None) -> str:
-    """The configuration as TOML with each key's meaning beside it; `load_config` of it gives `config` again.
+    """The configuration as TOML with each key's meaning beside it; `load_config` reads it back as `config`.
 
-    `notes` maps "section.key" to what an automatic value became here, for instance "here: 2".
+    `notes` maps "section.key" to the resolved value of an automatic setting, for instance "here: 2".
     """
     lines: list[str] = []
     for section in _sections():
@@ -371,14 +371,14 @@ def _unknown(name: str, value: Any, valid: list[str], what: str) -> ConfigError:
         head = f"[{name}]" if what == "section" else name
     else:
         head = f"{name} = {value if isinstance(value, str) else show(value)}"
-    # The last part decides where the section is right or merely forgotten: `training.stps`, `trainer.steps`.
+    # The last part decides if the section is wrong or missing: `training.stps`, `trainer.steps`.
     same_key = [v for v in valid if v.rpartition(".")[2] == name.rpartition(".")[2]]
     nearest = (same_key or difflib.get_close_matches(name, valid, n=1, cutoff=0.0))[0]
     return ConfigError(f"{head}: there is no such {what}; nearest valid: {nearest}")
 
 
 def _checked(name: str, key: Field[Any], value: Any) -> Any:
-    """`value` in the key's type and within its limits."""
+    """`value`, converted to the key's type and checked against its limits."""
     limits = key.metadata
     words, choices = limits["words"], limits["choices"]
     if isinstance(value, str) and value in words:
@@ -386,7 +386,7 @@ def _checked(name: str, key: Field[Any], value: Any) -> Any:
     kind, meaning = _TYPES[_kind(key)]
     if kind is float and type(value) is int:
         value = float(value)
-    has_type = type(value) is kind  # a bool is an int for isinstance
+    has_type = type(value) is kind  # not isinstance: a bool is an int
     if not has_type:
         expected = " or ".join([meaning, *map(show, words)])
         raise invalid(name, value, f"expected {expected}", _nearest_value(key, value))
@@ -408,12 +408,12 @@ def _checked(name: str, key: Field[Any], value: Any) -> Any:
 
 
 def _kind(key: Field[Any]) -> str:
-    """The type of a key as it is written, without the words that may stand for a number."""
+    """The type of a key as written, without the words allowed instead of a number."""
     return str(key.type).removesuffix(" | str") if key.metadata["words"] else str(key.type)
 
 
 def _nearest_value(key: Field[Any], value: Any) -> str:
-    """For a value of the wrong type: the same value in the right type where that is plain, else the default."""
+    """For a value of the wrong type: the same value in the right type if that is obvious, else the default."""
     kind, text = _kind(key), str(value).strip()
     if isinstance(value, str) and (close := difflib.get_close_matches(value, key.metadata["words"], n=1)):
         return show(close[0])

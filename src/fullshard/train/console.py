@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines or a progress bar, and the picture of the loss."""
+"""Console output of a run: lines or a progress bar; and the plot of the loss."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from fullshard.train.metrics import StepRecord, in_units, installed, missing
 
 
 class Console:
-    """Receives everything that may be shown. This one shows nothing, as on all ranks but 0."""
+    """Receives everything that may be shown. This base class shows nothing; all ranks but 0 use it."""
 
     def say(self, text: str) -> None:
-        """A line (or several) that stays."""
+        """Print a permanent line (or several)."""
 
     def begin(self, steps: int, after: int = 0) -> None:
         """Training up to step `steps` begins now, after step `after`."""
 
     def step(self, record: StepRecord) -> None:
-        """A step was made."""
+        """A step is done."""
 
     def end(self) -> None:
         """Training is over or has failed; safe to call twice."""
 
 
 def console_for(rank: int, log_every: int) -> Console:
-    """Nothing on ranks other than 0; a bar on a terminal where rich is installed; plain lines elsewhere."""
+    """Silent on ranks other than 0; a bar on a terminal if rich is installed; plain lines otherwise."""
     if rank != 0:
         return Console()
     if sys.stdout.isatty():
@@ -64,7 +64,7 @@ def clock(seconds: float) -> str:
 
 
 class PlainConsole(Console):
-    """One line every `log_every` steps, at the first and last step, and wherever a step validates."""
+    """One line every `log_every` steps, at the first and last step, and at every step that validates."""
 
     def __init__(self, log_every: int) -> None:
         self._log_every, self._steps, self._after, self._begun = log_every, 0, 0, 0.0
@@ -85,7 +85,7 @@ class PlainConsole(Console):
 
 
 class ProgressConsole(Console):
-    """Two lines that stay at the bottom, a bar and the newest figures; validations are lines above them."""
+    """Two lines at the bottom, a bar and the newest figures; validations are printed above them."""
 
     def __init__(self) -> None:
         self._live: Any = None
@@ -125,9 +125,9 @@ class ProgressConsole(Console):
 
 
 def memory_lines(report: Report, unsharded_nbytes: int) -> list[str]:
-    """A line each for parameters, gradients and AdamW: measured, expected, and what it were unsharded.
+    """One line each for parameters, gradients and AdamW: measured, expected, and the unsharded size.
 
-    `unsharded_nbytes`: of all parameters; gradients are as many, and AdamW keeps two values per element.
+    `unsharded_nbytes`: bytes of all parameters; gradients take as many, and AdamW keeps two values per element.
     """
     lines = []
     for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
@@ -138,9 +138,9 @@ def memory_lines(report: Report, unsharded_nbytes: int) -> list[str]:
 
 
 def draw_loss(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw the training and validation loss of the records of `metrics.jsonl` into a PNG. Needs matplotlib."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # says on its first use that it builds a font cache
-    # The object, not pyplot: no global state, no window system.
+    """Plot the training and validation loss of the records of `metrics.jsonl` as a PNG. Needs matplotlib."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # silences its message about building a font cache
+    # Figure, not pyplot: no global state, no window system.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -1,12 +1,12 @@
-"""The corpus, its tokens and their split, and which samples belong to which step.
+"""The corpus, its tokens and their split, and the samples of each step.
 
 ```
 corpus file(s) -> documents -> tokens: BOS doc EOS BOS doc EOS ... -> [ training part | validation part ]
 training part  -> windows of T+1 tokens, T apart -> SampleOrder: (seed, step) -> the step's windows, for all ranks
 ```
 
-The windows of a step are a list that every rank computes alike; a rank takes its slice of it. So the data of a step
-does not depend on how many ranks there are, and needs no state but the step number.
+Every rank computes the same list of windows for a step and takes its slice of it. So the data of a step does not depend
+on the number of ranks, and the step number is its only state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Corpus:
 
 
 def read_corpus(keys: DataKeys) -> Corpus:
-    """The corpus that `data.corpus` names. Raises `ConfigError` where the file cannot be used."""
+    """The corpus that `data.corpus` names. Raises `ConfigError` if the file cannot be used."""
     if keys.corpus == "builtin":
         return _builtin()
     path = Path(keys.corpus.removeprefix("path:")).expanduser()
@@ -59,7 +59,7 @@ def read_corpus(keys: DataKeys) -> Corpus:
 
 
 def _builtin() -> Corpus:
-    # About 0.5 MB of English in every Python; the text differs by version.
+    # About 0.5 MB of English in every Python; the text differs between versions.
     from pydoc_data.topics import topics
 
     documents = tuple(topics[name] for name in sorted(topics))
@@ -69,9 +69,9 @@ def _builtin() -> Corpus:
 
 
 def _jsonl_documents(keys: DataKeys, text: str) -> tuple[str, ...]:
-    """One document a line: an object with the text under `data.text_key`, or a plain JSON string."""
+    """One document per line: an object with the text under `data.text_key`, or a plain JSON string."""
     documents = []
-    # Split at line feeds only: `splitlines` would also cut at characters that JSON strings may hold unescaped.
+    # Split at line feeds only: `splitlines` also splits at characters that JSON strings may contain unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -82,7 +82,7 @@ def _jsonl_documents(keys: DataKeys, text: str) -> tuple[str, ...]:
         if isinstance(value, dict):
             if keys.text_key not in value:
                 found = ", ".join(map(str, value)) or "no key"
-                problem = f"line {number} of {keys.corpus} has no such key, but {found}"
+                problem = f"line {number} of {keys.corpus} has no such key, only {found}"
                 raise invalid("data.text_key", keys.text_key, problem)
             value = value[keys.text_key]
         if not isinstance(value, str):
@@ -92,7 +92,7 @@ def _jsonl_documents(keys: DataKeys, text: str) -> tuple[str, ...]:
 
 
 def check_data(keys: DataKeys) -> Corpus:
-    """Read the corpus and find out whether the tokenizer can be had, before any process is started."""
+    """Read the corpus and check that the tokenizer is available, before any process starts."""
     if keys.tokenizer == "bpe" and not installed("tokenizers"):
         raise ConfigError(BPE_HINT)
     return read_corpus(keys)
@@ -121,7 +121,7 @@ class ByteTokenizer:
         return bytes(t for t in tokens if t < 256).decode(errors="replace")
 
     def token_nbytes(self) -> list[int]:
-        """For each token the number of UTF-8 bytes it stands for; 0 for specials. Makes bits per byte comparable."""
+        """The number of UTF-8 bytes of each token; 0 for specials. Makes bits per byte comparable."""
         return [1] * 256 + [0] * 3
 
 
@@ -140,7 +140,7 @@ class BPETokenizer:
         return str(self._bpe.decode(list(tokens), skip_special_tokens=True))
 
     def token_nbytes(self) -> list[int]:
-        # Byte-level BPE spells every byte with one character of its own alphabet.
+        # Byte-level BPE represents every byte by one character of its own alphabet.
         specials = {self.bos, self.eos, self.pad}
         return [0 if t in specials else len(self._bpe.id_to_token(t)) for t in range(self.vocab)]
 
@@ -153,7 +153,7 @@ _SPECIALS = ("<bos>", "<eos>", "<pad>")
 def train_bpe(texts: Iterable[str], vocab: int) -> str:
     """Train byte-level BPE with `vocab` tokens on `texts`; the same texts give the same JSON.
 
-    Raises `ModuleNotFoundError`, naming the extra to install, where `tokenizers` is missing.
+    Raises `ModuleNotFoundError`, naming the extra to install, if `tokenizers` is missing.
     """
     package = _tokenizers()
     bpe = package.Tokenizer(package.models.BPE())
@@ -184,7 +184,7 @@ class TokenSplit:
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> TokenSplit:
-    """All documents, each between BOS and EOS, cut once: the last `validation_fraction` of the tokens validates."""
+    """All documents, each between BOS and EOS, split once: the last `validation_fraction` of the tokens validates."""
     stream: list[int] = []
     for document in corpus.documents:
         stream.append(tokenizer.bos)
@@ -199,10 +199,10 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -
 
 
 class SampleOrder:
-    """Which training windows each step sees: a function of (seed, step) alone, without replacement in an epoch.
+    """The training windows of each step: a function of (seed, step) alone, without replacement within an epoch.
 
-    An epoch is a permutation of the windows, and begins at its own offset below T, so that the borders between
-    windows fall elsewhere each time.
+    An epoch is a permutation of the windows with its own offset below T, so that the window borders differ between
+    epochs.
 
     >>> order = SampleOrder(num_tokens=101, sequence_length=10, seed=0)
     >>> order.num_windows
@@ -213,13 +213,13 @@ class SampleOrder:
     """
 
     def __init__(self, *, num_tokens: int, sequence_length: int, seed: int) -> None:
-        # Room for the largest offset (T - 1) and for the one token after the last window, its last target.
+        # Room for the largest offset (T - 1) and for the last target, one token after the last window.
         self.num_windows = (num_tokens - sequence_length) // sequence_length
         self.sequence_length, self.seed = sequence_length, seed
         if self.num_windows < 1:
             problem = f"the training part has only {num_tokens} tokens"
             raise invalid("training.sequence_length", sequence_length, problem, str(max(num_tokens // 2, 2)))
-        # One epoch is asked for again and again; a batch across an epoch's end alternates between two.
+        # The same epoch is needed many times; a batch across an epoch's end alternates between two.
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
     def starts(self, step: int, global_batch: int) -> list[int]:
@@ -232,7 +232,7 @@ class SampleOrder:
         return found
 
     def digest(self, step: int, global_batch: int) -> str:
-        """Twelve digits that differ when the windows of a step do."""
+        """Twelve hexadecimal digits that identify the windows of a step."""
         return hashlib.sha256(repr(self.starts(step, global_batch)).encode()).hexdigest()[:12]
 
     def _draw_epoch(self, epoch: int) -> tuple[int, Tensor]:
@@ -249,9 +249,9 @@ def windows(tokens: Tensor, starts: list[int], sequence_length: int) -> tuple[Te
 
 
 def validation_windows(tokens: Tensor, sequence_length: int, limit: int, pad: int) -> tuple[Tensor, Tensor]:
-    """The first `limit` windows of the validation part (all for 0), the last filled up with `pad`.
+    """The first `limit` windows of the validation part (all for 0), the last one padded with `pad`.
 
-    Inputs and targets, both (num_windows, T) int64. A target of `pad` does not count.
+    Inputs and targets, both (num_windows, T) int64. Targets equal to `pad` do not count.
     """
     count = -(-(len(tokens) - 1) // sequence_length)
     if limit:

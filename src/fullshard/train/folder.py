@@ -1,8 +1,8 @@
-"""The run folder: filled while the run goes, closed with a status; a run that was stopped goes on in it.
+"""The run folder: filled during the run and closed with a status; a stopped run continues in it.
 
 | file | written | by |
 |---|---|---|
-| `config.toml` | at the start | who makes the folder |
+| `config.toml` | at the start | the process that creates the folder |
 | `manifest.json` | at the start, again at the end | rank 0 |
 | `metrics.jsonl` | one line per step | rank 0 |
 | `tensorboard/` | while running, where installed | rank 0 |
@@ -10,12 +10,12 @@
 | `checkpoints/step-N/` | every `checkpoint.every` steps, at the end, and when stopped | all ranks |
 | `model.safetensors`, `loss.png`, `sample.txt` | at the end | rank 0 |
 
-A file is written under another name and renamed when it is whole, so a reader never sees half of one; metrics
-lines are each one append.
+A file is written under another name and renamed when it is complete, so a reader never sees a partial one; each metrics
+line is one append.
 
 A checkpoint holds model, AdamW and step. The order of samples is a function of (seed, step), random numbers of (seed,
-step, rank), the learning rate of the step: so a run that continues from step 50 does what the undisturbed one did, bit
-for bit on as many processes, and on any other number with the same samples.
+step, rank), the learning rate of the step. So a run that continues from step 50 equals the uninterrupted one: bit for
+bit on the same number of processes, and with the same samples on any other.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from fullshard.train.process import World
 
 CHECKPOINTS = "checkpoints"
 
-# What decides which numbers a run computes. Everything else may differ when it goes on.
+# Keys that decide which numbers a run computes. Everything else may change when it continues.
 _FIXED_SECTIONS = ("model", "data", "precision", "optimizer")
 _FIXED_KEYS = ("training.global_batch", "training.sequence_length", "training.seed", "training.clip_norm")
 
 
 def make_run_dir(config: Config) -> Path:
-    """Make the folder of a run and put the configuration in it, or take that of a run that this one goes on with.
+    """Make the folder of a run and write the configuration into it, or reuse the folder of a run to continue.
 
-    Raises `ConfigError` where the folder is of something else.
+    Raises `ConfigError` if the folder contains something else.
     """
     path = Path(config.run.dir).expanduser() if config.run.dir else _dated_dir()
     try:
@@ -80,15 +80,15 @@ def _dated_dir() -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the whole file or leave it as it was."""
+    """Write the whole file, or leave it unchanged."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)
 
 
 def open_manifest(run_dir: Path, facts: dict[str, Any]) -> None:
-    """Begin `manifest.json`: versions, time, and what the caller knows of corpus, processes and units. Of a run that
-    goes on `sittings` keeps how the ones before it went."""
+    """Begin `manifest.json`: versions, time, and the caller's facts about corpus, processes and units. For a continued
+    run, `sittings` lists how the earlier ones ended."""
     earlier = read_manifest(run_dir)
     kept = ("status", "started", "ended", "last_step", "reason", "world")
     sittings = [*earlier.get("sittings", []), {k: earlier[k] for k in kept if k in earlier}] if earlier else []
@@ -108,7 +108,7 @@ def open_manifest(run_dir: Path, facts: dict[str, Any]) -> None:
 
 
 def close_manifest(run_dir: Path, status: str, **facts: Any) -> None:
-    """Give a manifest that says "running" its final status and further facts; one that is closed stays as it is."""
+    """Give a manifest with status "running" its final status and further facts; a closed one stays unchanged."""
     manifest = read_manifest(run_dir)
     if manifest.get("status") == "running":
         _write_manifest(run_dir, manifest | {"status": status, "ended": _now(), **facts})
@@ -126,17 +126,17 @@ def _write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
 
 
 def discard_run_dir(run_dir: Path) -> None:
-    """Undo `make_run_dir` for a run that could not begin, so that its name is free again. A run that went on stays."""
+    """Undo `make_run_dir` for a run that could not begin, so that its name is free again. A continued run stays."""
     if read_manifest(run_dir):
         return
     for name in ("config.toml", "tokenizer.json"):
         (run_dir / name).unlink(missing_ok=True)
-    with suppress(OSError):  # something else is in it: then it stays
+    with suppress(OSError):  # it stays if it contains anything else
         run_dir.rmdir()
 
 
 def remove_parts(run_dir: Path) -> None:
-    """Remove what an interrupted writer left behind; whole files are never touched."""
+    """Remove the remains of an interrupted writer; complete files are never touched."""
     for part in run_dir.glob("*.part"):
         part.unlink(missing_ok=True)
 
@@ -145,11 +145,11 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-# ---- the folder of a run that goes on --------------------------------------------------------------------------
+# ---- the folder of a continued run -----------------------------------------------------------------------------
 
 
 def check_resumable(path: Path, config: Config) -> None:
-    """Raise `ConfigError` unless `path` is the folder of a run that `config` may go on with."""
+    """Raise `ConfigError` unless `path` is the folder of a run that `config` may continue."""
     try:
         old = load_config(path / "config.toml")
     except ConfigError as error:
@@ -157,31 +157,31 @@ def check_resumable(path: Path, config: Config) -> None:
     for key in key_names():
         before, now = attrgetter(key)(old), attrgetter(key)(config)
         if before != now and (key in _FIXED_KEYS or key.partition(".")[0] in _FIXED_SECTIONS):
-            problem = f"the run in {path} has {show(before)}, and going on must not change it"
+            problem = f"the run in {path} has {show(before)}, and a continued run must not change it"
             raise invalid(key, now, problem, show(before))
     manifest = read_manifest(path)
     done = manifest.get("last_step", 0)
     if manifest.get("status") == "completed" and done >= config.training.steps:
-        problem = f"the run in it ended well after {done} steps, and training.steps asks for no more"
+        problem = f"the run in it is complete after {done} steps, and training.steps asks for no more"
         raise invalid("run.dir", str(path), problem, show(f"{path}-2"))
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run of ours."""
+    """Whether `path` is the folder of one of our runs."""
     return (path / "config.toml").is_file()
 
 
 def newest_unfinished(folder: Path = Path("runs")) -> Path:
-    """The newest run in `folder` that did not end well. Raises `ConfigError` where there is none."""
+    """The newest run in `folder` that is not complete. Raises `ConfigError` if there is none."""
     runs = filter(is_run, folder.glob("*"))
     open_runs = [path for path in runs if read_manifest(path).get("status") != "completed"]
     if not open_runs:
-        raise ConfigError(f"--resume: there is no unfinished run in {folder}/; name the folder of one, --resume FOLDER")
+        raise ConfigError(f"--resume: no unfinished run in {folder}/; name the folder of one, --resume FOLDER")
     return max(open_runs, key=lambda path: (path / "config.toml").stat().st_mtime_ns)
 
 
 def forget_steps_after(run_dir: Path, step: int) -> None:
-    """Drop the lines of `metrics.jsonl` after `step`: those steps are made again."""
+    """Drop the lines of `metrics.jsonl` after `step`: those steps will run again."""
     path = run_dir / "metrics.jsonl"
     if path.exists():
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -195,7 +195,7 @@ def last_record(run_dir: Path) -> StepRecord:
 
 @contextmanager
 def sole_user(run_dir: Path) -> Iterator[None]:
-    """Hold the folder for this process. Raises `ConfigError` where another one trains in it."""
+    """Hold the folder for this process. Raises `ConfigError` if another process trains in it."""
     descriptor = os.open(run_dir, os.O_RDONLY)
     try:
         try:
@@ -208,11 +208,11 @@ def sole_user(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-# ---- what a run leaves in it: checkpoints and the model --------------------------------------------------------
+# ---- the results of a run: checkpoints and the model -----------------------------------------------------------
 
 
 class Checkpoints:
-    """Those of one run, as each rank has them."""
+    """The checkpoints of one run, on each rank."""
 
     def __init__(
         self,
@@ -226,20 +226,20 @@ class Checkpoints:
     ) -> None:
         self.folder, self.keys, self.world = run_dir / CHECKPOINTS, keys, world
         self.model, self.optimizer = model, optimizer
-        self.facts = facts  # what must be the same when the run continues: the corpus, the seed
+        self.facts = facts  # must be equal when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
         self._under_way: Future[str] | None = None
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, by its step; what an interrupted save left is passed over. Rank 0 looks."""
+        """The newest complete checkpoint, by its step; interrupted saves are skipped. Only rank 0 looks."""
         found = checkpoint.latest(self.folder) if self.world.rank == 0 else None
         (step,) = self.world.largest([-1.0 if found is None else float(found.name.removeprefix("step-"))])
         return self.folder / f"step-{step:.0f}" if step >= 0 else None
 
     def load(self, path: Path) -> int:
-        """Bring model and optimizer to where they were, and return the step. Collective.
+        """Restore model and optimizer, and return the step. Collective.
 
-        Raises `CheckpointError`, and `RuntimeError` where the run was another one; then nothing has changed.
+        Raises `CheckpointError`, and `RuntimeError` if it belongs to another run; then nothing has changed.
         """
         model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
         found = checkpoint.inspect(path)
@@ -249,7 +249,9 @@ class Checkpoints:
         differ = [(key, held.get(key), value) for key, value in self.facts.items() if held.get(key) != value]
         if differ:
             wrong = [f"{key}: {there!r} there, {here!r} here" for key, there, here in differ]
-            raise RuntimeError(f"{path} is of another run: {'; '.join(wrong)}. Use the same data, or another run.dir")
+            raise RuntimeError(
+                f"{path} belongs to another run: {'; '.join(wrong)}. Use the same data, or another run.dir"
+            )
         state = {"model": model_state, "optimizer": optimizer_state}
         checkpoint.load(state, checkpoint_id=path, allow_unexpected=("run.*",))
         both = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
@@ -259,16 +261,16 @@ class Checkpoints:
         return int(held["step"])
 
     def due(self, step: int, last: int) -> bool:
-        """Whether a checkpoint is made after `step` of `last`."""
+        """Whether a checkpoint is due after `step` of `last`."""
         return step == last or bool(self.keys.every and step % self.keys.every == 0)
 
     def save(self, step: int, *, wait: bool) -> None:
-        """Make the checkpoint of `step`, and remove old ones. Collective. With `wait` it is whole when this returns;
-        without it may be written beside the next steps, and the save after it raises what failed."""
+        """Save the checkpoint of `step`, and remove old ones. Collective. With `wait` it is complete on return;
+        without, it may be written in the background, and the next save raises its failure."""
         self._settle()
         path = self.folder / f"step-{step}"
         model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
-        # What was found by failing, so that nobody has to fail again; 0: it was given.
+        # Store the size found by failing, so that no resumed run has to fail again; 0: the size was given.
         found = 0 if self.micro is None else self.micro.size or 0
         run = {**self.facts, "step": step, "world": self.world.size, "micro_batch": found}
         state = {"model": model_state, "optimizer": optimizer_state, "run": run}
@@ -279,7 +281,7 @@ class Checkpoints:
         self._retain()
 
     def _settle(self) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the save in progress."""
         if self._under_way is not None:
             pending, self._under_way = self._under_way, None
             pending.result()
@@ -293,8 +295,8 @@ class Checkpoints:
 def save_model(run_dir: Path, model: nn.Module, *, rank: int) -> None:
     """Write `model.safetensors`, a full state dict. Collective: every rank calls it.
 
-    Tensors are gathered one by one, and the full one is freed before the next is gathered: no rank ever holds more
-    than one full tensor for this.
+    Tensors are gathered one by one, and each full one is freed before the next is gathered: no rank ever holds more
+    than one full tensor.
     """
     state = {name: value.detach() for name, value in model.state_dict().items()}
     entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in state.items()]

@@ -1,6 +1,6 @@
-"""Starting the processes of a run with torchrun's elastic agent, and saying how they ended.
+"""Starting the processes of a run with torchrun's elastic agent, and reporting how they ended.
 
-The agent starts one process per rank, watches them, and when one fails or a signal arrives ends all of them. Everything
+The agent starts one process per rank, watches them, and ends all of them when one fails or a signal arrives. Everything
 stays on this machine: the processes meet through a file, and gloo and NCCL are bound to the loopback interface.
 """
 
@@ -43,9 +43,9 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2  # and 128 + number of the signal for an interrupted run: 130 for Ctrl-C, 143 for SIGTERM
 EXIT_STOPPED = 75  # SIGTERM: stopped after a step, with a checkpoint (EX_TEMPFAIL of sysexits.h: try again)
 
-# What a process runs. SIGINT gets its plain meaning first, so that Ctrl-C during the import of torch ends the process
-# without a traceback; `process.stop_on_signals` takes over later. And where numpy is not installed, which is fine
-# here, torch would say so once per process.
+# The program of each process. SIGINT gets its default handler first, so that Ctrl-C during the import of torch ends the
+# process without a traceback; `process.stop_on_signals` replaces it later. The filter silences torch's warning, once
+# per process, about a missing numpy, which is not needed here.
 _PROGRAM = """
 import signal, warnings
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -56,8 +56,8 @@ raise SystemExit(main())
 
 
 def num_processes(config: Config, asked: int | None) -> int:
-    """`--nproc`, else what the degrees say, else one per CUDA device, else 2 that share. Raises `ConfigError` for what
-    cannot be."""
+    """`--nproc`, else the product of the degrees, else one per CUDA device, else 2 shards per replica. Raises
+    `ConfigError` for impossible numbers."""
     kind = device_kind(config)
     degree, copies = config.parallelism.data_parallel_shard_degree, config.parallelism.data_parallel_replicate_degree
     devices = torch.cuda.device_count() if kind == "cuda" else 0
@@ -66,14 +66,14 @@ def num_processes(config: Config, asked: int | None) -> int:
         raise ConfigError(f"--nproc {asked}: expected at least 1; nearest valid: 1")
     if devices and count > devices:
         raise ConfigError(
-            f"--nproc {count}: there are {devices} CUDA device(s) and each process needs one; nearest valid: {devices}"
+            f"--nproc {count}: there are {devices} CUDA device(s), and each process needs one; nearest valid: {devices}"
         )
     return count
 
 
 def launch(config: Config, run_dir: Path, world: int) -> int:
     """Run `world` processes to their end and return the exit code of the command. Prints one line when it is not 0."""
-    # The agent logs what it does on the way out; what is worth saying is said below, once.
+    # Silence the agent's log of the failure; it is reported below, once.
     agent_log = logging.getLogger("torch.distributed.elastic")
     agent_log.addHandler(logging.NullHandler())
     agent_log.propagate = False
@@ -112,7 +112,7 @@ def _prepare_environment(config: Config, run_dir: Path, world: int, store: Path)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    # A process that does not end by itself (stopped, or stuck in the kernel) is killed after this.
+    # The agent kills a process that does not end by itself (stopped, or stuck in the kernel) after this time.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(config.checkpoint.grace_seconds) + 10))
 
 
@@ -121,17 +121,17 @@ _LOOK_SECONDS = 0.5
 
 @contextmanager
 def waking_stopped() -> Iterator[None]:
-    """Inside, children that are stopped (SIGSTOP, a debugger that left) and have a SIGTERM waiting are woken.
+    """Inside, stopped children (SIGSTOP, a debugger that left) with a pending SIGTERM are woken.
 
-    A stopped process gets no signal but SIGKILL, which the agent sends half a minute after a process failed: half a
-    minute in which nothing happens. Woken, it ends as the others do. Linux; elsewhere the agent's half minute it is.
+    A stopped process receives only SIGKILL, which the agent sends half a minute after a process failed. Woken, it ends
+    like the others. Linux only; elsewhere it takes the agent's half minute.
     """
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(_LOOK_SECONDS):
             for children in Path("/proc/self/task").glob("*/children"):
-                with suppress(OSError):  # a thread or a process that has ended meanwhile
+                with suppress(OSError):  # a thread or process that ended meanwhile
                     for pid in map(int, children.read_text().split()):
                         if _is_stopped_and_asked_to_end(pid):
                             os.kill(pid, signal.SIGCONT)
@@ -147,7 +147,7 @@ def waking_stopped() -> Iterator[None]:
 
 def _is_stopped_and_asked_to_end(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
-    # One bit for each signal that it was sent and did not get. Stopped by a debugger that is still there is "t".
+    # One bit per pending signal. A process stopped by a debugger that is still attached has state "t".
     waiting = re.search(r"^ShdPnd:\s*(\w+)$", status, flags=re.M)
     stopped = re.search(r"^State:\s*T", status, flags=re.M)
     return bool(stopped and waiting and int(waiting[1], 16) >> (signal.SIGTERM - 1) & 1)
@@ -163,7 +163,7 @@ class Failure(NamedTuple):
     exit_code: int  # negative: killed by that signal
     message: str  # "ValueError: ..." or ""
     traceback: str
-    seconds: float  # when
+    seconds: float  # the time of the failure
 
     @staticmethod
     def of(rank: int, failure: ProcessFailure) -> Failure:
@@ -173,13 +173,13 @@ class Failure(NamedTuple):
 
     @property
     def stopped_by(self) -> int | None:
-        """The stop signal that this process obeyed, if that is how it ended."""
+        """The stop signal that ended this process, if one did."""
         number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128
         return number if number in STOP_SIGNALS else None
 
     @property
     def order(self) -> tuple[int, float]:
-        """The cause comes first: an exception of its own, a kill, a stop; then those who only lost their peer."""
+        """The cause comes first: an exception of its own, a kill, a stop; then processes that only lost their peer."""
         signs = ("onnection closed", "onnection reset", "onnection refused")
         lost_peer = self.message.startswith("PeerFailed") or any(sign in self.message for sign in signs)
         if self.message and not lost_peer:
@@ -190,7 +190,7 @@ class Failure(NamedTuple):
 
 
 def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
-    """Find the cause among all that went wrong, print it in one line, and return the exit code of the command."""
+    """Find the cause among all failures, print it in one line, and return the exit code of the command."""
     if any(f.exit_code == EXIT_STOPPED for f in failures) and (code := _say_stopped(run_dir)):
         return code
     cause = min(failures, key=lambda f: f.order)
@@ -200,7 +200,7 @@ def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
         return EXIT_USAGE
     if cause.stopped_by is not None and not any(f.message for f in failures if f.order[0] == 0):
         return _interrupted(run_dir, cause.stopped_by)
-    if cause.traceback and not cause.message.startswith(FloatingPointError.__name__):  # that one explains itself
+    if cause.traceback and not cause.message.startswith(FloatingPointError.__name__):  # its message is enough
         print(cause.traceback.rstrip(), file=sys.stderr)
     if cause.exit_code < 0:
         what = f"was killed by {signal.Signals(-cause.exit_code).name}"
@@ -212,12 +212,12 @@ def ended_badly(run_dir: Path, failures: list[Failure]) -> int:
 
 
 def _say_stopped(run_dir: Path) -> int:
-    """The exit code of a run that stopped with a checkpoint, after a line that says so; 0 for one that did not."""
+    """The exit code of a run that stopped with a checkpoint, after reporting it in a line; 0 for any other run."""
     manifest = read_manifest(run_dir)
     if manifest.get("status") != STOPPED:
         return 0
     remove_parts(run_dir)
-    what = f"{manifest['reason']}; to go on: fullshard train --resume {run_dir}"
+    what = f"{manifest['reason']}; to continue: fullshard train --resume {run_dir}"
     print(f"fullshard: {what}", file=sys.stderr, flush=True)
     return EXIT_STOPPED
 
@@ -228,11 +228,11 @@ def _interrupted(run_dir: Path, signum: int) -> int:
 
 
 def say_end(run_dir: Path, status: str, what: str) -> None:
-    """Close the folder of a run that did not end well, and say so in one line."""
+    """Close the folder of a run that did not complete, and report it in one line."""
     remove_parts(run_dir)
     path = run_dir / "metrics.jsonl"
     records = read_metrics(path) if path.exists() else []
     step = records[-1]["step"] if records else 0
     close_manifest(run_dir, status, reason=what, last_step=step)
-    where = f"after step {step}; what was written is whole: {run_dir}"
+    where = f"after step {step}; all files are complete: {run_dir}"
     print(f"fullshard: {what} ({where})", file=sys.stderr, flush=True)

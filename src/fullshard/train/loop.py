@@ -1,13 +1,13 @@
-"""The steps of a run, as every rank takes them.
+"""The steps of a run on each rank.
 
 ```
 windows of the step (same list on all ranks) -> this rank's slice -> micro-batches: forward, backward
    -> NaN or inf on some rank? -> clip by the global norm -> the loss of the whole batch -> AdamW
-   -> now and then: validation
+   -> every eval_every steps: validation
 ```
 
-The mathematics does not know how many ranks there are: the global batch is fixed, each token's loss has the weight
-1 / (tokens of the global batch), and what is reported is summed over all ranks.
+The mathematics does not depend on the number of ranks: the global batch is fixed, each token's loss has the weight
+1 / (tokens of the global batch), and reported figures are summed over all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fullshard.train.process import Stopped, World, stop_requested
 
 
 class Loss(NamedTuple):
-    """A loss over some text: the sum, and over what.
+    """A loss over some text: the sum, with the numbers of tokens and bytes.
 
     >>> round(Loss(math.log(256) * 10, 10, 10).bits_per_byte, 9)
     8.0
@@ -54,16 +54,16 @@ class Loss(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the loop hands back."""
+    """The result of the loop."""
 
-    last: StepRecord | None  # None where no step was left to make
+    last: StepRecord | None  # None if no step was left to run
     seconds: float
     held: fullshard.Report  # parameters, gradients and optimizer of this rank, counted after the first step's update
 
 
 @dataclass(slots=True)
 class Outputs:
-    """Where the figures of a step go. Only rank 0 has files."""
+    """The destinations of a step's figures. Only rank 0 has files."""
 
     console: Console
     metrics: MetricsFile | None = None
@@ -77,7 +77,7 @@ class Outputs:
         if record.nonfinite is not None:
             self.console.say(f"step {record.step}: {record.nonfinite}")
         if record.drift is not None:
-            differ = f"ranks differ; the checkpoint has what one of them has: {record.drift}"
+            differ = f"ranks differ; the checkpoint has the values of one of them: {record.drift}"
             self.console.say(f"step {record.step}: {differ}")
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 class Trainer:
-    """Model, optimizer and data of one rank, and what is done with them in a step."""
+    """Model, optimizer and data of one rank, and the work of a step."""
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ class Trainer:
         self.token_nbytes = torch.tensor(tokenizer.token_nbytes())
         self.flop_per_token = flop_per_token(model.shape, sum(p.numel() for p in model.parameters()))
         self.peak_flop_per_second = peak_flop_per_second(world.device, compute_dtype(config.precision))
-        # Random numbers of a step are those of (seed, step, rank): the same after a stop as without one.
+        # The random numbers of a step depend on (seed, step, rank): the same with and without a stop.
         self.random = checkpoint.RandomState(keys.seed, world.rank)
         self.held: fullshard.Report | None = None
-        self.stopped_by = 0  # the signal that some rank got before the last step's figures were summed
+        self.stopped_by = 0  # the signal that some rank received before the last step's figures were summed
 
     @property
     def micro_batch(self) -> int:
@@ -139,9 +139,9 @@ class Trainer:
     def run(self, outputs: Outputs, checkpoints: Checkpoints | None = None, *, after: int = 0) -> Outcome:
         """All steps after step `after`, with checkpoints between them.
 
-        Raises `FloatingPointError`, before the update, when loss or gradient is not finite (`training.nonfinite`);
-        `ReplayError` when a step that was made twice differs (`training.replay_every`); and `Stopped` when a rank got
-        SIGTERM: after a step, the same one on all ranks, with its checkpoint made.
+        Raises `FloatingPointError`, before the update, if loss or gradient is not finite (`training.nonfinite`);
+        `ReplayError` if a replayed step differs (`training.replay_every`); and `Stopped` if a rank received SIGTERM:
+        after a step, the same one on all ranks, with its checkpoint saved.
         """
         begun = time.monotonic()
         steps, every = self.config.training.steps, self.config.training.replay_every
@@ -159,11 +159,11 @@ class Trainer:
         return Outcome(record, time.monotonic() - begun, self.held or fullshard.report(self.model, self.optimizer))
 
     def _drift(self) -> str | None:
-        """What ranks should have the same of and have not, before that of one goes into a checkpoint. Collective."""
+        """Replica divergence, checked before one rank's values go into a checkpoint. Collective."""
         return "; ".join(f"{drift.kind} {drift}" for drift in fullshard.find_drift(self.model)) or None
 
     def replayed(self, step: int) -> StepRecord:
-        """The step, made twice from the same state. Raises `ReplayError` where they differ in a bit, on any rank."""
+        """The step, run twice from the same state. Raises `ReplayError` if they differ in a bit, on any rank."""
         records: list[StepRecord] = []
 
         def once() -> None:
@@ -171,7 +171,7 @@ class Trainer:
 
         found = fullshard.replay(once, self.model, self.optimizer, on_difference="return")
         first, second = records
-        # Micro-batches of another size, for which there was no memory the second time, add up in another order.
+        # If the second run had less memory, its smaller micro-batches are added in another order.
         if not found.ok and first.micro_batch == second.micro_batch:
             raise fullshard.ReplayError(found)
         return second
@@ -184,21 +184,21 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         nats, nbytes = self._backward(self.order.starts(step - 1, keys.global_batch))
-        # Before clipping, which spreads one NaN over all gradients.
+        # Before clipping, which would spread one NaN over all gradients.
         check = fullshard.check_gradients(self.model, nats, on_nonfinite="count")
         norm = float(fullshard.clip_grad_norm_(self.model.parameters(), keys.clip_norm or math.inf))
-        # A stop that some rank was asked for travels with the figures, so that all stop after the same step.
+        # A stop request of any rank travels with the figures, so that all stop after the same step.
         nats, nbytes, signals = self.world.total([nats, nbytes, float(stop_requested() != 0)])
         self.stopped_by = signal.SIGTERM if signals else 0
         tokens = keys.global_batch * keys.sequence_length
         loss = Loss(nats, tokens, round(nbytes))
-        # A norm may overflow that finite gradients have.
+        # The norm of finite gradients may overflow.
         finite = check.ok and math.isfinite(norm)
         nonfinite = None if finite else f"loss is {loss.per_token}, gradient norm is {norm}; {check}"
         if nonfinite is not None and keys.nonfinite == "raise":
             raise FloatingPointError(
                 f"step {step}: {nonfinite}. Nothing was updated. A lower optimizer.lr or a longer "
-                f'optimizer.warmup_steps may help; training.nonfinite = "skip" leaves such steps out'
+                f'optimizer.warmup_steps may help; training.nonfinite = "skip" skips such steps'
             )
         if finite or keys.nonfinite == "count":
             self.optimizer.step()
@@ -228,11 +228,11 @@ class Trainer:
         )
 
     def _backward(self, starts: list[int]) -> tuple[float, float]:
-        """Gradients of this rank's share of the windows; the share's summed loss in nats, and its bytes of text."""
+        """Gradients of this rank's share of the windows; returns its summed loss in nats, and its bytes of text."""
         own = starts[self.world.rank * self.share : (self.world.rank + 1) * self.share]
         inputs, targets = windows(self.train_tokens, own, self.config.training.sequence_length)
-        # Ranks are averaged in the reduction, so each weighs its tokens by the world's size: the mean over the global
-        # batch, exact for powers of two.
+        # The reduction averages over ranks, so each weighs its tokens by the world's size: the result is the mean over
+        # the global batch, exact for powers of two.
         weight = self.world.size / (len(starts) * inputs.shape[1])
 
         def loss_of(piece: slice) -> tuple[Tensor, float]:
@@ -250,9 +250,9 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> Loss:
-        """The loss over the validation windows, the same whatever the number of ranks. Collective."""
+        """The loss over the validation windows, independent of the number of ranks. Collective."""
         inputs, targets = self.validation
-        # Every rank must make as many forward passes as the others: filled up with windows that do not count.
+        # All ranks must run the same number of forward passes, so pad with windows that do not count.
         filling = -len(inputs) % self.world.size
         inputs, targets = (F.pad(x, (0, 0, 0, filling), value=self.pad) for x in (inputs, targets))
         share = len(inputs) // self.world.size
@@ -261,7 +261,7 @@ class Trainer:
         for first in range(own.start, own.stop, self.micro_batch):
             piece = slice(first, min(first + self.micro_batch, own.stop))
             nats += float(self._losses(inputs[piece], targets[piece]).double().sum())
-        # The root keeps its full parameters after forward, for a backward that does not come here.
+        # The root keeps its full parameters after forward for a backward, which does not follow here.
         as_fsdp(self.model).reshard()
         counted = targets[own][targets[own] != self.pad]
         sums = self.world.total([nats, len(counted), float(self.token_nbytes[counted].sum())])

@@ -1,6 +1,6 @@
-"""What is recorded of each step, and what the figures come from: memory and the peak rates of devices.
+"""The record of each step, and the sources of its figures: memory and the peak rates of devices.
 
-A step is a line of JSON always, and scalars of TensorBoard where that is installed.
+Each step is a line of JSON, and TensorBoard scalars if that is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 def installed(package: str) -> bool:
-    """Whether an optional package is there. One that is there and broken raises when it is imported."""
+    """Whether an optional package is installed. A broken one raises when it is imported."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -37,38 +37,38 @@ class StepRecord:
     bits_per_byte: float  # the same in bits per byte of text
     grad_norm: float  # global, before clipping
     lr: float
-    tokens: int  # trained so far
+    tokens: int  # trained on so far
     seconds: float  # this step, without validation
     tokens_per_second: float
     tflop_per_second: float  # see `model.flop_per_token`
-    mfu: float | None  # part of the devices' peak rate; None where the peak is not known
+    mfu: float | None  # fraction of the devices' peak rate; None if the peak is not known
     memory_bytes: int  # rank 0, see `memory_nbytes`
-    micro_batch: int = 0  # most sequences in one forward pass of a process; with "auto", what was found
-    samples: str = ""  # a digest of which windows of the corpus the step saw
-    val_loss: float | None = None  # nats per token, after the update; None where this step does not validate
+    micro_batch: int = 0  # most sequences in one forward pass of a process; with "auto", the size found
+    samples: str = ""  # a digest of the step's windows of the corpus
+    val_loss: float | None = None  # nats per token, after the update; None if this step does not validate
     val_bits_per_byte: float | None = None
-    drift: str | None = None  # what ranks should have the same of and have not; None: nothing, or nobody looked
-    nonfinite: str | None = None  # what had a NaN or inf, and on which rank; None where all was finite
+    drift: str | None = None  # replica divergence; None if there is none, or if it was not checked
+    nonfinite: str | None = None  # the NaN or inf that was found, and its rank; None if all was finite
 
     def to_json(self) -> str:
-        """One line. Validation fields are there only where the step validated, `drift` and `nonfinite` only where
-        there is something to say; figures that are not finite are null."""
+        """One line. Validation fields are present only if the step validated, `drift` and `nonfinite` only if they are
+        not None; figures that are not finite are null."""
         optional_fields = ("val_loss", "val_bits_per_byte", "drift", "nonfinite")
         fields = {k: v for k, v in asdict(self).items() if v is not None or k not in optional_fields}
         return json.dumps(without_nan(fields), allow_nan=False)
 
 
-# What is null in a file where it is not finite.
+# Figures that are null in a file if they are not finite.
 _MAY_BE_NULL = ("loss", "bits_per_byte", "grad_norm", "val_loss", "val_bits_per_byte")
 
 
 def without_nan(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` as JSON can say them: None in the place of NaN and inf."""
+    """`fields` in valid JSON: None in place of NaN and inf."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
 class MetricsFile:
-    """`metrics.jsonl`: each record is one append of a whole line, so the file is whole whenever the process ends."""
+    """`metrics.jsonl`: each record is one append of a whole line, so the file is valid whenever the process ends."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -84,8 +84,8 @@ class TensorBoard:
     """The same figures as TensorBoard scalars."""
 
     def __init__(self, folder: Path, first_step: int = 1) -> None:
-        """Drop the figures from `first_step` on that an earlier run left."""
-        # TensorBoard's fall-back for the missing TensorFlow, and its C++ libraries, would talk.
+        """Discard the figures from `first_step` on, left by an earlier run."""
+        # Silence TensorBoard's replacement for the missing TensorFlow, and its C++ libraries.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         from torch.utils.tensorboard import SummaryWriter
@@ -127,7 +127,7 @@ _PEAK_TFLOPS = (
 
 
 def peak_flop_per_second(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What one device can do at best in `dtype`, or None where it is not known (every CPU)."""
+    """The peak rate of one device in `dtype`, or None if it is not known (every CPU)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -144,7 +144,7 @@ def memory_nbytes(device: torch.device) -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize()
-    except OSError:  # no /proc: the peak is the best there is
+    except OSError:  # without /proc the peak is the best estimate
         return peak_memory_nbytes(device)
 
 
@@ -157,7 +157,7 @@ def peak_memory_nbytes(device: torch.device) -> int:
 
 
 def in_units(nbytes: float) -> str:
-    """Bytes for people, in powers of 1024.
+    """Bytes in powers of 1024, for people.
 
     >>> in_units(812), in_units(1536), in_units(3 * 2**20)
     ('812 B', '1.5 KiB', '3.0 MiB')

@@ -1,6 +1,6 @@
 """A Llama-like language model: RMSNorm, rotary positions, SwiGLU, grouped-query attention, tied or untied embeddings.
 
-The model is plain PyTorch. `sharded_model` below it is the whole use of `fully_shard`:
+The model is plain PyTorch. `sharded_model` below contains all use of `fully_shard`:
 
 ```
 meta device: Llama, no memory -> recompute_blocks -> fully_shard each block, then the root
@@ -33,7 +33,7 @@ from fullshard.train.config import Config, OptimizerKeys, PrecisionKeys
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """What decides the shapes of a `Llama`."""
+    """The parameters that determine the shapes of a `Llama`."""
 
     vocab: int
     layers: int
@@ -52,7 +52,7 @@ class LlamaShape:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the mean is taken in float32 whatever the input's dtype."""
+    """x / rms(x) * weight; the mean is taken in float32 for any input dtype."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
-        # Buffers of the block itself, not an argument of its forward: mixed precision casts arguments, and angles in
-        # bfloat16 lose the distance between far positions. Not saved: `init_weights` computes them again.
+        # Buffers of the block, not an argument of its forward: mixed precision casts arguments, and angles in bfloat16
+        # lose the distance between far positions. Not saved: `init_weights` recomputes them.
         half = (shape.context, shape.head_dim // 2)
         self.register_buffer("rope_cos", torch.empty(half), persistent=False)
         self.register_buffer("rope_sin", torch.empty(half), persistent=False)
@@ -148,7 +148,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Tokens (B, T), int64 -> logits (B, T, V).
 
-    Construction leaves values undefined, so that it costs nothing on the meta device; `init_weights` defines every
+    Construction leaves values undefined, so it costs nothing on the meta device; `init_weights` defines every
     parameter and buffer, also after `to_empty`.
     """
 
@@ -165,20 +165,20 @@ class Llama(nn.Module):
         for block in self.layers:
             x = block(x)
         x = self.norm(x)
-        # Tied: the one weight is used twice by the module that owns it, so no two modules share a parameter.
+        # Tied: the module that owns the weight uses it twice, so no two modules share a parameter.
         return F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
         """Give every parameter and buffer its initial value, a function of (seed, its name) alone.
 
-        Matrices are normal with deviation 1/sqrt(their input width), cut at three deviations. Each parameter has a
-        generator of its own, seeded by a hash of (seed, name): a value depends neither on the order of modules nor on
-        what else the model holds, and every process draws the same full value. One full value exists at a time, and
-        nothing is sent: of a sharded parameter each rank keeps its own rows.
+        Matrices are normal with deviation 1/sqrt(their input width), truncated at three deviations. Each parameter has
+        its own generator, seeded by a hash of (seed, name). So a value does not depend on the order of modules or on
+        the rest of the model, and every process draws the same full value. One full value exists at a time, without
+        communication: each rank keeps its own rows of a sharded parameter.
         """
         scales = {
-            "embedding": 1 / 4,  # logits of deviation 1/4: the first loss is close to ln V, the model has no opinion
+            "embedding": 1 / 4,  # logits of deviation 1/4: the first loss is close to ln V, no token is preferred
             "output": 1 / 4,
             # Each block adds two terms to the residual stream; this keeps the sum's size independent of depth.
             "wo": 1 / math.sqrt(2 * self.shape.layers),
@@ -203,10 +203,10 @@ class Llama(nn.Module):
 def flop_per_token(shape: LlamaShape, num_params: int) -> float:
     """Floating-point operations per trained token: 6·N + 6·L·T·D.
 
-    N is the number of parameters that multiply activations (all but an untied token embedding, which is only looked
-    up): 2 operations each in forward, 4 in backward. Attention adds, per layer and token, 2·T·D for the scores and
+    N is the number of parameters that multiply activations (all but an untied token embedding, which is only a
+    lookup): 2 operations each in forward, 4 in backward. Attention adds, per layer and token, 2·T·D for the scores and
     2·T·D for the weighted sum, three times that with backward, and half of it because it is causal. Recomputed
-    activations are not counted: this is the work that the model asks for, not the work that was done.
+    activations are not counted: this is the work that the model requires, not the work that was done.
     """
     multiplied = num_params if shape.tie_embeddings else num_params - shape.vocab * shape.dim
     return 6.0 * multiplied + 6.0 * shape.layers * shape.context * shape.dim
@@ -230,15 +230,15 @@ def llama_shape(config: Config, vocab: int) -> LlamaShape:
 
 
 def recompute_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Make each block's forward keep only its inputs and run again in backward. Names and classes stay as they are.
+    """Make each block keep only its inputs in forward and run again in backward. Names and classes stay unchanged.
 
-    Applied before `fully_shard`, so the recomputation happens inside the unit: while backward works on a block its full
-    parameters are there anyway, and the second run needs no second gather.
+    Applied before `fully_shard`, so the recomputation happens inside the unit: its full parameters are in memory anyway
+    while backward works on a block, and the second run needs no second all-gather.
     """
     for block in blocks:
         forward: Callable[..., Any] = block.forward
-        # An attribute of the instance goes before the class's method, also after a later change of the class.
-        # The blocks draw no random numbers, so there is no generator state to keep and restore.
+        # An instance attribute takes precedence over the class's method, even if the class changes later.
+        # The blocks draw no random numbers, so no generator state has to be preserved.
         block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -253,7 +253,7 @@ def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.de
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=_RESHARD[config.parallelism.reshard_after_forward])
     for block in model.layers:
         shard(block, mp_policy=policy)
-    # The output dtype is the root's alone: what blocks return is read by the next block, in the dtype of compute.
+    # Only the root has an output dtype: the results of blocks are read by the next block, in the compute dtype.
     shard(model, mp_policy=replace(policy, output_dtype=_DTYPES[keys.output]))
     model.to_empty(device=device)
     model.init_weights(config.training.seed)
@@ -261,7 +261,7 @@ def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.de
 
 
 def as_fsdp(model: nn.Module) -> FSDPModule:
-    """The same object under the type that `fully_shard` gave it."""
+    """The same object, typed as the class that `fully_shard` gave it."""
     assert isinstance(model, FSDPModule)
     return model
 
@@ -277,5 +277,5 @@ def adamw(model: nn.Module, keys: OptimizerKeys) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": keys.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # foreach: one call for all parameters of a kind, where torch's choice for the CPU is several per parameter.
+    # foreach: one call for all parameters of a kind; torch's default for the CPU is several per parameter.
     return torch.optim.AdamW(groups, lr=keys.lr, betas=(keys.beta1, keys.beta2), eps=keys.eps, foreach=True)

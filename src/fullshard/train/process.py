@@ -1,6 +1,6 @@
-"""One process of a run: how it joins the others, how it stops, and how it ends when it fails.
+"""One process of a run: how it joins the others, how it stops, and how it ends on failure.
 
-A process finds its rank in the environment, whoever started it: `fullshard train` itself (`launch`) or torchrun.
+A process finds its rank in the environment, set by `fullshard train` (`launch`) or by torchrun.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fullshard.train.config import Config, invalid
 
-# Set by the launcher: the file through which its processes meet, its own number, and the run folder, already made.
+# Set by the launcher: the file through which its processes meet, its process id, and the run folder, already created.
 STORE_PATH, LAUNCHER_PID, RUN_DIR = "FULLSHARD_STORE_PATH", "FULLSHARD_LAUNCHER_PID", "FULLSHARD_RUN_DIR"
 
 STOPPED = "stopped"  # the status of a run that SIGTERM stopped, with a checkpoint
@@ -38,7 +38,7 @@ _GRACE_SECONDS = 4.0
 
 
 def device_kind(config: Config) -> str:
-    """ "cpu" or "cuda", as training.device says. Raises `ConfigError` for a device that is not there."""
+    """ "cpu" or "cuda", according to training.device. Raises `ConfigError` for a device that does not exist."""
     wanted = config.training.device
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
@@ -55,20 +55,20 @@ def threads_per_process(config: Config, local_processes: int) -> int:
 
 
 class World(NamedTuple):
-    """The processes of a run, as one of them sees them."""
+    """The processes of a run, as seen by one of them."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh  # all processes: (shard), or (replicate, shard)
-    store: Any  # one of torch's stores: small strings between the processes, for what they share before training
+    store: Any  # a torch store: small strings that the processes share before training
 
     def total(self, values: list[float]) -> list[float]:
         """The sum of each value over all processes, in float64. Collective."""
         return self._combine(values, "sum")
 
     def largest(self, values: list[float]) -> list[float]:
-        """The largest of each value over all processes, in float64. Collective."""
+        """The maximum of each value over all processes, in float64. Collective."""
         return self._combine(values, "max")
 
     def _combine(self, values: list[float], operation: str) -> list[float]:
@@ -77,7 +77,7 @@ class World(NamedTuple):
         return [float(value) for value in combined.tolist()]
 
     def agree(self, what: str, value: str) -> None:
-        """Raise `RuntimeError` on every process whose `value` is not rank 0's."""
+        """Raise `RuntimeError` on every process whose `value` differs from rank 0's."""
         if self.rank == 0:
             self.store.set(what, value)
             return
@@ -88,7 +88,7 @@ class World(NamedTuple):
 
 @contextmanager
 def joined_world(config: Config) -> Iterator[World]:
-    """Join the process group that the environment describes; leave it at the end, however that comes."""
+    """Join the process group that the environment describes; leave it at the end, also after an exception."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     kind = device_kind(config)
@@ -116,7 +116,7 @@ def joined_world(config: Config) -> Iterator[World]:
 
 
 def data_parallel_mesh(config: Config, kind: str, size: int) -> DeviceMesh:
-    """The mesh that `fully_shard` gets: one axis, or two where there are copies; neighbours share."""
+    """The mesh for `fully_shard`: one axis, or two if there are replicas; neighbours shard together."""
     copies, shard = config.parallelism.degrees(size)
     if copies == 1:
         return init_device_mesh(kind, (shard,), mesh_dim_names=("shard",))
@@ -133,7 +133,7 @@ def _store(size: int) -> Any:
 
 
 class Stopped(BaseException):
-    """The run stopped after a step, with a checkpoint, because of a signal. Not an `Exception`, as `Interrupted`."""
+    """The run stopped after a step, with a checkpoint, because of a signal. Not an `Exception`, like `Interrupted`."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, with a checkpoint")
@@ -141,7 +141,7 @@ class Stopped(BaseException):
 
 
 class Interrupted(BaseException):
-    """A signal ends this process. Not an `Exception`: nothing between the signal and `main` may swallow it."""
+    """A signal ends this process. Not an `Exception`, so that nothing between the signal and `main` swallows it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -150,10 +150,10 @@ class Interrupted(BaseException):
 
 @dataclass(slots=True)
 class _Stop:
-    """What SIGTERM does. While steps are taken it is noted, and the step is finished; else it ends the process."""
+    """The reaction to SIGTERM. During steps it is noted, and the step completes; otherwise it ends the process."""
 
     noting: bool = False
-    signum: int = 0  # of the signal that was noted
+    signum: int = 0  # the noted signal
     grace_seconds: float = 60.0
 
 
@@ -162,8 +162,8 @@ _stop = _Stop()
 
 @contextmanager
 def noting_stops(grace_seconds: float) -> Iterator[None]:
-    """Inside, SIGTERM ends nothing: `stop_requested` returns it. A process that is still there `grace_seconds` later
-    ends all the same."""
+    """Inside, SIGTERM is only noted: `stop_requested` returns it. A process that has not ended `grace_seconds` later is
+    ended anyway."""
     _stop.signum, _stop.grace_seconds, _stop.noting = 0, grace_seconds, True
     try:
         yield
@@ -172,17 +172,17 @@ def noting_stops(grace_seconds: float) -> Iterator[None]:
 
 
 def stop_requested() -> int:
-    """The signal after which this process stops at the end of the step, 0 without one."""
+    """The signal that stops this process at the end of the step, 0 for none."""
     return _stop.signum
 
 
 def stop_on_signals() -> None:
-    """From now on SIGINT, SIGTERM and SIGHUP raise `Interrupted` in the main thread, and end the process for sure.
+    """From now on SIGINT, SIGTERM and SIGHUP raise `Interrupted` in the main thread, and are sure to end the process.
 
     A Python handler runs only between two bytecodes, so a main thread that waits for a peer inside a collective does
-    not see it. The interpreter writes every signal to a pipe at once, though; a thread reads that pipe and ends the
-    process when the main thread has not done so within a few seconds. The thread also watches the launcher: when
-    that is gone without a word (SIGKILL), this process ends too.
+    not run it. But the interpreter writes every signal to a pipe at once. A thread reads that pipe and ends the process
+    if the main thread does not within a few seconds. The thread also watches the launcher: if that disappears
+    (SIGKILL), this process ends too.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -197,7 +197,7 @@ def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
     if _stop.noting and signum == signal.SIGTERM:
         _stop.signum = signum
         return
-    for other in STOP_SIGNALS:  # once is enough: a second signal must not break the clean-up that the first began
+    for other in STOP_SIGNALS:  # once only: a second signal must not interrupt the clean-up of the first
         signal.signal(other, signal.SIG_IGN)
     raise Interrupted(signum)
 
@@ -217,7 +217,7 @@ def _watch(read_end: int, launcher: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now. Skips the interpreter's tear-down, which may wait for peers that are gone."""
+    """End this process now. Skips the interpreter's shutdown, which may wait for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fullshard import UnitInfo, inspect_units, report
+from fullshard import UnitReport, report
 from fullshard.train import data, folder, metrics
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
@@ -18,11 +18,11 @@ from fullshard.train.model import adamw, as_fsdp, sharded_model
 from fullshard.train.process import RUN_DIR, STOPPED, Stopped, World, noting_stops
 from fullshard.train.sample import generate
 
-_NO_DIR = "-"  # not "": who gets an empty value from a TCPStore waits for ever
+_NO_DIR = "-"  # not "": reading an empty value from a TCPStore waits forever
 
 
 def train(config: Config, world: World, run_dir: Path) -> None:
-    """Train, validate, save, draw and sample. Collective: every rank calls it; rank 0 writes and speaks."""
+    """Train, validate, save, plot and sample. Collective: every rank calls it; rank 0 writes and prints."""
     console = console_for(world.rank, config.metrics.log_every)
     corpus = data.read_corpus(config.data)
     world.agree("SHA-256 of the corpus", corpus.sha256)
@@ -30,23 +30,25 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
     model = sharded_model(config, tokenizer.vocab, world.mesh, world.device)
     optimizer = adamw(model, config.optimizer)
-    units = inspect_units(model)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
+    found = report(model, optimizer)
     console.say(
         f"{corpus.name}: {corpus.nbytes:,} bytes, SHA-256 {corpus.sha256[:12]}.., "
         f"{len(split.train):,} training and {len(split.validation):,} validation tokens"
     )
-    console.say(str(report(model, optimizer)))
+    console.say(str(found))
     same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
     checkpoints = folder.Checkpoints(run_dir, config.checkpoint, world, model, optimizer, same, trainer.micro)
     after, newest = 0, checkpoints.newest()
     if newest is not None:
         after = checkpoints.load(newest)
-        console.say(f"going on after step {after}, from {newest}")
+        console.say(f"continuing after step {after}, from {newest}")
     outputs = Outputs(console)
     if world.rank == 0:
         folder.forget_steps_after(run_dir, after)
-        folder.open_manifest(run_dir, {**_facts(config, world, corpus, split, units), "resumed_after_step": after})
+        folder.open_manifest(
+            run_dir, {**_facts(config, world, corpus, split, found.units), "resumed_after_step": after}
+        )
         outputs = _outputs(config, console, run_dir, after)
     try:
         with noting_stops(config.checkpoint.grace_seconds):
@@ -54,7 +56,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     except Stopped as stop:
         if world.rank == 0:
             folder.close_manifest(run_dir, STOPPED, reason=str(stop), last_step=stop.step)
-        world.total([0.0])  # nobody leaves before it is written: the first that ends is the end of all
+        world.total([0.0])  # wait until it is written: the first process to end makes the agent end all
         raise
     finally:
         outputs.close()
@@ -62,9 +64,9 @@ def train(config: Config, world: World, run_dir: Path) -> None:
 
 
 def agreed_run_dir(config: Config, world: World) -> Path:
-    """The run folder, the same on every rank: made by the launcher, or else (torchrun) by rank 0.
+    """The run folder, the same on every rank: created by the launcher or, under torchrun, by rank 0.
 
-    Raises `ConfigError` on rank 0 where it cannot be made, and `ConfigError` without text on the others.
+    Raises `ConfigError` on rank 0 if it cannot be created, and `ConfigError` without text on the others.
     """
     if RUN_DIR in os.environ:
         return Path(os.environ[RUN_DIR])
@@ -83,7 +85,7 @@ def agreed_run_dir(config: Config, world: World) -> Path:
 
 
 def _tokenizer(config: Config, world: World, corpus: data.Corpus, run_dir: Path) -> data.Tokenizer:
-    """The tokenizer; a BPE is trained by rank 0 alone and sent to the others."""
+    """The tokenizer; rank 0 trains a BPE and sends it to the others."""
     if config.data.tokenizer == "bytes":
         return data.ByteTokenizer()
     if world.rank == 0:
@@ -103,7 +105,7 @@ def _outputs(config: Config, console: Console, run_dir: Path, after: int) -> Out
 
 
 def _facts(
-    config: Config, world: World, corpus: data.Corpus, split: data.TokenSplit, units: tuple[UnitInfo, ...]
+    config: Config, world: World, corpus: data.Corpus, split: data.TokenSplit, units: tuple[UnitReport, ...]
 ) -> dict[str, Any]:
     return {
         "world": {
@@ -128,11 +130,11 @@ def _facts(
 
 def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.Tokenizer, outcome: Outcome) -> None:
     config, world = trainer.config, trainer.world
-    nbytes = sum(unit.numel * unit.storage_itemsize for unit in inspect_units(trainer.model))
+    nbytes = sum(unit.numel * unit.storage_itemsize for unit in report(trainer.model).units)
     peak = round(world.largest([metrics.peak_memory_nbytes(world.device)])[0])
     folder.save_model(run_dir, trainer.model, rank=world.rank)
     last = outcome.last
-    # A model of NaN has no likely next token.
+    # A model with NaN cannot generate.
     finite = last is None or last.val_loss is None or math.isfinite(last.val_loss)
     text = _sample(trainer, tokenizer) if finite and config.sample.tokens else ""
     if world.rank != 0:
@@ -171,7 +173,7 @@ def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.T
         },
     )
     if nonfinite:
-        updated = "and updated all the same" if config.training.nonfinite == "count" else "and left out"
+        updated = "and updated anyway" if config.training.nonfinite == "count" else "and skipped"
         console.say(f"{len(nonfinite)} steps had a NaN or inf, {updated}; the first was step {nonfinite[0]}")
     console.say(
         f"{last.step} steps in {clock(outcome.seconds)}: validation loss {last.val_loss:.4f} nats per token, "
@@ -182,7 +184,7 @@ def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.T
 
 
 def _sample(trainer: Trainer, tokenizer: data.Tokenizer) -> str:
-    """Text from the sharded model. Collective; the text is the same everywhere, and used on rank 0."""
+    """Text from the sharded model. Collective; the text is the same on every rank and used on rank 0."""
     keys = trainer.config.training
     sample, device = trainer.config.sample, trainer.world.device
     text = generate(trainer.model, tokenizer, sample, context=keys.sequence_length, seed=keys.seed, device=device)

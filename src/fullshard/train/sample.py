@@ -1,4 +1,4 @@
-"""Text from a model: the next token is drawn from what the model says, again and again."""
+"""Text generation: the next token is drawn from the model's distribution, repeatedly."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def generate(
     tokenizer: Tokenizer,
     keys: SampleKeys,
     *,
-    context: int,  # the model sees at most this many last tokens
+    context: int,  # the model sees at most this many of the last tokens
     seed: int,
     device: torch.device | str = "cpu",
 ) -> str:
-    """The prompt and what follows it, always `keys.tokens` tokens long.
+    """The prompt and its continuation, always `keys.tokens` tokens long.
 
-    Exactly `keys.tokens` forward passes are made, whatever is drawn: a sharded model needs the same number of them on
-    every rank, and so BOS, EOS and PAD, which could end a text, are never drawn.
+    It runs exactly `keys.tokens` forward passes: a sharded model needs the same number on every rank. So BOS, EOS and
+    PAD, which could end a text, are never drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     never = torch.tensor([tokenizer.bos, tokenizer.eos, tokenizer.pad])
@@ -52,11 +52,11 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
 def load_run(run_dir: Path) -> tuple[Llama, Tokenizer, Config]:
     """The trained model of a run folder, on the CPU, with its tokenizer and configuration.
 
-    Raises `FileNotFoundError` for a folder without a trained model, `ValueError` for files that do not belong together.
+    Raises `FileNotFoundError` for a folder without a trained model, `ValueError` for files that do not match.
     """
     for name in ("config.toml", "model.safetensors"):
         if not (run_dir / name).is_file():
-            raise FileNotFoundError(f"{run_dir} has no {name}: expected the folder of a run that has ended well")
+            raise FileNotFoundError(f"{run_dir} has no {name}: expected the folder of a completed run")
     config = load_config(run_dir / "config.toml")
     tokenizer: Tokenizer = ByteTokenizer()
     if config.data.tokenizer == "bpe":
@@ -64,7 +64,7 @@ def load_run(run_dir: Path) -> tuple[Llama, Tokenizer, Config]:
     with torch.device("meta"):
         model = Llama(llama_shape(config, tokenizer.vocab))
     model.to_empty(device="cpu")
-    model.init_weights()  # for what is not in the file: the rotary tables
+    model.init_weights()  # for the rotary tables, which are not in the file
     weights = read_safetensors(run_dir / "model.safetensors")
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found = {name: tuple(t.shape) for name, t in weights.items()}

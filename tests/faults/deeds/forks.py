@@ -302,7 +302,7 @@ def one_more_forward(run: Run) -> None:
 def looks(run: Run) -> None:
     """What needs nobody else."""
     if run.ours:
-        fullshard.inspect_units(run.model)
+        fullshard.report(run.model)
     run.model.state_dict()
 
 

@@ -127,5 +127,11 @@ def ten(run: Run, tokens: Tensor) -> Tensor:
     return found * (1e3 if run.step == 1 and run.rank == 1 else 1.0)
 
 
+def gather_when_needed(run: Run) -> None:
+    """Nothing ahead; torch's FSDP2 gathers so in forward."""
+    if run.ours:
+        run.model.set_memory_budget(prefetch=0)
+
+
 def even_columns(p: Any) -> Any:
     return Shard(1) if p.ndim > 1 and p.shape[1] % 2 == 0 else None

@@ -246,8 +246,9 @@ EQUAL = (
     ),
     _parity(
         "no_prefetch",
-        "FULLSHARD_PREFETCH=0: bitwise what prefetching gives",
-        Setup(environment=(("FULLSHARD_PREFETCH", "0"),)),
+        "set_memory_budget(prefetch=0): bitwise what prefetching gives",
+        Setup(),
+        faults=(at(-1, "wrapped", do.gather_when_needed),),
     ),
     *(
         Case(

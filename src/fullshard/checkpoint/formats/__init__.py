@@ -1,13 +1,13 @@
-"""Other people's checkpoints: DCP directories, Hugging Face safetensors, `torch.save` files, read and written.
+"""Checkpoints of other programs: DCP directories, Hugging Face safetensors, `torch.save` files, read and written.
 
 | file | what |
 |---|---|
-| `source` | what every format looks like to those who copy from it: tensors of which parts can be read |
+| `source` | the common interface of all formats: tensors of which parts can be read |
 | `pickle_tree` | a reader of pickles that calls nothing |
 | `torch_file` | files of `torch.save`, and the archives in them; reading and writing |
 | `dcp` | DCP: its metadata and its data as a source; writing it |
 | `hf` | safetensors files, and a folder of them with its index |
-| `names` | whose parameter is called what; parts of a source under other names |
+| `names` | parameter names of other programs; parts of a source under other names |
 | `convert` | which format a path holds; any of them to any other, tensor by tensor |
 | `sharded` | from any of them into a sharded model, and from that to full files |
 """
@@ -43,7 +43,7 @@ from .sharded import export_full, load_full, load_into, save_full
 from .source import FlatParameterCheckpoint, ShardedTensorCheckpoint, Source, TensorInfo, nbytes_of
 from .torch_file import TorchSaveRefused, TorchSource
 
-# What is known and not read; every text says the way out.
+# Recognised but not read; each text names the remedy.
 REFUSALS = (PickleRefused, RefusedCheckpoint, FlatParameterCheckpoint, ShardedTensorCheckpoint, TorchSaveRefused)
 
 __all__ = [

@@ -1,5 +1,5 @@
-"""From one format to another, tensor by tensor: which format a path holds, what `fullshard checkpoint` does with it, as
-functions."""
+"""Conversion between formats, tensor by tensor: detecting the format of a path, and the work of `fullshard checkpoint`
+as functions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .torch_file import TorchSource, write_torch
 
 Format = Literal["fullshard", "dcp", "hf", "torch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-Progress = Callable[[str, int], None]  # (key of a tensor that was written, its bytes)
+Progress = Callable[[str, int], None]  # (key of a written tensor, its bytes)
 
-# ---- which format: names and first bytes are looked at, nothing is loaded ------------------------------------
+# ---- detecting the format: looks at names and first bytes, loads nothing -------------------------------------
 
 _STEPS = re.compile(r"(?:step-|step_|ep\d+-ba|checkpoint-|global_step)(\d+)")
 _TORCH_FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
@@ -36,16 +36,15 @@ _RANK_FILE = re.compile(r"(?:^|.*[-_.])rank[-_]?\d+\.(?:pt|pth|bin|ckpt)")
 
 
 class UnknownCheckpoint(CheckpointNotFound):
-    """Nothing that is known is there."""
+    """No known checkpoint is there."""
 
 
 class RefusedCheckpoint(CheckpointError):
-    """A format that is known and not read; the text says the way out."""
+    """A format that is recognised but not read; the text names the remedy."""
 
 
 class Found(NamedTuple):
-    """A checkpoint: `kind` is "fullshard", "dcp", "hf" or "torch"; `path` its own, which may lie below the one
-    given."""
+    """A checkpoint: `kind` is "fullshard", "dcp", "hf" or "torch"; `path` is its own, possibly below the given one."""
 
     kind: str
     path: Path
@@ -53,8 +52,8 @@ class Found(NamedTuple):
 
 
 def detect(path: Path) -> Found:
-    """What `path` holds; of a folder of steps the newest. Raises `UnknownCheckpoint`, or `RefusedCheckpoint` for
-    formats that are recognised and not read."""
+    """The checkpoint in `path`; in a folder of steps the newest. Raises `UnknownCheckpoint`, or `RefusedCheckpoint` for
+    formats that are recognised but not read."""
     if path.is_file():
         return _detect_file(path)
     if not path.is_dir():
@@ -65,11 +64,11 @@ def detect(path: Path) -> Found:
         return _detect_file(path / ".metadata")
     if any(path.glob("__*.metadata")):
         raise RefusedCheckpoint(
-            f"{path}: a DCP checkpoint that each rank saved by itself (use_collectives=False): there is no file that "
-            "tells of all of it. Load it at the same number of ranks and save it with collectives"
+            f"{path}: a DCP checkpoint that each rank saved by itself (use_collectives=False), so no file describes "
+            "all of it. Load it at the same number of ranks and save it with collectives"
         )
     if any(path.glob("__*.distcp")):
-        raise UnknownCheckpoint(f"{path}: files of a DCP checkpoint without .metadata: the save never came to its end")
+        raise UnknownCheckpoint(f"{path}: files of a DCP checkpoint without .metadata: the save never completed")
     if (path / INDEX).is_file():
         return Found("hf", path, f"a Hugging Face checkpoint with {INDEX} in {path}")
     files = sorted(path.glob("*.safetensors"))
@@ -77,10 +76,10 @@ def detect(path: Path) -> Found:
         return Found("hf", path, f"a safetensors file in {path}")
     if files:
         raise UnknownCheckpoint(
-            f"{path}: {len(files)} safetensors files without {INDEX}, which would tell that none is missing; "
+            f"{path}: {len(files)} safetensors files without {INDEX}, so a missing file would not be noticed; "
             "name one of the files"
         )
-    # Checkpoints by step, as torchtitan, Composer and our trainer write them; of those that can be read, the newest.
+    # Checkpoints by step, as torchtitan, Composer and our trainer write them: the newest readable one.
     matches = [(child, match) for child in path.iterdir() if (match := _STEPS.fullmatch(child.name))]
     whole = [one for one in matches if any((one[0] / name).is_file() for name in (".metadata", "CURRENT"))]
     if whole:
@@ -99,10 +98,10 @@ def detect(path: Path) -> Found:
         return _detect_file(files[0])
     if files:
         names = ", ".join(file.name for file in files[:5])
-        raise UnknownCheckpoint(f"{path}: {len(files)} files that torch.save may have written ({names}): name one")
+        raise UnknownCheckpoint(f"{path}: {len(files)} files that torch.save may have written ({names}); name one")
     found_names = ", ".join(sorted(child.name for child in path.iterdir())[:8])
     raise UnknownCheckpoint(
-        f"{path}: no checkpoint that is known. Expected CURRENT (fullshard), .metadata (DCP, torchtitan, Composer), "
+        f"{path}: no known checkpoint. Expected CURRENT (fullshard), .metadata (DCP, torchtitan, Composer), "
         f"{INDEX} or *.safetensors (Hugging Face), or a file of torch.save; found {found_names or 'nothing'}"
     )
 
@@ -126,12 +125,12 @@ def _detect_file(path: Path) -> Found:
 def open_source(
     path: str | os.PathLike[str], *, allow_torch_save: bool = False, optimizer_names: Sequence[str] | None = None
 ) -> Source:
-    """Open the checkpoint at `path`, whatever its format; of a folder of steps the newest.
+    """Open the checkpoint at `path` in any format; in a folder of steps the newest.
 
-    `allow_torch_save`: also files of `torch.save`, which are pickles, through `weights_only`. `optimizer_names`: for
-    such a file, the names of the optimizer's parameters in the order of their numbers, of several optimizers one after
-    the other. Raises `CheckpointError` for what is unknown, damaged, or recognised and refused, `CheckpointMismatch`
-    for names that do not fit, `ValueError` for names where there are no numbers.
+    `allow_torch_save`: also read files of `torch.save`, which are pickles, through `weights_only`. `optimizer_names`:
+    for such a file, the names of the optimizer's parameters in the order of their numbers, one optimizer after another.
+    Raises `CheckpointError` for unknown, damaged or rejected checkpoints, `CheckpointMismatch` for names that do not
+    fit, `ValueError` for names where parameters are not numbered.
 
         with open_source("outputs/checkpoint/step-100") as source:
             rows = source.read("model.w", Box((0, 0), (16, 512)))
@@ -140,7 +139,7 @@ def open_source(
 
 
 def open_found(found: Found, *, allow_torch_save: bool = False, optimizer_names: Sequence[str] | None = None) -> Source:
-    """`open_source` of what `detect` found."""
+    """`open_source` for a result of `detect`."""
     if optimizer_names is not None and found.kind != "torch":
         raise ValueError(
             f"optimizer_names (--optimizer-names): expected a file of torch.save, whose optimizers number their "
@@ -168,12 +167,12 @@ def convert(
 
     | format | target | memory |
     |---|---|---|
-    | `fullshard` | a checkpoint of ours; a new generation where there is one already | the largest tensor |
+    | `fullshard` | a fullshard checkpoint; a new generation if there is one already | the largest tensor |
     | `dcp` | a folder that `torch.distributed.checkpoint` loads, which must be new | the largest tensor |
     | `hf` | a folder with safetensors files of at most `max_file_nbytes`, without a model in it | the largest tensor |
     | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | the largest tensor |
 
-    Raises `CheckpointMismatch` with everything that the format has no place for, before anything is written, and
+    Raises `CheckpointMismatch` with everything that the format cannot hold, before anything is written, and
     `FileExistsError`.
     """
     target = Path(target)
@@ -198,7 +197,7 @@ def convert(
 
 
 def reason(error: Exception, value: object) -> str:
-    """Why `value` has no place, with the way out where there is one."""
+    """Why `value` cannot be stored, with the remedy if there is one."""
     return HINT if is_numbered_state(value) else str(error)
 
 
@@ -218,24 +217,24 @@ def refuse_what_has_no_place(source: Source, format: Format) -> None:
             problems.append(f"{key}: {reason(error, value)}")
     if problems:
         raise CheckpointMismatch(
-            f"{source.path}: not all of it fits into {format}",
+            f"{source.path}: cannot all be stored as {format}",
             problems,
             "Choose what to take with only=[...] and skip=[...] of `Chosen` (--only, --skip)",
         )
 
 
 def regrouped(source: Source, values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """`values` of `source` as our own save would have stored them: DCP takes every list apart, we those alone that hold
-    tensors. So `param_groups.0.lr` and what is beside it become one value again."""
+    """`values` of `source` as our own save would have stored them. DCP splits every list, we only those that contain
+    tensors, so `param_groups.0.lr` and its neighbours become one value again."""
     leaves: dict[KeyPath, Any] = {info.path: torch.empty(0) for info in source.tensors.values()}
     tree = flatten(nested({**leaves, **values}))
     if tree.problems:
-        raise CheckpointMismatch(f"{source.path}: not all of it can be stored", tree.problems)
+        raise CheckpointMismatch(f"{source.path}: cannot all be stored", tree.problems)
     return {leaf.path: leaf.value for leaf in tree.values.values()}
 
 
 def write_ours(folder: Path, source: Source, read: Callable[[str], Tensor]) -> list[Path]:
-    """Write all of `source` as a checkpoint of ours, one tensor in memory at a time."""
+    """Write all of `source` as a fullshard checkpoint, one tensor in memory at a time."""
     values = regrouped(source, {path: source.value(key) for key, path in source.values.items()})
     with CheckpointWriter(folder, list(source.tensors.values()), values) as writer:
         for key in source.tensors:

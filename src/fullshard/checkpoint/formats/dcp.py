@@ -1,10 +1,9 @@
 """Checkpoints of torch's DCP, read without unpickling: torchtitan's `step-N`, Composer's `ep{E}-ba{B}`, FSDP1 saved as
-DTensor. And written, through DCP's own writer, one tensor in memory at a time.
+DTensor. They are written through DCP's own writer, one tensor in memory at a time.
 
-`.metadata` is a pickle of DCP's dataclasses: which tensors there are, and where the bytes of each of their chunks lie.
-`pickle_tree` reads it into notes, and the notes become the plain tuples below; nothing of torch's is made, and nothing
-is believed: sizes, coverage and file names are checked before any file is opened.
-"""
+`.metadata` is a pickle of DCP's dataclasses: the tensors, and the place of the bytes of each of their chunks.
+`pickle_tree` reads it into notes, which become the plain tuples below. No object of torch's is built, and nothing is
+trusted: sizes, coverage and file names are checked before any file is opened."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _METADATA_CLASSES = (
     "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "StorageMeta _MEM_FORMAT_ENCODING"
 ).split()
-# Where torch kept the classes until 2.2; only ShardedTensors and what is as old as they are has them.
+# Where torch kept the classes until 2.2; only ShardedTensors and checkpoints of that age have them.
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _SHARDED_TENSOR_NAMES = (f"{_OLD}.TensorProperties", f"{_OLD}.MEM_FORMAT_ENCODING")
 _ALLOWED = frozenset(
@@ -47,25 +46,25 @@ _ALLOWED = frozenset(
         "torch.distributed.checkpoint.filesystem._StoragePrefix",
         "torch.distributed._shard.checkpoint.filesystem._StorageInfo",
         *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", "collections.defaultdict"),
-        "builtins.dict",  # what a defaultdict names
-        "builtins.getattr",  # how some Pythons pickle a member of an Enum; like all calls it is noted and not made
+        "builtins.dict",  # the argument of a defaultdict
+        "builtins.getattr",  # some Pythons pickle Enum members with it; like all calls it is noted, not made
         # `checkpoint_id` may be a path object.
         *(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath")),
     ]
 )
 _MAX_DIMS = 64  # torch's own limit
-_MAX_NBYTES = 4 << 30  # of a `.metadata`: one of 500,000 chunks has about 100 MB
+_MAX_NBYTES = 4 << 30  # of `.metadata`, which has about 100 MB for 500,000 chunks
 
 
 class NotDcp(CheckpointDamaged):
-    """A `.metadata` that is not what DCP writes."""
+    """A `.metadata` that DCP did not write."""
 
 
-# ---- what `.metadata` says -----------------------------------------------------------------------------------
+# ---- the contents of `.metadata` -----------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
-    """Bytes of a file of the checkpoint: `length` from `offset`. What is there was written by `torch.save`."""
+    """A byte range of a file of the checkpoint: `length` bytes from `offset`, written by `torch.save`."""
 
     file: str
     offset: int
@@ -86,7 +85,7 @@ class DcpTensor(NamedTuple):
 
 
 class DcpIndex(NamedTuple):
-    """The whole of a `.metadata`, in the order of the file. `paths`: where keys stood before they were made flat."""
+    """The contents of a `.metadata`, in file order. `paths`: the nested positions of keys before flattening."""
 
     tensors: dict[str, DcpTensor]
     values: dict[str, Span]
@@ -97,15 +96,15 @@ _Spans = dict[tuple[str, tuple[int, ...]], Span]
 
 
 def index_of(data: bytes) -> DcpIndex:
-    """What the bytes of a `.metadata` say. Raises `PickleRefused`, `NotDcp` or `ShardedTensorCheckpoint`."""
+    """The contents of a `.metadata`. Raises `PickleRefused`, `NotDcp` or `ShardedTensorCheckpoint`."""
     fields = _fields(read_pickle(data, _ALLOWED), "Metadata")
     table, places = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(table, dict) or not isinstance(places, dict):
-        raise NotDcp("it has no table of tensors and of where they are; was it written by DCP's FileSystemWriter?")
+        raise NotDcp("it has no table of tensors and their places; was it written by DCP's FileSystemWriter?")
     spans = _spans(places)
     index = DcpIndex({}, {}, _paths(fields.get("planner_data")))
-    # Each chunk is an object of its own in what DCP writes, so there are fewer of them than bytes: a file that repeats
-    # one list of chunks under many keys is not read to its end.
+    # DCP writes each chunk as a separate object, so there are fewer chunks than bytes. The limit stops the reading of a
+    # file that repeats one list of chunks under many keys.
     left = len(data)
     for key, note in table.items():
         if not isinstance(key, str):
@@ -119,7 +118,7 @@ def index_of(data: bytes) -> DcpIndex:
             raise NotDcp(f"{key} has no list of chunks")
         left -= len(chunks)
         if left < 0:
-            raise NotDcp("it tells of more chunks than it has bytes")
+            raise NotDcp("it lists more chunks than it has bytes")
         index.tensors[key] = _tensor(key, fields, chunks, spans)
     return index
 
@@ -149,11 +148,11 @@ def _spans(places: dict[Any, Any]) -> _Spans:
             raise NotDcp(f"the place of {key} is {place}: expected a file, an offset and a length")
         if info.get("transform_descriptors"):
             raise NotDcp(
-                f"{key} was written through an extension of DCP (compression, for instance), which is "
-                "not read here. Load it with DCP and save it without extensions"
+                f"{key} was written through a DCP extension (for instance compression), which is "
+                "not supported here. Load it with DCP and save it without extensions"
             )
         if not all(c.isascii() and (c.isalnum() or c in "._-") for c in file) or file[:1] in ("", ".") or file[200:]:
-            raise NotDcp(f"it names the file {file[:200]!r}: expected a plain name in its own directory")
+            raise NotDcp(f"it refers to the file {file[:200]!r}: expected a plain name in its own directory")
         found[key, () if offset is None else _sizes(offset, f"an offset of {key}")] = Span(file, *span)
     return found
 
@@ -173,7 +172,7 @@ def _dtype(key: str, note: Any) -> str:
             "torch.distributed.checkpoint"
         )
     if not _is(note, "TensorProperties") or not isinstance(note.state, tuple) or not note.state:
-        raise NotDcp(f"{key} has no properties, so its dtype is not known")
+        raise NotDcp(f"{key} has no properties, so its dtype is unknown")
     dtype = note.state[0]
     if not isinstance(dtype, Name) or dtype.full.removeprefix("torch.") not in known_dtypes():
         raise NotDcp(f"{key}: its dtype is {show(dtype)}")
@@ -181,7 +180,7 @@ def _dtype(key: str, note: Any) -> str:
 
 
 def _paths(found: Any) -> dict[str, KeyPath]:
-    """Where keys stood; nothing where it cannot be told."""
+    """The nested positions of keys; empty if they are not known."""
     return {
         key: path
         for key, path in (found.items() if isinstance(found, dict) else ())
@@ -211,7 +210,7 @@ def _sizes(note: Any, what: str) -> tuple[int, ...]:
 
 
 class DcpSource(Source):
-    """The directory `path` of a DCP checkpoint. Raises `CheckpointError` where it is none, or one that is refused."""
+    """The directory `path` of a DCP checkpoint. Raises `CheckpointError` if it is none, or one that is rejected."""
 
     kind = "dcp"
 
@@ -248,7 +247,7 @@ class DcpSource(Source):
         return archive.plain(archive.tree())
 
     def verify(self) -> list[str]:
-        """Every archive's checksums, and that every tensor is what the index says."""
+        """Check the checksums of every archive, and that every tensor matches the index."""
         archives = [
             (key, self._chunk(key, tensor.dtype, chunk)[0].has_checksums)
             for key, tensor in self.index.tensors.items()
@@ -281,7 +280,7 @@ class DcpSource(Source):
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with tensors that have no memory, and reads each when it is written."""
+    """Plans with tensors on the meta device, and reads each one when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -294,10 +293,9 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_dcp(folder: Path, source: Source, read: Callable[[str], Tensor]) -> list[Path]:
-    """Write all of `source` as the DCP checkpoint `folder`, nested as it was. `read(key)` is called once for each
-    tensor.
+    """Write all of `source` as the DCP checkpoint `folder`, with its nesting. `read(key)` is called once per tensor.
 
-    Written beside it and renamed when it is whole. Raises `FileExistsError` where the folder has something in it.
+    It is written to a temporary folder and renamed when complete. Raises `FileExistsError` if the folder is not empty.
     """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} exists and is not empty: choose another folder")
@@ -315,7 +313,7 @@ def write_dcp(folder: Path, source: Source, read: Callable[[str], Tensor]) -> li
         if folder.exists():
             folder.rmdir()
         os.rename(part, folder)
-    except torch_dcp.api.CheckpointException as error:  # no Exception: it would pass through whoever expects one
+    except torch_dcp.api.CheckpointException as error:  # not an Exception: `except Exception` would miss it
         raise OSError(f"{folder} could not be written: {error}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)

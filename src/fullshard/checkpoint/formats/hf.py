@@ -1,8 +1,8 @@
 """Hugging Face checkpoints: one safetensors file, or several with `model.safetensors.index.json`.
 
-The package `safetensors` writes a dict of tensors that are all in memory at once; a sharded model is gathered tensor by
-tensor, so the writer here announces all shapes first and then takes one tensor after the other. Files are the same
-format: that package reads ours, and we read its.
+The `safetensors` package writes a dict of tensors that are all in memory at once. A sharded model is gathered tensor by
+tensor, so the writer here announces all shapes first and then takes one tensor after another. The format is the same:
+that package reads our files, and we read its.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .source import Source, TensorInfo, tensor_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DEFAULT_MAX_NBYTES = 5_000_000_000  # of a file, as `save_pretrained` has it
+DEFAULT_MAX_NBYTES = 5_000_000_000  # of a file, as in `save_pretrained`
 _DTYPES = {code: name for name, code in DTYPE_NAMES.items()}
 
 
@@ -37,7 +37,7 @@ _DTYPES = {code: name for name, code in DTYPE_NAMES.items()}
 
 
 class Entry(NamedTuple):
-    """What the header says about one tensor."""
+    """The header's description of one tensor."""
 
     name: str
     dtype: torch.dtype
@@ -49,9 +49,9 @@ class Entry(NamedTuple):
 
 
 class SafetensorsWriter:
-    """Writes the announced tensors in order to `path`; the file appears there only when all were written.
+    """Writes the announced tensors in order to `path`; the file appears there only when all are written.
 
-    Until then the bytes are in `path` + ".part", which is removed when the `with` block ends by an exception. Raises
+    Until then the bytes are in `path` + ".part", which is removed if the `with` block ends with an exception. Raises
     `ValueError` for a dtype that the format does not have.
     """
 
@@ -69,11 +69,11 @@ class SafetensorsWriter:
         self._file.write(head)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """The next announced tensor, on any device. After return the caller may free or change `tensor`."""
+        """Write the next announced tensor, on any device. The caller may then free or change `tensor`."""
         entry = self._waiting.pop()
         found = Entry(name, tensor.dtype, tuple(tensor.shape))
         if found != entry:
-            raise ValueError(f"expected {entry} next, found {found}: write tensors in the order that was announced")
+            raise ValueError(f"expected {entry} next, found {found}: write tensors in the announced order")
         self._file.write(bytes_of(on_host(tensor.detach())))
 
     def __enter__(self) -> SafetensorsWriter:
@@ -95,8 +95,7 @@ class SafetensorsWriter:
 
 
 class SafetensorsFile:
-    """A file that is mapped, and read in parts. Raises `CheckpointDamaged` (a `ValueError`) for one that is not
-    whole."""
+    """A mapped file, read in parts. Raises `CheckpointDamaged` (a `ValueError`) for an incomplete one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,22 +108,22 @@ class SafetensorsFile:
                     f"{path}: not a safetensors file: a header of {header_nbytes} bytes in {nbytes}"
                 )
             text = file.read(header_nbytes)
-            # A private copy that nobody writes: torch wants memory that could be written.
+            # A private copy that nobody writes: torch requires writable memory.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._start = 8 + header_nbytes
-        # By rising offset, each with it.
+        # In ascending order of offsets, each with its offset.
         self.tensors = self._read_header(text, nbytes - self._start)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A part of a tensor, the whole by default, in memory of its own on the CPU."""
+        """A part of a tensor, the whole by default, in separate memory on the CPU."""
         info, offset = self.tensors[name]
         return tensor_of(self._data, info, box, self._start + offset, row_major(info.shape))
 
     def _read_header(self, text: bytes, data_nbytes: int) -> dict[str, tuple[TensorInfo, int]]:
-        """Checked to fill the data without hole or overlap."""
+        """The tensors with their offsets, checked to fill the data without gap or overlap."""
         described = parse_json(text, f"{self.path}, its header")
         if not isinstance(described, dict):
-            raise CheckpointDamaged(f"{self.path}: its header is no table of tensors")
+            raise CheckpointDamaged(f"{self.path}: its header is not a table of tensors")
         described.pop("__metadata__", None)
         found, end = {}, 0
         for start, stop, info in sorted(self._entry(name, value) for name, value in described.items()):
@@ -137,7 +136,7 @@ class SafetensorsFile:
             end = stop
         if end != data_nbytes:
             raise CheckpointDamaged(
-                f"{self.path}: the header tells of {end} bytes of tensors, the file has {data_nbytes}"
+                f"{self.path}: the header describes {end} bytes of tensors, the file has {data_nbytes}"
             )
         return found
 
@@ -153,7 +152,7 @@ class SafetensorsFile:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of the file, on the CPU, owned by the caller. Raises `ValueError` for a file that is not whole."""
+    """All tensors of the file, on the CPU, owned by the caller. Raises `ValueError` for an incomplete file."""
     file = SafetensorsFile(path)
     return {name: file.read(name) for name in file.tensors}
 
@@ -162,10 +161,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 class HfSource(Source):
-    """A folder with the index or with one safetensors file, or such a file itself.
+    """A folder with an index or with one safetensors file, or such a file itself.
 
-    Raises `CheckpointDamaged` unless index and files agree: every name of the index in its file, every tensor of a file
-    in the index; names of files stay in the folder.
+    Raises `CheckpointDamaged` unless index and files agree: every name of the index is in its file, every tensor of a
+    file is in the index, and file names stay in the folder.
     """
 
     kind = "hf"
@@ -206,24 +205,25 @@ class HfSource(Source):
         files: dict[str, SafetensorsFile] = {}
         for name in sorted(set(map(str, weight_map.values()))):
             if not is_file_name(name):
-                raise CheckpointDamaged(f"{index}: it names the file {name[:200]!r}: expected a plain name beside it")
+                raise CheckpointDamaged(
+                    f"{index}: it refers to the file {name[:200]!r}: expected a plain file name in its folder"
+                )
             path = index.with_name(name)
             if path.is_symlink() and path.resolve().parent != path.parent.resolve() and not _in_cache(path):
                 raise CheckpointDamaged(f"{path} is a link out of its folder")
             if not path.is_file():
-                raise CheckpointNotFound(f"{path}: the index names it, and it is not there")
+                raise CheckpointNotFound(f"{path}: the index names this file, which does not exist")
             files[name] = SafetensorsFile(path)
         problems = [f"{key}: not in {name}" for key, name in weight_map.items() if key not in files[name].tensors]
         for name, file in files.items():
             problems += [f"{key}: in {name}, not in the index" for key in file.tensors if weight_map.get(key) != name]
         if problems:
-            raise CheckpointDamaged(f"{index} and the files do not belong together: {'; '.join(problems[:10])}")
+            raise CheckpointDamaged(f"{index} and the files do not match: {'; '.join(problems[:10])}")
         return {key: files[name] for key, name in weight_map.items()}
 
 
 def _in_cache(path: Path) -> bool:
-    """Whether a link is one of Hugging Face's cache: `snapshots/<revision>/x` to `blobs/<hash>` of the same
-    repository."""
+    """Whether a link belongs to Hugging Face's cache: `snapshots/<revision>/x` to `blobs/<hash>` of one repository."""
     folder = path.parent.resolve()
     return folder.parent.name == "snapshots" and path.resolve().parent == folder.parent.parent / "blobs"
 
@@ -265,12 +265,11 @@ def write_hf(
     max_nbytes: int = DEFAULT_MAX_NBYTES,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write `entries` to `folder`, in files of at most `max_nbytes` of tensors, and the index where there is more than
-    one.
+    """Write `entries` to `folder`, in files of at most `max_nbytes` of tensors, with an index if there are several.
 
-    `read(name)` is called once for each, in order, and what it returns is let go before the next: one tensor is in
-    memory at a time. The files are written under other names and renamed at the end, the index last. Returns the files
-    written. Raises `FileExistsError` where a model is there already.
+    `read(name)` is called once per tensor, in order, and its result is freed before the next: one tensor is in memory
+    at a time. The files are written under other names and renamed at the end, the index last. Returns the files
+    written. Raises `FileExistsError` if the folder already contains a model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     taken = [name for name in (SINGLE, INDEX) if (folder / name).exists()]

@@ -1,11 +1,10 @@
-"""Names of parameters: those of other programs with rules from one to another, and those that an optimizer's numbers
-stand for.
+"""Names of parameters: conversion rules between programs, and the names behind an optimizer's parameter numbers.
 
-A rule renames whichever part of a key's path is a parameter's name, so the optimizer's state of a parameter, at
+A rule renames every part of a key's path that is a parameter's name. So the optimizer's state of a parameter, at
 `("optimizer", "state", name, "exp_avg")`, follows it.
 
-torchtitan rotates neighbouring pairs of a head's elements, Hugging Face and our trainer its two halves; the rows of the
-query and key weights are therefore in another order, and are put into the right one as they are read.
+torchtitan rotates neighbouring pairs of a head's elements, Hugging Face and our trainer its two halves. The rows of the
+query and key weights are therefore in a different order, and are permuted on reading.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .source import Source, TensorInfo, place
 Style = Literal["fullshard", "hf", "titan"]
 STYLES: tuple[Style, ...] = ("fullshard", "hf", "titan")
 
-# One line for each parameter of a Llama: its name in our trainer, in Hugging Face's files, in torchtitan.
+# One line per parameter of a Llama: its name in our trainer, in Hugging Face's files, in torchtitan.
 _LLAMA = (
     ("embedding.weight", "model.embed_tokens.weight", "tok_embeddings.weight"),
     ("layers.#.attention_norm.weight", "model.layers.#.input_layernorm.weight", "layers.#.attention_norm.weight"),
@@ -44,7 +43,7 @@ _LLAMA = (
     ("norm.weight", "model.norm.weight", "norm.weight"),
     ("output.weight", "lm_head.weight", "output.weight"),
 )
-# Names that torchtitan had for the same parameter at other times.
+# Other names of the same parameter in other versions of torchtitan.
 _TITAN_TOO = {
     "output.weight": ("lm_head.weight",),
     **{f"layers.#.attention.{w}.weight": (f"layers.#.attention.qkv_linear.{w}.weight",) for w in ("wq", "wk", "wv")},
@@ -53,7 +52,7 @@ _ROTATED = (".attention.wq.weight", ".attention.wk.weight")  # names of the firs
 
 
 class Rows(NamedTuple):
-    """Rows in blocks of `head_dim`: row `order[i]` of a block in the source is row i in what is read."""
+    """Rows in blocks of `head_dim`: row i of a block of the result is row `order[i]` of the source."""
 
     head_dim: int
     to_halves: bool
@@ -67,8 +66,8 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """How names of a source become others. `rename(name)` is the new name and what happens to its rows, None where it
-    knows no such name."""
+    """A mapping of names. `rename(name)` returns the new name and the permutation of its rows, or None for an unknown
+    name."""
 
     title: str
     rename: Callable[[str], tuple[str, Rows | None] | None]
@@ -76,7 +75,7 @@ class Renaming:
 
 
 def strip_wrappers(name: str) -> str:
-    """`name` without what DDP, activation checkpointing, `torch.compile` and FSDP1 put into it.
+    """`name` without the parts that DDP, activation checkpointing, `torch.compile` and FSDP1 insert.
 
     >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.weight")
     'layers.0.weight'
@@ -88,8 +87,8 @@ UNWRAPPED = Renaming("without wrappers", lambda name: (strip_wrappers(name), Non
 
 
 def llama(source: Style, target: Style, *, head_dim: int | None = None) -> Renaming:
-    """From the names of one program for a Llama to those of another. `head_dim`: elements of one attention head, wanted
-    where torchtitan is one of the two and not both.
+    """From the names of one program for a Llama to those of another. `head_dim`: elements of one attention head, needed
+    if exactly one of the two is torchtitan.
 
     >>> llama("hf", "fullshard").rename("model.layers.3.mlp.up_proj.weight")
     ('layers.3.ffn.up.weight', None)
@@ -100,7 +99,7 @@ def llama(source: Style, target: Style, *, head_dim: int | None = None) -> Renam
     turns = (source == "titan") != (target == "titan")
     if turns and (head_dim is None or head_dim < 2 or head_dim % 2):
         raise ValueError(
-            f"head_dim: from {source} to {target} the rows of query and key weights change their order within a head; "
+            f"head_dim: from {source} to {target} the rows of query and key weights are permuted within a head; "
             f"expected the even number of elements of a head, found {head_dim}"
         )
     rows = Rows(head_dim, to_halves=source == "titan") if turns and head_dim else None
@@ -122,12 +121,11 @@ def llama(source: Style, target: Style, *, head_dim: int | None = None) -> Renam
 
 
 class Chosen(Source):
-    """Some of another source, under other names.
+    """A selection of another source, under other names.
 
-    `only`, `skip`: patterns (`model.*`) of keys that are wanted and that are not. `strip`: what is taken off the front
-    of every key that is left, which all must have. `renaming`: applied to what is then left. Raises
-    `CheckpointMismatch` with everything that does not fit: patterns that match nothing, names without a rule, two keys
-    that would become one.
+    `only`, `skip`: patterns (`model.*`) of keys to take and to leave out. `strip`: a prefix that all remaining keys
+    must have, and that is removed. `renaming`: applied to the result. Raises `CheckpointMismatch` with all problems:
+    patterns that match nothing, names without a rule, two keys that would become one.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class Chosen(Source):
         if renaming is not None:
             short, rows, known = self._renamed(short, renaming)
             if tensor is not None and not known and renaming.strict:
-                self._wrong.append(f"{key}: no name of {renaming.title}; leave it out with skip")
+                self._wrong.append(f"{key}: unknown to the rule {renaming.title}; leave it out with skip")
                 return
         new = key_of(short)
         if new in self._inner_key:
@@ -180,7 +178,7 @@ class Chosen(Source):
         self.tensors[new] = TensorInfo(short, tensor.dtype, tensor.shape)
         if rows is not None and tensor.shape and tensor.shape[0] > 1:
             if tensor.shape[0] % rows.head_dim:
-                self._wrong.append(f"{key} has {tensor.shape[0]} rows, no multiple of a head's {rows.head_dim}")
+                self._wrong.append(f"{key} has {tensor.shape[0]} rows, not a multiple of a head's {rows.head_dim}")
             self._rows[new] = rows
 
     def _renamed(self, path: KeyPath, renaming: Renaming) -> tuple[KeyPath, Rows | None, bool]:
@@ -198,7 +196,7 @@ class Chosen(Source):
         if rows is None:
             return self.inner.read(old, box)
         wanted = whole(self.tensors[key].shape) if box is None else box
-        # The rows of whole heads around those that are wanted, since a head's rows are mixed.
+        # Rows are permuted within heads, so read whole heads around the wanted rows.
         first = wanted.offsets[0] // rows.head_dim * rows.head_dim
         last = -(-(wanted.offsets[0] + wanted.lengths[0]) // rows.head_dim) * rows.head_dim
         heads = Box((first, *wanted.offsets[1:]), (last - first, *wanted.lengths[1:]))
@@ -207,7 +205,7 @@ class Chosen(Source):
 
     def value(self, key: str) -> Any:
         value = self.inner.value(self._inner_key[key])
-        # The optimizer's groups name their parameters.
+        # The optimizer's groups contain parameter names.
         return self._params_of(value) if self.values[key][-1] == "params" else self._params_in(value)
 
     def _params_in(self, value: Any) -> Any:
@@ -228,7 +226,7 @@ class Chosen(Source):
 
 
 def _without(path: KeyPath, strip: str) -> KeyPath | None:
-    """The path without `strip` ("state.model.") at its front; None where it does not begin so."""
+    """The path without the prefix `strip` ("state.model."); None if it does not begin with it."""
     while strip:
         if not path:
             return None
@@ -242,7 +240,7 @@ def _without(path: KeyPath, strip: str) -> KeyPath | None:
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int | None:
-    """The elements of a head that a Hugging Face `config.json` tells of, None where it does not."""
+    """The elements of a head according to a Hugging Face `config.json`; None if it does not say."""
     if isinstance(config.get("head_dim"), int):
         return int(config["head_dim"])
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -250,7 +248,7 @@ def head_dim_of(config: Mapping[str, Any]) -> int | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` beside a checkpoint, empty where there is none."""
+    """The `config.json` beside a checkpoint; empty if there is none."""
     path = folder / "config.json"
     if not path.is_file():
         return {}
@@ -262,23 +260,23 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 # {"state": {0: {"exp_avg": ...}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
 #
-# A number is a place in the order in which parameters were given to the optimizer, which only the program that made it
-# knows. So the names are asked for, and what can be compared is compared: how many there are, and shapes.
+# A number is the position of a parameter in the optimizer, which only the program that built it knows. So the caller
+# passes the names, and everything that can be checked is checked: their count, and shapes.
 
-# State of torch's optimizers that has an element for each of the parameter's.
+# State of torch's optimizers with one element per element of the parameter.
 _PER_ELEMENT = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta grad_avg sum prev step_size "
     "ax".split()
 )
 HINT = (
-    "the state of an optimizer whose parameters are numbered: say their names in that order (optimizer_names=[...] of "
+    "the state of an optimizer whose parameters are numbered: pass their names in that order (optimizer_names=[...] of "
     "open_source and load_full, --optimizer-names FILE)"
 )
 
 
 def optimizer_names(model: nn.Module, optimizers: Optimizers) -> list[str]:
-    """The names of the parameters of `optimizers`, in the order in which their `state_dict` numbers them; one optimizer
-    after the other. For a file that this program, or one that builds the same, saved."""
+    """The names of the parameters of `optimizers`, in the order in which their `state_dict` numbers them, one optimizer
+    after another. For a file saved by this program, or by one that builds the same optimizers."""
     names = parameter_names(model)
     return [name for optimizer in all_of(optimizers) for name in names_in_order(optimizer, names)]
 
@@ -299,20 +297,20 @@ def is_numbered(value: object) -> bool:
 
 
 def is_numbered_state(value: object) -> bool:
-    """Whether `value` is what stands under "state" of such an optimizer."""
+    """Whether `value` is the "state" entry of such an optimizer."""
     return isinstance(value, dict) and bool(value) and all(map(_is_number, value))
 
 
 def with_names(root: Any, names: Sequence[str] | None, where: Path) -> Any:
-    """`root`, a nested state dict, with names instead of numbers in every optimizer of it.
+    """`root`, a nested state dict, with names instead of numbers in each of its optimizers.
 
-    `names`: of the parameters of all its optimizers, one after the other in the order of the file. None: the names
-    that an optimizer of named parameters stored itself (`param_names`); without them it stays as it is. Raises
-    `CheckpointMismatch` with everything that does not fit.
+    `names`: of the parameters of all its optimizers, one optimizer after another in file order. None: the names that an
+    optimizer of named parameters stored itself (`param_names`); without them it stays unchanged. Raises
+    `CheckpointMismatch` with all problems.
     """
     nodes = list(_nodes(root))
     optimizers = [(path, value) for path, value in nodes if is_numbered(value)]
-    # Of the tensors outside of optimizers, by their names.
+    # The shapes of tensors outside of optimizers, by name.
     shapes: dict[object, set[tuple[int, ...]]] = {}
     for path, value in nodes:
         if isinstance(value, Tensor) and path:
@@ -344,7 +342,7 @@ def _is_number(value: object) -> bool:
 
 
 def _nodes(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """All that is in a nested state dict, but not what is inside of its numbered optimizers."""
+    """Every entry of a nested state dict, except the contents of its numbered optimizers."""
     yield path, value
     if isinstance(value, dict | list | tuple) and not is_numbered(value):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -366,7 +364,7 @@ def _stored_names(value: dict[str, Any]) -> list[str] | None:
 def _differences(
     where: str, value: dict[str, Any], names: Sequence[str], shapes: Mapping[object, set[tuple[int, ...]]]
 ) -> Iterator[str]:
-    """What shows that the names are not those of these numbers."""
+    """Evidence that the names do not belong to these numbers."""
     if sorted(_numbers(value)) != list(range(len(names))):
         yield f"{where}: expected the numbers 0 to {len(names) - 1}, found {str(sorted(_numbers(value)))[:80]}"
         return
@@ -378,7 +376,7 @@ def _differences(
         for item, tensor in entries.items() if isinstance(entries, dict) else ():
             if not isinstance(tensor, Tensor) or not known or tuple(tensor.shape) in known:
                 continue
-            # Of what others keep, that with as many dims as the parameter has; counters and factors have fewer.
+            # For unknown state, only tensors with as many dims as the parameter count; counters and factors have fewer.
             if item in _PER_ELEMENT or (tensor.dim() and tensor.dim() in map(len, known)):
                 yield f"{where}: {item} of number {number} is {tuple(tensor.shape)}, {names[number]} is {min(known)}"
 

@@ -1,15 +1,15 @@
 """Pickles read as data: the standard library's reader, restricted so that it calls nothing.
 
-A pickle is a program for a small stack machine; two of its instructions import a name and call it, and that is how a
-file runs code. DCP's `.metadata` and the entries of its `.distcp` files are pickles. This reader builds `dict`, `list`,
+A pickle is a program for a small stack machine. Two of its instructions import a name and call it, which is how a file
+runs code. DCP's `.metadata` and the entries of its `.distcp` files are pickles. This reader builds `dict`, `list`,
 `tuple`, `str`, `bytes`, numbers, and *notes*: `Name` for an import and `Call` for a call, with the arguments that it
-would have had. The reader of each format decides what a note stands for, in plain Python.
+would have had. The reader of each format interprets the notes, in plain Python.
 
-* Opcodes outside of `_OPCODES`, and names outside of the caller's allow-list, end the reading.
+* Opcodes outside of `_OPCODES`, and names outside of the caller's allow-list, stop the reading.
 * Instructions that call, build or hash are replaced here: nothing is imported, no attribute is set, no key is deep.
-* Work and memory are bounded by the length of the data: no opcode that is left allocates ahead of what is there.
+* Work and memory are bounded by the length of the data: none of the remaining opcodes allocates ahead of its input.
 
-It is the reader written in Python, because that one has a table of opcodes; the one in C takes all of them.
+It extends the reader written in Python, because that one has a table of opcodes; the one in C accepts all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 
 
 class PickleRefused(CheckpointError):
-    """A pickle that asks for more than its format has use for, or that is damaged. Nothing of it was run."""
+    """A pickle that asks for more than its format needs, or that is damaged. None of it was run."""
 
 
 class Name:
@@ -39,7 +39,7 @@ class Name:
 
 
 class Call:
-    """A call that was not made: of `name` with `args`, then given `state`. Equal to itself alone: it can be a key."""
+    """A call that was not made: of `name` with `args`, then given `state`. Equal only to itself, so it can be a key."""
 
     __slots__ = ("name", "args", "state")
 
@@ -47,11 +47,11 @@ class Call:
         self.name, self.args, self.state = name, args, None
 
     def __repr__(self) -> str:
-        return f"<{self.name}(...)>"  # not the arguments: they may hold this very note
+        return f"<{self.name}(...)>"  # without arguments: they may contain this note
 
 
 class Reference:
-    """A persistent id: what the pickle refers to outside of itself."""
+    """A persistent id: a reference to something outside of the pickle."""
 
     __slots__ = ("key",)
 
@@ -59,7 +59,7 @@ class Reference:
         self.key = key
 
 
-# What the pickles of DCP and torch.save use, and what lies near it.
+# The opcodes that pickles of DCP and torch.save use, and similar ones.
 _OPCODES = (
     "PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT "
     "BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
@@ -80,8 +80,8 @@ class _Reader(pickle._Unpickler):
         full = f"{module}.{name}"
         if full not in self.allowed:
             raise PickleRefused(
-                f"it asks for {full[:200]!r}, which this format has no use for. Nothing was run. "
-                "If you trust where the file comes from, load it with the program that wrote it and save it anew"
+                f"it asks for {full[:200]!r}, which this format does not use. Nothing was run. "
+                "If you trust its source, load it with the program that wrote it and save it again"
             )
         return Name(full)
 
@@ -91,14 +91,14 @@ class _Reader(pickle._Unpickler):
     def note_call(self) -> None:
         args, target = self.stack.pop(), self.stack.pop()
         if not isinstance(target, Name) or not isinstance(args, tuple):
-            raise PickleRefused("it calls something that is no name of its format")
+            raise PickleRefused("it calls something other than a name of its format")
         # The two containers that are pickled as calls; a plain dict serves for both.
         container = target.full in ("collections.OrderedDict", "collections.defaultdict")
         self.append({} if container else Call(target.full, args))
 
     def note_call_with_keywords(self) -> None:
         if self.stack.pop() != {}:
-            raise PickleRefused("a call with keywords has no use in a checkpoint")
+            raise PickleRefused("a checkpoint does not use calls with keywords")
         self.note_call()
 
     def note_state(self) -> None:
@@ -137,14 +137,14 @@ class _Reader(pickle._Unpickler):
 
 
 def _is_key(value: Any, depth: int = 0) -> bool:
-    """Whether `value` may be a key. Python hashes a tuple to its depth, by recursion in C that nothing stops."""
+    """Whether `value` may be a key. Python hashes tuples recursively in C, without a limit."""
     if isinstance(value, tuple):
         return depth < 3 and len(value) < 100 and all(_is_key(item, depth + 1) for item in value)
     return value is None or isinstance(value, str | bytes | bool | int | float | Call | Name)
 
 
 def show(value: Any) -> str:
-    """A short text for what was found in a pickle; containers by their type, since they may be endless.
+    """A short text for a value of a pickle; containers by their type, since they may be endless.
 
     >>> show("a"), show([1]), show(Name("os.system"))
     ("'a'", 'a list', '<os.system>')
@@ -155,8 +155,8 @@ def show(value: Any) -> str:
 
 
 def read_pickle(data: bytes | memoryview, allowed: Collection[str]) -> Any:
-    """What the pickle in `data` builds, with notes instead of calls. `allowed`: full names that it may mention,
-    such as `"torch.float32"`. Raises `PickleRefused` for other names, for opcodes without use here, and for damage.
+    """The value that the pickle in `data` builds, with notes instead of calls. `allowed`: full names that it may use,
+    such as `"torch.float32"`. Raises `PickleRefused` for other names, for unknown opcodes, and for damage.
 
     >>> import pickle
     >>> read_pickle(pickle.dumps({"a": [1, 2.5, (b"x", None)]}), allowed=())
@@ -167,5 +167,5 @@ def read_pickle(data: bytes | memoryview, allowed: Collection[str]) -> Any:
         return reader.load()
     except PickleRefused:
         raise
-    except Exception as error:  # of the machine: an empty stack, an opcode that is not in the table, a short read
-        raise PickleRefused(f"damaged, or no pickle of a checkpoint: {type(error).__name__}: {error}") from None
+    except Exception as error:  # of the stack machine: an empty stack, an unknown opcode, a short read
+        raise PickleRefused(f"damaged, or not the pickle of a checkpoint: {type(error).__name__}: {error}") from None

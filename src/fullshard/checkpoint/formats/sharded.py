@@ -1,4 +1,4 @@
-"""Between checkpoints of other programs and a model that is sharded, without a full model anywhere.
+"""From checkpoints of other programs into a sharded model and back, without a full model anywhere.
 
 | from | to | |
 |---|---|---|
@@ -46,8 +46,8 @@ def load_into(
 ) -> None:
     """`fullshard.checkpoint.load` from a checkpoint of any format: in place, all or nothing, on every rank.
 
-    Every rank of `process_group` calls it, each with the same checkpoint opened (`open_source`). A rank reads the rows
-    that it holds and no others; what is in memory beside the model is this rank's part of the state.
+    Every rank of `process_group` calls it, each with the same checkpoint opened (`open_source`). A rank reads only the
+    rows that it holds; besides the model it needs memory for this rank's part of the state.
 
         model_state, _ = checkpoint.get_state_dict(model)
         with open_source("Llama-3.2-1B") as source:
@@ -61,7 +61,7 @@ def load_into(
 
 
 class _ImportJob(LoadJob):
-    """A load whose manifest and tensors come out of a source."""
+    """A load whose manifest and tensors come from a source."""
 
     def __init__(self, source: Source, messages: Any, options: LoadOptions) -> None:
         super().__init__(str(source.path), messages, options)
@@ -83,13 +83,13 @@ class _ImportJob(LoadJob):
                 encode(value)
                 readable[path] = value
             except (CheckpointError, TypeError, ValueError) as error:
-                unreadable[key] = reason(error, value)  # nobody may ever ask for it
+                unreadable[key] = reason(error, value)  # an error only if it is asked for
         values = {key_of(path): ValueEntry(path, value) for path, value in regrouped(source, readable).items()}
         values |= {key: ValueEntry(source.values[key], None) for key in unreadable}
         self._manifest = Manifest("", 1, source.kind, tensors, values, ())
         found = self._match(state_dict)
-        # What cannot be read is an error where it is asked for; numbers in the place of names also where they are in
-        # the way, because nobody can ask for them.
+        # Unreadable values are an error if they are asked for. Parameter numbers instead of names always are, because
+        # nobody can ask for them.
         for key, why in unreadable.items():
             if key in found["keys"] or (why == HINT and not matches(key, self.options.allow_unexpected)):
                 found["problems"].append(f"{key}: {why}")
@@ -103,12 +103,12 @@ class _ImportJob(LoadJob):
         return {}
 
 
-# ---- the other way ---------------------------------------------------------------------------------------------
+# ---- exporting -------------------------------------------------------------------------------------------------
 
 
 class StateSource(LeavesSource):
-    """A state dict of this program as a source. `read` of a DTensor gathers it: all ranks of its mesh read the same
-    keys in the same order."""
+    """A state dict of this program as a source. `read` gathers DTensors, so all ranks of a mesh read the same keys in
+    the same order."""
 
     kind = "state"
 
@@ -138,9 +138,9 @@ def export_full(
     """Write the full tensors of a sharded state dict: "hf", a folder of safetensors files; "torch", a file for
     `torch.load`.
 
-    Every rank of `process_group` calls it; the first writes. Tensors are gathered one by one, none is kept:
-    no rank ever holds more than the largest. On an error, which all ranks raise, nothing is there that looks whole:
-    `CheckpointMismatch` for names without a rule and for entries that the format has no place for, `CheckpointIOError`.
+    Every rank of `process_group` calls it; the first writes. Tensors are gathered one by one and not kept: no rank ever
+    holds more than the largest. On an error, which all ranks raise, no file looks complete: `CheckpointMismatch` for
+    names without a rule and for entries that the format cannot hold, `CheckpointIOError`.
     """
     messages = messenger(process_group)
     what = f"exporting to {target}"
@@ -150,7 +150,7 @@ def export_full(
         chosen.append(Chosen(StateSource(state_dict), renaming=renaming))
         if format == "hf" and chosen[0].values:
             problems = [f"{key}: no tensor, and safetensors files hold nothing else" for key in chosen[0].values]
-            raise CheckpointMismatch(f"{what}: expected tensors alone", problems)
+            raise CheckpointMismatch(f"{what}: expected only tensors, found", problems)
         return {"keys": list(chosen[0].tensors)}
 
     agree(messages, what, check, lambda found: _same_keys(what, [one["keys"] for one in found]))
@@ -168,7 +168,7 @@ def export_full(
             elif messages.rank == 0:
                 write_torch(Path(target), source, read)
         finally:
-            # The others gather to the end whatever happens to the file.
+            # The other ranks gather to the end, even if writing fails.
             for key in list(left):
                 read(key)
         return {}
@@ -184,7 +184,7 @@ def _same_keys(what: str, keys: list[list[str]]) -> Message:
     return {}
 
 
-# ---- one file for a training, as the guides have it ------------------------------------------------------------
+# ---- one file for a training run -------------------------------------------------------------------------------
 
 
 def save_full(
@@ -194,11 +194,11 @@ def save_full(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the full state of a sharded model and its optimizers (`()` for none) to one file, which must be new.
+    """Write the full state of a sharded model and its optimizers (`()` for none) to one new file.
 
     `{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}`, under the names of the
     plain model; `torch.load(path, weights_only=True)` reads it anywhere. Every rank calls it. Tensors are gathered with
-    `DTensor.full_tensor` one by one: no rank ever holds more than the largest. Raises what `export_full` raises.
+    `DTensor.full_tensor` one by one: no rank ever holds more than the largest. Raises the errors of `export_full`.
     """
     export_full(_training_state(model, optimizers), path, "torch", process_group=process_group)
 
@@ -212,13 +212,13 @@ def load_full(
     optimizer_names: Sequence[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load what `save_full` wrote, on any number of ranks; also from a state dict of that form that a program without
-    sharding saved. Every rank calls it.
+    """Load a file of `save_full` on any number of ranks, or such a state dict of a program without sharding. Every rank
+    calls it.
 
-    The file is mapped and each rank reads its rows: nothing is sent, and beside the model there is one rank's part of
-    the state. All or nothing, as `load_into`. `allow_torch_save`: the file is a pickle, read through `weights_only`;
-    say True for files that you trust. `optimizer_names`: what the numbers stand for in a file that has
-    `optimizer.state_dict()` as torch gives it; `formats.optimizer_names(model, optimizers)` where that program built
+    The file is mapped and each rank reads its rows: no communication, and memory only for one rank's part of the state
+    besides the model. All or nothing, like `load_into`. `allow_torch_save`: the file is a pickle, read through
+    `weights_only`; pass True for files that you trust. `optimizer_names`: the names behind the parameter numbers of a
+    file with torch's own `optimizer.state_dict()`; `formats.optimizer_names(model, optimizers)` if that program built
     its optimizer in the same order. The optimizer need not have stepped.
     """
     state = _training_state(model, optimizers)

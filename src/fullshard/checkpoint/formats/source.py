@@ -1,5 +1,5 @@
-"""A checkpoint of any format, as those who copy from it see it: named tensors of which boxes can be read, and plain
-values. Here also: our own checkpoints as such a source, and bytes of mapped files as tensors."""
+"""The common interface of checkpoints in any format: named tensors of which boxes can be read, and plain values. Also
+here: our own checkpoints as such a source, and bytes of mapped files as tensors."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class Source(ABC):
     kind: str  # "dcp", "hf", "torch", "fullshard"
     path: Path
     tensors: Mapping[str, TensorInfo]  # by flat key
-    values: Mapping[str, KeyPath]  # what is no tensor, by flat key
+    values: Mapping[str, KeyPath]  # entries that are not tensors, by flat key
 
     @abstractmethod
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """A part of a tensor, the whole by default: on the CPU, owned by the caller, its bytes compared with the
-        checksums that the format has. Raises `CheckpointError`."""
+        """A part of a tensor, the whole by default: on the CPU, owned by the caller, checked against the checksums that
+        the format has. Raises `CheckpointError`."""
 
     @abstractmethod
     def value(self, key: str) -> Any:
-        """What stands under `key`: None, bool, int, float, str, bytes, lists, tuples, dicts, and tensors in them."""
+        """The value under `key`: None, bool, int, float, str, bytes, lists, tuples, dicts, and tensors in them."""
 
     def verify(self) -> list[str]:
-        """Read every byte that has a checksum. What cannot be found out, one text for each; empty where all was
-        compared.
+        """Read every byte that has a checksum. Returns one text for each thing that cannot be verified; none if
+        everything was compared.
 
-        Raises `CheckpointError` for damage. Here: reads every tensor, and says that the format has no checksums.
+        Raises `CheckpointError` for damage. Here: reads every tensor, and reports that the format has no checksums.
         """
         for key in self.tensors:
             self.read(key)
-        return [f"the format ({self.kind}) carries no checksums: a flipped bit in a tensor cannot be noticed"]
+        return [f"the format ({self.kind}) carries no checksums: a flipped bit in a tensor cannot be detected"]
 
-    def close(self) -> None:  # noqa: B027  most have nothing to do
-        """Let go of files. Tensors that were read are not concerned."""
+    def close(self) -> None:  # noqa: B027  most sources have nothing to close
+        """Close files. Tensors that were read stay valid."""
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +72,7 @@ class LeavesSource(Source):
         for leaf, value in leaves:
             key = key_of(leaf)
             if key in self._leaves:
-                raise CheckpointDamaged(f"{path}: two entries would be {key}")
+                raise CheckpointDamaged(f"{path}: two entries would have the key {key}")
             self._leaves[key] = value
             if isinstance(value, Tensor):
                 self.tensors[key] = TensorInfo(leaf, dtype_name(value.dtype), tuple(value.shape))
@@ -92,7 +92,7 @@ class LeavesSource(Source):
 
 
 class OursSource(Source):
-    """The current generation of the checkpoint at `path`. Every byte that is read is compared with its checksum."""
+    """The current generation of the checkpoint at `path`. Every byte is compared with its checksum."""
 
     kind = "fullshard"
 
@@ -117,9 +117,9 @@ class OursSource(Source):
         self._checkpoint.close()
 
 
-# ---- what is known and not read ------------------------------------------------------------------------------
+# ---- known but not read --------------------------------------------------------------------------------------
 
-# How FSDP1's LOCAL_STATE_DICT names parts of flat parameters, whose names and shapes are not in the file.
+# FSDP1's LOCAL_STATE_DICT names flat parameters like this, without the names and shapes of their parts.
 _FLAT = ("_flat_param", "flat_param")
 
 
@@ -132,12 +132,12 @@ class ShardedTensorCheckpoint(CheckpointError):
 
 
 def refuse_flat_parameters(path: Path, keys: Iterable[str]) -> None:
-    """Raise `FlatParameterCheckpoint` where one of `keys` is a flat parameter of FSDP1."""
+    """Raise `FlatParameterCheckpoint` if one of `keys` is a flat parameter of FSDP1."""
     flat = [key for key in keys if key.rpartition(".")[2].startswith(_FLAT)]
     if flat:
         raise FlatParameterCheckpoint(
-            f"{path}: {len(flat)} flat parameter(s) of FSDP1 ({flat[0]}, ...): a LOCAL_STATE_DICT, which does not tell "
-            "the names and shapes inside. Load it with FSDP1 at the same number of ranks, and save it anew under "
+            f"{path}: {len(flat)} flat parameter(s) of FSDP1 ({flat[0]}, ...): a LOCAL_STATE_DICT, which lacks the "
+            "names and shapes inside. Load it with FSDP1 at the same number of ranks, and save it anew under "
             "StateDictType.SHARDED_STATE_DICT with a device_mesh, or FULL_STATE_DICT"
         )
 
@@ -146,29 +146,29 @@ def refuse_flat_parameters(path: Path, keys: Iterable[str]) -> None:
 
 
 def mapped(path: Path, offset: int, length: int) -> tuple[mmap.mmap, int]:
-    """The file `path`, no link, mapped up to byte `offset + length`, and where `offset` is in the map: maps begin with
-    a page. Raises `CheckpointNotFound` or, where those bytes are not there, `CheckpointDamaged`."""
+    """The file `path` (not a link), mapped up to byte `offset + length`, and the position of `offset` in the map, which
+    begins at a page. Raises `CheckpointNotFound`, or `CheckpointDamaged` if those bytes do not exist."""
     if path.is_symlink() or not path.is_file():
-        what = "a link" if path.is_symlink() else "something that is no file" if path.exists() else "no file"
+        what = "a link" if path.is_symlink() else "something that is not a file" if path.exists() else "no file"
         raise CheckpointNotFound(f"{path}: expected a file of the checkpoint, found {what}")
     with path.open("rb") as file:
         stop, nbytes = offset + length, path.stat().st_size
         if length < 1 or stop > nbytes:
-            raise CheckpointDamaged(f"{path}: expected at least {stop:,} bytes, found {nbytes:,}: it was cut short")
+            raise CheckpointDamaged(f"{path}: expected at least {stop:,} bytes, found {nbytes:,}: it is truncated")
         first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        # A private copy that nobody writes: torch wants memory that could be written.
+        # A private copy that nobody writes: torch requires writable memory.
         return mmap.mmap(file.fileno(), stop - first, access=mmap.ACCESS_COPY, offset=first), offset - first
 
 
 def tensor_of(
     data: mmap.mmap | memoryview, info: TensorInfo, box: Box | None, start: int, strides: Sequence[int]
 ) -> Tensor:
-    """`box` of the tensor `info`, whose elements lie in `data` from byte `start` on, `strides` elements apart; in
-    memory of its own. The caller has proven that they are all there; they need not be aligned."""
+    """`box` of the tensor `info`, whose elements are in `data` from byte `start` on, `strides` elements apart; copied
+    to separate memory. The caller has checked that they all exist; they need not be aligned."""
     wanted, dtype = whole(info.shape) if box is None else box, dtype_of(info.dtype)
     made = torch.empty(wanted.lengths, dtype=dtype)
     if made.numel():
-        # Bytes are moved, not elements.
+        # Moves bytes, not elements: they need not be aligned.
         size = dtype.itemsize
         steps = [*(step * size for step in strides), 1]
         held = torch.frombuffer(data, dtype=torch.uint8).as_strided((*info.shape, size), steps, start)
@@ -177,12 +177,12 @@ def tensor_of(
 
 
 def within(outer: Box, part: Box) -> Box:
-    """`part` of the same tensor in the coordinates of `outer`, which holds it."""
+    """`part`, which lies within `outer`, in the coordinates of `outer`."""
     return Box(tuple(p - o for p, o in zip(part.offsets, outer.offsets, strict=True)), part.lengths)
 
 
 def place(held: Tensor, box: Box, part: Box) -> Tensor:
-    """The view of `held`, which is `box` of a tensor, that is `part` of it."""
+    """The view of `held`, which is `box` of a tensor, for `part` of the same tensor."""
     for dim, (start, length) in enumerate(zip(*within(box, part), strict=True)):
         held = held.narrow(dim, start, length)
     return held

@@ -1,4 +1,4 @@
-"""Files of `torch.save`: full state dicts read through `weights_only`, and only where the caller asks for it by name;
+"""Files of `torch.save`: full state dicts read through `weights_only`, and only if the caller allows it explicitly;
 archives read without loading; and archives written, one tensor in memory at a time.
 
 An archive is a zip file with a pickle, in which each tensor refers to a storage by number, and the storages' bytes.
@@ -27,7 +27,7 @@ from .names import with_names
 from .pickle_tree import Call, Name, PickleRefused, Reference, read_pickle, show
 from .source import LeavesSource, ShardedTensorCheckpoint, Source, TensorInfo, refuse_flat_parameters, tensor_of
 
-# The classes of torch that stand for storages. Newer dtypes have none: their tensors are rebuilt from bytes, the dtype
+# torch's classes for storages. Newer dtypes have none: their tensors are rebuilt from bytes, with the dtype stored
 # beside them.
 _STORAGES = dict(
     zip(
@@ -67,12 +67,12 @@ class ArchiveDamaged(CheckpointDamaged):
 
 
 class TorchSource(LeavesSource):
-    """The file `path`, mapped into memory, so that what is not asked for is not read.
+    """The file `path`, mapped into memory, so that unused parts are not read.
 
-    `allow`: False refuses every such file. They are pickles; torch's `weights_only` reader builds tensors and plain
-    values alone, but it has had flaws that let a file run code. `optimizer_names`: what the numbers of the optimizers
-    in it stand for (`names.with_names`). Raises `TorchSaveRefused`, `ShardedTensorCheckpoint` for one rank's part of
-    a sharded state, and `CheckpointMismatch` for names that do not fit.
+    `allow`: False rejects every such file. They are pickles; torch's `weights_only` reader only builds tensors and
+    plain values, but it has had flaws that let a file run code. `optimizer_names`: the names behind the parameter
+    numbers of the file's optimizers (`names.with_names`). Raises `TorchSaveRefused`, `ShardedTensorCheckpoint` for one
+    rank's part of a sharded state, and `CheckpointMismatch` for names that do not fit.
     """
 
     kind = "torch"
@@ -92,8 +92,8 @@ class TorchSource(LeavesSource):
             )
         if not allow:
             raise TorchSaveRefused(
-                f"{path} was written by torch.save: a pickle. It is read only if you say so (allow_torch_save=True, "
-                "--allow-torch-save), through weights_only, and you should trust where it comes from"
+                f"{path} was written by torch.save: a pickle. If you trust its source, allow it explicitly "
+                "(allow_torch_save=True, --allow-torch-save); it is read through weights_only"
             )
         try:
             root = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -107,7 +107,7 @@ class TorchSource(LeavesSource):
 
 
 class _Everything(set[str]):
-    """A set that seems to hold everything, and remembers what it was asked for."""
+    """A set that claims to contain everything, and records the lookups."""
 
     def __contains__(self, name: object) -> bool:
         self.add(str(name))
@@ -115,7 +115,7 @@ class _Everything(set[str]):
 
 
 def names_in(path: Path) -> frozenset[str]:
-    """What the pickle of a file of `torch.save` mentions. Nothing of it is run; empty for the format before torch
+    """The names that the pickle of a `torch.save` file mentions, without running it; empty for the format before torch
     1.6."""
     found = _Everything()
     if not zipfile.is_zipfile(path):
@@ -124,18 +124,18 @@ def names_in(path: Path) -> frozenset[str]:
         with zipfile.ZipFile(path) as archive:
             pickles = [info for info in archive.infolist() if info.filename.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE:
-                raise CheckpointDamaged(f"{path}: a zip archive, and not one of torch.save")
+                raise CheckpointDamaged(f"{path}: a zip archive, but not one of torch.save")
             read_pickle(archive.read(pickles[0]), found)
     except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
         raise CheckpointDamaged(f"{path}: {error}") from None
     except PickleRefused:
-        pass  # an opcode that we do not know: what was mentioned before it is what we can tell
+        pass  # an unknown opcode: the names before it are the result
     return frozenset(found)
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Tensors and plain values of a nested state dict: dicts with text as keys are descended, and lists with tensors in
-    them.
+    """Tensors and plain values of a nested state dict: dicts with string keys are descended, and lists that contain
+    tensors.
 
     >>> [path for path, _ in leaves({"a": {"b": 1}, "c": [1, 2]})]
     [('a', 'b'), ('c',)]
@@ -154,7 +154,7 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 class TensorNote(NamedTuple):
-    """A tensor as the pickle tells of it: `strides` in elements, from element `start` of the storage `key` on."""
+    """A tensor as described by the pickle: `strides` in elements, from element `start` of the storage `key` on."""
 
     key: str
     info: TensorInfo
@@ -163,35 +163,35 @@ class TensorNote(NamedTuple):
 
 
 class TorchArchive:
-    """The archive in `data` from byte `begin` to the end, compared with its checksums first. The pickle goes through
-    `pickle_tree`, so nothing of it is run, and of a storage only what is asked for is copied. `where`: what errors call
-    it. Raises `ArchiveDamaged`."""
+    """The archive in `data` from byte `begin` to the end; its checksums are verified first. `pickle_tree` reads the
+    pickle, so none of it is run, and only the requested part of a storage is copied. `where`: its name in errors.
+    Raises `ArchiveDamaged`."""
 
     def __init__(self, data: mmap.mmap, begin: int, where: str) -> None:
         self._data, self._begin, self.where = memoryview(data), begin, where
         try:
             infos = zipfile.ZipFile(data).infolist()  # type: ignore[call-overload]  # a map reads, seeks and tells
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-            raise ArchiveDamaged(f"{where}: not what torch.save writes, or damaged: {error}") from None
+            raise ArchiveDamaged(f"{where}: not written by torch.save, or damaged: {error}") from None
         pickles = [info.filename for info in infos if info.filename.rpartition("/")[2] == "data.pkl"]
         if len(pickles) != 1:
             raise ArchiveDamaged(f"{where}: expected one data.pkl in it, found {len(pickles)}")
         prefix = pickles[0].removesuffix("data.pkl")
-        # False: written without (`torch.serialization.set_crc32_options(False)`).
+        # False: written without checksums (`torch.serialization.set_crc32_options(False)`).
         self.has_checksums = any(info.CRC for info in infos)
         self._records = {info.filename.removeprefix(prefix): self._record(info) for info in infos}
-        self._left = 0  # how many values `plain` may still make
+        self._left = 0  # the number of values that `plain` may still build
         if bytes(self._records.get("byteorder", b"little")) != b"little":
-            raise ArchiveDamaged(f"{where}: it was written on a big-endian machine, which is not read")
+            raise ArchiveDamaged(f"{where}: it was written on a big-endian machine, which is not supported")
 
     def _record(self, info: zipfile.ZipInfo) -> memoryview:
-        """The bytes of one file of the archive, where they lie."""
+        """The bytes of one file of the archive, not copied."""
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise ArchiveDamaged(
-                f"{self.where}: {info.filename} is compressed or encrypted, which torch.save does not do"
+                f"{self.where}: {info.filename} is compressed or encrypted, which torch.save never does"
             )
         head = self._data[info.header_offset :][:30]
-        # Before `begin` is another archive, which `zipfile` finds where the end of this one is damaged.
+        # Another archive may precede `begin`; `zipfile` finds that one if the end of this one is damaged.
         if info.header_offset < self._begin or len(head) < 30 or bytes(head[:4]) != b"PK\x03\x04":
             raise ArchiveDamaged(f"{self.where}: {info.filename} does not begin where the archive says")
         start = info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
@@ -206,7 +206,7 @@ class TorchArchive:
         return record
 
     def tree(self) -> Any:
-        """The pickle, with notes for what it would call."""
+        """The pickle, with notes instead of calls."""
         data = self._records["data.pkl"]
         self._left = 16 * len(data) + 1000
         try:
@@ -215,7 +215,7 @@ class TorchArchive:
             raise PickleRefused(f"{self.where}: {error}") from None
 
     def note(self, found: Any) -> TensorNote:
-        """The tensor that a note of the tree stands for. Raises `ArchiveDamaged` where it is none that can be read."""
+        """The tensor that a note of the tree describes. Raises `ArchiveDamaged` if it is not a readable tensor."""
         if isinstance(found, Call) and found.name == _PARAMETER and found.args:
             found = found.args[0]
         with_dtype = isinstance(found, Call) and found.name == _TENSOR_V3 and len(found.args) > 6
@@ -236,7 +236,7 @@ class TorchArchive:
         return TensorNote(key, TensorInfo((), str(dtype), tuple(shape)), start, tuple(strides))
 
     def tensor(self, note: TensorNote, box: Box | None = None) -> Tensor:
-        """A part of the tensor (all of it by default), in memory of its own. Raises `ArchiveDamaged`."""
+        """A part of the tensor (all of it by default), in separate memory. Raises `ArchiveDamaged`."""
         record, size = self._records.get(f"data/{note.key}"), itemsize(note.info.dtype)
         if note.info.nbytes:
             if record is None:
@@ -250,8 +250,8 @@ class TorchArchive:
         return tensor_of(record or memoryview(b""), note.info, box, note.start * size, note.strides)
 
     def plain(self, tree: Any, depth: int = 0) -> Any:
-        """The tree as Python values and tensors. Raises `PickleRefused` for what is neither."""
-        # A list that is recalled and not repeated takes two bytes, and may be recalled within itself.
+        """The tree as Python values and tensors. Raises `PickleRefused` for anything else."""
+        # A two-byte recall refers to a list without repeating it, even within itself, so depth and size are limited.
         self._left -= 1
         if depth > _MAX_DEPTH or self._left < 0:
             raise PickleRefused(f"{self.where}: nested deeper than {_MAX_DEPTH}, or far larger than its bytes")
@@ -282,7 +282,7 @@ class TorchArchive:
 
 # ---- writing -------------------------------------------------------------------------------------------------
 
-_ALIGNMENT = 64  # of a storage in the file, as torch has it, so that a mapped tensor is aligned
+_ALIGNMENT = 64  # of storages in the file, as in torch, so that mapped tensors are aligned
 _PIECE = 1 << 24
 
 
@@ -294,14 +294,14 @@ class _Announcement:
 
 
 class _Storage(_Announcement):
-    """Its storage, in the pickle."""
+    """The storage of an announced tensor, in the pickle."""
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, _Announcement):
             return NotImplemented
-        # How torch pickles a tensor of this dtype; only what it is made of changes.
+        # Pickled like a torch tensor of this dtype, with another storage.
         dtype = dtype_of(value.info.dtype)
         rebuild, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
         like = torch.empty(value.info.shape, dtype=dtype, device="meta")
@@ -318,11 +318,10 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch(target: Path, source: Source, read: Callable[[str], Tensor]) -> list[Path]:
-    """Write all of `source` to the file `target`, nested as it was; `read(key)` is called once for each tensor, in
-    order.
+    """Write all of `source` to the file `target`, with its nesting; `read(key)` is called once per tensor, in order.
 
-    `torch.load(target, weights_only=True)` reads it, with `mmap=True` without reading what is not used. Raises
-    `FileExistsError` where there is a file already; it appears when it is whole.
+    `torch.load(target, weights_only=True)` reads it, and with `mmap=True` only the used parts. Raises
+    `FileExistsError` if the file exists; it appears only when it is complete.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists: choose another name, or remove it first")
@@ -341,7 +340,7 @@ def write_torch(target: Path, source: Source, read: Callable[[str], Tensor]) -> 
 
 
 def _write(archive: zipfile.ZipFile, file: io.BufferedWriter, source: Source, read: Callable[[str], Tensor]) -> None:
-    """The pickle first, of tensors that are announced and not there, and then one storage after the other."""
+    """Write the pickle first, with announced tensors, and then one storage after another."""
     found: dict[KeyPath, Any] = {
         info.path: _Announcement(info, number) for number, info in enumerate(source.tensors.values())
     }
@@ -352,7 +351,7 @@ def _write(archive: zipfile.ZipFile, file: io.BufferedWriter, source: Source, re
         archive.writestr(f"archive/{name}", text)
     for number, key in enumerate(source.tensors):
         info = zipfile.ZipInfo(f"archive/data/{number}")
-        # 30 bytes of header, the name, 20 that tell a size of more than 4 GiB, and 4 of the padding's own head.
+        # 30 bytes of header, the name, 20 for sizes above 4 GiB, and 4 for the header of the padding.
         ends = file.tell() + 30 + len(info.filename) + 20 + 4
         padding = -ends % _ALIGNMENT
         info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
