@@ -400,13 +400,13 @@ def test_gradients_and_uses_behind_the_step(monkeypatch: pytest.MonkeyPatch) -> 
             behind = train_outside(make, False)
             if make is late:
                 assert all(torch.equal(x, y) for x, y in zip(behind, train_outside(make, True), strict=True))
-        with pytest.raises(RuntimeError, match=r"layers\.2: .*found those of weight once more behind it"):
+        with pytest.raises(RuntimeError, match=r"layers\.2: .*found more for weight after it"):
             train_outside(again, True)
 
     for world in (1, 2):
         run_ranks(world, rank_main)
         # With one rank the weights are the shards, and autograd knows that they were written.
-        expected = "modified (by an )?inplace" if world == 1 else "no use of its weights in a backward behind"
+        expected = "modified (by an )?inplace" if world == 1 else "no use of its weights in a backward after"
         with pytest.raises(RanksFailed, match=expected):
             run_ranks(world, lambda rank: train_outside(read, True))
 

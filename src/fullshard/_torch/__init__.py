@@ -1,54 +1,54 @@
-"""Every private torch name this package uses: one room, with the reason and the versions it was tried on.
+"""All private torch names that this package uses, with the reason and the tested torch version.
 
     name                                        why                                                     tried on
-    torch._C._current_graph_task_id             "is a backward running in this thread" cannot be asked  2.13
-                                                otherwise, and a flag of our own outlives an exception
+    torch._C._current_graph_task_id             no public way to ask whether a backward is running in   2.13
+                                                this thread; an own flag would survive an exception
     torch._C._autograd._get_current_graph_task_ whether a running backward is the last through its graph    2.13
     keep_graph
-    Variable._execution_engine.queue_callback   the only notice that a whole backward is over (DDP too) 2.13
+    Variable._execution_engine.queue_callback   the only notice of the end of a backward (DDP uses it)  2.13
     DTensor(local, spec), ._local_tensor,       the public from_local takes nine times as long, and     2.13
     ._spec, DTensorSpec, TensorMeta             shards must stay views of one flat buffer, on the host too
-    torch._C._autograd.*_saved_tensors_*        whether somebody else's hooks are active, which ours    2.13
-                                                must not hide; push and pop from two callbacks
-    torch._C._functorch.peek_interpreter_stack, gathers inside torch.func transforms write to tensors   2.13
-    _functorch.pyfunctorch.temporarily_clear_   that no transform knows, and must not be transformed
+    torch._C._autograd.*_saved_tensors_*        detect other active hooks, which must not be hidden;    2.13
+                                                push and pop from two callbacks
+    torch._C._functorch.peek_interpreter_stack, gathers inside torch.func transforms must not be        2.13
+    _functorch.pyfunctorch.temporarily_clear_   transformed: they write tensors unknown to transforms
     interpreter_stack
-    ProcessGroup._get_backend, Backend.         memory that a backend wants its messages in is had from 2.13
-    supports_tensor_alloc, .allocate_tensor     it alone
-    distributed_c10d._get_default_store         the one thing that all ranks share and that is no       2.13
-                                                collective (guard/watch.py)
-    ProcessGroup(store, rank, size),            groups that can be replaced when a peer failed; those of    2.13
-    ._register_backend, ._set_default_backend,  new_group live under names that may come again with
-    ._set_group_name, ._device_types, .options  what older ones left in the store (comm/data_group.py)
-    _C._distributed_c10d._dump_fr_trace_json,   what a process is in, where a rank waits in a collective    2.13
-    ProcessGroup._get_sequence_number_for_      of the user's that the others do not take: read when it
-    group, distributed_c10d._world.pg_names     waits, so nothing is wrapped (guard/watch.py)
-    tensor._post_accumulate_grad_hooks,         hooks of the sharded parameter are ours to run          2.13
+    ProcessGroup._get_backend, Backend.         only the backend can allocate registered message        2.13
+    supports_tensor_alloc, .allocate_tensor     memory
+    distributed_c10d._get_default_store         communication between all ranks without a collective    2.13
+                                                (guard/watch.py)
+    ProcessGroup(store, rank, size),            groups that can be replaced after a peer failed; names  2.13
+    ._register_backend, ._set_default_backend,  of new_group may recur and meet leftovers of older
+    ._set_group_name, ._device_types, .options  groups in the store (comm/data_group.py)
+    _C._distributed_c10d._dump_fr_trace_json,   name the user's collective in which a rank hangs: read  2.13
+    ProcessGroup._get_sequence_number_for_      while it waits, so nothing is wrapped (guard/watch.py)
+    group, distributed_c10d._world.pg_names
+    tensor._post_accumulate_grad_hooks,         the engine runs the hooks of sharded parameters         2.13
     ._backward_hooks
-    tensor._version, ._base                     was it written since; of which tensor is it a view      2.13
+    tensor._version, ._base                     detect writes; find the base of a view                  2.13
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
     Module._non_persistent_buffers_set          which buffers a state dict leaves out                   2.13
-    Module._buffers                             names under which a forward may put its first tensor    2.13
-    DeviceMesh._concatenate, ._flatten,         parameters of two and more dims of parallelism: axes    2.13
-    ._get_root_mesh                             behind each other, several axes as one, and of one mesh?
-    AsyncCollectiveTensor.trigger_wait          gradients of DTensors may be results under way          2.13
-    placement_types._StridedShard               two axes cut the same dim, the left one last            2.13
-    autograd._unsafe_preserve_version_counter   a full parameter that is filled again was not edited    2.13
-    GradScaler._unscale_grads_                  overridden in api/clip.py: the one place that     2.13
-                                                finds infs, for stepping with and without unscale_
+    Module._buffers                             buffers registered as None, which forward may fill      2.13
+    DeviceMesh._concatenate, ._flatten,         parameters with several parallel dims: concatenate and  2.13
+    ._get_root_mesh                             flatten axes, check for a common root mesh
+    AsyncCollectiveTensor.trigger_wait          gradients of DTensors may be in flight                  2.13
+    placement_types._StridedShard               two axes shard the same dim, the left one last          2.13
+    autograd._unsafe_preserve_version_counter   an all-gather into a full parameter is not an edit      2.13
+    GradScaler._unscale_grads_                  overridden in api/clip.py: the only place that          2.13
+                                                finds infs, for steps with and without unscale_
     torch.distributed.fsdp.FSDPModule,          base classes, so that isinstance checks elsewhere hold  2.13
     MixedPrecisionPolicy and the like
     _composable.contract.STATE_KEY,             where pipeline schedules look for the state of a        2.13
-    REGISTRY_KEY, fully_shard.__wrapped__       sharded module, and DDP for what was applied to it
+    REGISTRY_KEY, fully_shard.__wrapped__       sharded module, and DDP for applied composable APIs
     torch.distributed._composable.fsdp          the old path of fully_shard, which install() swaps too  2.13
-    torch.autograd.profiler._is_profiler_enabled  ranges of a trace cost five microseconds each, so     2.13
-                                                they are made only while somebody profiles
+    torch.autograd.profiler._is_profiler_enabled  profiler ranges cost five microseconds each, so they  2.13
+                                                are made only while a profiler is active
     OpOverload._schema                          which operations of a sharded parameter return a view   2.13
-    module._is_fsdp_managed_module,             what dynamo and transformers ask a module               2.13
+    module._is_fsdp_managed_module,             attributes that dynamo and transformers check           2.13
     ._fsdp_use_orig_params
 
-torch's own FSDP2 is never called from here.
+This package never calls torch's own FSDP2.
 """
 
 from __future__ import annotations

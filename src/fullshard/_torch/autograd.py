@@ -1,4 +1,4 @@
-"""Backwards, versions, hooks of tensors, transforms, saved tensors."""
+"""Private autograd APIs: backwards, versions, tensor hooks, transforms, saved tensors."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from torch.distributed.tensor import DTensor
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-# What a step asks dozens of times is C from end to end: a call of a Python function around it costs more than it does.
+# Queries on the hot path are plain C callables: a Python wrapper would cost more than the query itself.
 
 # Whether a torch profiler, or emit_nvtx, records now.
 profiling: Callable[[], bool] = partial(operator.attrgetter("_is_profiler_enabled"), torch.autograd.profiler)
 
-# The number of the backward that is running in this thread, or -1. A nested one has a number of its own.
+# The number of the backward running in this thread, or -1. A nested backward has its own number.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-# Something true while a transform (grad, vjp, jvp, vmap, ...) is running in this thread.
+# Truthy while a transform (grad, vjp, jvp, vmap, ...) is running in this thread.
 in_transform: Callable[[], object] = cast(Any, torch._C)._functorch.peek_interpreter_stack
 
-# Counts the in-place writes to a tensor and its views, except those through `.data`. Raises `RuntimeError` for one that
-# was made in inference mode.
+# The number of in-place writes to a tensor and its views, except through `.data`. Raises `RuntimeError` for inference
+# tensors.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# The hooks registered with `register_post_accumulate_grad_hook`, in order, by their numbers; None or empty: none.
+# The hooks of `register_post_accumulate_grad_hook` by their ids, in order; None or empty if there are none.
 post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
 
 
 def keeps_graph() -> bool:
-    """Whether the graph of the backward that is running in this thread stays (`retain_graph`)."""
+    """Whether the backward running in this thread keeps its graph (`retain_graph`)."""
     return bool(cast(Any, torch._C._autograd)._get_current_graph_task_keep_graph())
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward that is running in this thread ends without an exception."""
+    """Call `callback` when the backward running in this thread ends without an exception."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """How many of `parameters` have no gradient, and the sum of the versions of the others' gradients and of their
-    local tensors: a write to a DTensor raises its own version, a write to its local tensor that one's. No Python per
-    item, where all are DTensors with one."""
+    """The number of `parameters` without a gradient, and the summed versions of all other gradients and their local
+    tensors (a write to a DTensor and a write to its local tensor bump different versions). No Python per item if all
+    gradients exist and are DTensors."""
     try:
         return 0, sum(map(sum, map(_get_gradient_versions, parameters)))
     except AttributeError:
@@ -63,7 +63,7 @@ _get_gradient_versions = operator.attrgetter("grad._version", "grad._local_tenso
 
 
 def versions_of_gradient(parameter: Tensor) -> tuple[int, ...]:
-    """The versions that `gradient_versions` adds up, of one; empty where it has no gradient."""
+    """The versions that `gradient_versions` sums, for one parameter; empty without a gradient."""
     gradient = parameter.grad
     if gradient is None:
         return ()
@@ -81,13 +81,13 @@ no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def tensor_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
-    """The hooks registered with `register_hook`, in order."""
+    """The hooks of `register_hook`, in order."""
     hooks = cast(Any, parameter)._backward_hooks
     return list(hooks.values()) if hooks else []
 
 
 def with_tensor_hooks(parameters: Sequence[Tensor]) -> list[int]:
-    """The positions of those that have hooks registered with `register_hook`; no Python per item that has none."""
+    """The positions of `parameters` with hooks of `register_hook`; no Python per item without."""
     return [i for i, hooks in enumerate(map(_get_tensor_hooks, parameters)) if hooks]
 
 
@@ -95,7 +95,7 @@ _get_tensor_hooks = operator.attrgetter("_backward_hooks")
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Let the hooks of `old`, a leaf, be those of `new`: the same registries, so that handles still remove them."""
+    """Move the hooks of the leaf `old` to `new`: the same registries, so that handles still work."""
     for registry in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(old, registry)
         if hooks is not None:
@@ -103,22 +103,22 @@ def hand_over_hooks(old: Tensor, new: Tensor) -> None:
 
 
 def keeping_versions(*tensors: Tensor) -> AbstractContextManager[Any]:
-    """Writes inside to `tensors` are not counted."""
+    """Context in which writes to `tensors` do not bump their versions."""
     return cast("AbstractContextManager[Any]", torch.autograd._unsafe_preserve_version_counter(tuple(tensors)))
 
 
 def without_transforms() -> AbstractContextManager[Any]:
-    """What runs inside is not transformed."""
+    """Context in which torch.func transforms are suspended."""
     return cast("AbstractContextManager[Any]", temporarily_clear_interpreter_stack())
 
 
 def saved_tensor_hooks_allowed() -> bool:
-    """Whether saved tensors of this thread may go through hooks now; not so inside functorch transforms."""
+    """Whether saved-tensor hooks are allowed in this thread now; they are not inside functorch transforms."""
     return bool(cast(Any, torch._C._autograd)._saved_tensors_hooks_is_enabled())
 
 
 def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The (pack, unpack) pair through which saved tensors of this thread go now."""
+    """The active (pack, unpack) hooks of this thread."""
     return cast("tuple[Any, Any] | None", torch._C._autograd._top_saved_tensors_default_hooks(True))
 
 

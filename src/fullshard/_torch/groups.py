@@ -1,4 +1,4 @@
-"""Process groups and their store."""
+"""Private process group APIs: backends, the store, and the flight recorder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 
 def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for messages of `process_group`, (numel,): from its backend where that allocates, else torch's."""
+    """Message memory of shape (numel,) for `process_group`: from its backend if it allocates, else from torch."""
     backend = process_group._get_backend(device)
     if backend.supports_tensor_alloc(device):
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
@@ -22,17 +22,17 @@ def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, de
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:
-    """What carries messages of `device` for `process_group`. Its calls are no operators: no mode sees them."""
+    """The backend of `process_group` for `device`. Its calls are not operators, so dispatch modes do not see them."""
     return process_group._get_backend(device)
 
 
 def default_store() -> Any:
-    """The store of the default process group, by a connection of our own: one that waits holds up nobody else."""
+    """The store of the default process group, on a separate connection: a wait on it blocks no other user."""
     return cast(Any, distributed_c10d._get_default_store()).clone()
 
 
 def timeout_of(process_group: ProcessGroup) -> float:
-    """Seconds after which the backend of `process_group` gives a message up; half an hour where it does not say."""
+    """The timeout of `process_group`'s backend in seconds; half an hour if unknown."""
     for device in process_group._device_types:
         options = getattr(process_group._get_backend(device), "options", None)
         if hasattr(options, "_timeout"):
@@ -43,9 +43,9 @@ def timeout_of(process_group: ProcessGroup) -> float:
 def same_group(
     like: ProcessGroup, ranks: Sequence[int], device: torch.device, store: dist.Store, name: str, seconds: float
 ) -> ProcessGroup:
-    """A process group of `ranks`, those of `like`, with connections of its own, known to nobody but the caller: it ends
-    with its last reference. `name`: never used before, the same on all of its ranks; `store`: through which they find
-    each other; `seconds`: its time limit. gloo and NCCL."""
+    """A private process group of `ranks`, those of `like`, with its own connections; destroyed with its last reference.
+
+    `name`: unused before, the same on all ranks; `store`: for the rendezvous; `seconds`: the timeout. gloo and NCCL."""
     store = dist.PrefixStore(name, store)
     rank, size = like.rank(), len(ranks)
     made = cast(Any, ProcessGroup)(store, rank, size)
@@ -64,8 +64,8 @@ def same_group(
 
 
 class Recorded(NamedTuple):
-    """A collective that this process issued and that is not over, over the process group of that name, by that thread
-    (its `get_ident`): the `number`th of the group, as on all of its ranks. `call`: as the backend names it."""
+    """An unfinished collective of this process. `group`: name of the process group; `number`: its number in the group,
+    the same on all ranks; `call`: the backend's name for it; `thread`: `get_ident` of the issuing thread."""
 
     group: str
     number: int
@@ -74,7 +74,7 @@ class Recorded(NamedTuple):
 
     @property
     def needs_all(self) -> bool:
-        """Whether it ends on no rank before all have come."""
+        """Whether it ends on no rank before all ranks joined."""
         return self.call in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
@@ -85,8 +85,8 @@ def _recorded(*, active: bool) -> list[dict[str, Any]]:
 
 
 def active_collectives() -> list[Recorded]:
-    """The collectives of this process that are not over, oldest first, as torch's flight recorder has them (gloo; empty
-    with TORCH_FR_BUFFER_SIZE=0)."""
+    """The unfinished collectives of this process, oldest first, from torch's flight recorder (gloo only; empty with
+    TORCH_FR_BUFFER_SIZE=0)."""
     return [
         Recorded(
             entry["process_group"][0],
@@ -100,13 +100,13 @@ def active_collectives() -> list[Recorded]:
 
 
 def issued_by_group() -> dict[str, int]:
-    """How many collectives this process has issued over each group that torch.distributed made, at most."""
+    """Upper bound on the collectives that this process issued over each group of torch.distributed."""
     recorded = {entry["process_group"][0]: int(entry["collective_seq_id"]) for entry in _recorded(active=False)}
     found = {}
     for name, group in known_groups().items():
         try:
             backend = cast(Any, group._get_backend(torch.device("cpu")))
-            # gloo counts messages to one rank with them; the recorder may have dropped some.
+            # gloo's count includes point-to-point messages; the recorder may have dropped entries.
             counted = int(backend._get_sequence_number_for_group())
         except RuntimeError:
             continue
@@ -115,6 +115,6 @@ def issued_by_group() -> dict[str, int]:
 
 
 def known_groups() -> dict[str, ProcessGroup]:
-    """The process groups that torch.distributed made in this process, by the name that they have on all of their ranks.
-    From any thread."""
+    """The process groups of torch.distributed in this process, by name, which is the same on all of their ranks.
+    Thread-safe."""
     return {str(group.group_name): group for group in list(distributed_c10d._world.pg_names)}

@@ -1,4 +1,4 @@
-"""The public surface: thin, and the only place that raises errors about what the caller gave."""
+"""The public API: a thin layer, and the only one that validates the caller's arguments."""
 
 from ..guard import PeerFailed as PeerFailed
 from ..guard import RanksDisagree as RanksDisagree

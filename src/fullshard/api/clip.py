@@ -1,4 +1,4 @@
-"""Gradient clipping over sharded parameters: local norms, one message, one scaling."""
+"""Gradient clipping over sharded parameters: local norms, one all-reduce per process group, one scaling."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale the gradients in place so that their global norm is at most `max_norm`; that norm before scaling.
+    """Scale the gradients in place so that their global norm is at most `max_norm`; return the norm before scaling.
 
-    Same result as `torch.nn.utils.clip_grad_norm_`, whose cost on sharded parameters is a DTensor dispatch and a
-    message per parameter; here one message is exchanged per process group. Norms are added in float64 and rounded
-    once, so that the result does not depend on how many ranks share the parameters.
+    Same result as `torch.nn.utils.clip_grad_norm_`, which pays a DTensor dispatch and a collective per sharded
+    parameter; this function pays one all-reduce per process group. Norms are summed in float64 and rounded once, so
+    the result does not depend on the number of ranks.
 
-    parameters: sharded parameters, plain ones (counted once, as equal on every rank), or both; those without `.grad`
-        are skipped. Where one has a mesh of its own with fewer ranks than its unit (an expert), those of the other
-        ranks count as well, so that all ranks scale alike; torch refuses parameters of several meshes.
-    norm_type: any p >= 1, or inf. foreach: accepted for torch's call shape; False scales one by one.
+    parameters: sharded parameters, plain ones (assumed equal on every rank and counted once), or both; those without
+        `.grad` are skipped. If a parameter's own mesh has fewer ranks than its unit (an expert), the parameters of the
+        other ranks count too, so that all ranks scale alike; torch rejects parameters on several meshes.
+    norm_type: any p >= 1, or inf. foreach: as in torch; False scales one tensor at a time.
     Returns a plain 0-dim float32 tensor on the gradients' device, equal on every rank.
-    Raises `RuntimeError` on every rank alike when the norm is not finite and `error_if_nonfinite` is set, and when a
+    Raises `RuntimeError` on every rank when the norm is not finite and `error_if_nonfinite` is set, and when a
     gradient was accumulated but not reduced.
     """
     items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -52,7 +52,7 @@ def clip_grad_norm_(
     plain, by_groups = _split(items)
     parts = [t for by_copies in by_groups.values() for tensors in by_copies.values() for t in tensors]
     device = (plain or parts)[0].device
-    # The norm of norms, as torch takes it, of what this rank sees whole; then the parts of the others.
+    # The norm of norms, as in torch: first the gradients that this rank holds whole, then the sharded ones.
     norms = [_norm(plain, norm_type, device)] if plain else []
     maximum = math.isinf(norm_type)
     for groups, by_copies in by_groups.items():
@@ -61,7 +61,7 @@ def clip_grad_norm_(
         else:
             powers = [_norm(tensors, norm_type, device).pow(norm_type) / n for n, tensors in by_copies.items()]
             value = torch.stack(powers).sum() if len(powers) > 1 else powers[0]
-        # Sharded over several axes: the sum over one axis, then that over the next.
+        # Sharded over several axes: reduce over one axis after the other.
         for group in groups:
             all_reduce_over(value, group, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, "clip_grad_norm_")
         norms.append(value if maximum else value.pow(1.0 / norm_type))
@@ -83,16 +83,15 @@ def clip_grad_norm_(
 
 
 # Local gradients by the groups over which their powers are summed, then by the number of ranks in these groups that
-# hold the same part.
+# hold the same shard.
 _Parts = dict[tuple[dist.ProcessGroup, ...], dict[int, list[Tensor]]]
 
 
 def _split(parameters: list[Tensor]) -> tuple[list[Tensor], _Parts]:
-    """The local gradients: those equal on every rank, and those of which each rank holds a part, by the groups of the
-    axes over which they are sharded."""
+    """The local gradients: those equal on every rank, and the sharded ones by the groups of their sharding axes."""
     plain: list[Tensor] = []
     by_groups: _Parts = {}
-    # Parameters of a unit share mesh and placements: the list to which gradients that lie alike belong.
+    # Parameters of a unit share mesh and placements, so their list is looked up once.
     lists: dict[tuple[int, int, int], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -101,7 +100,7 @@ def _split(parameters: list[Tensor]) -> tuple[list[Tensor], _Parts]:
             plain.append(gradient.detach())
             continue
         if isinstance(gradient, PendingGrad):
-            gradient.to_local()  # refuses, with the reason
+            gradient.to_local()  # raises, with the reason
         mesh, placements, whole = gradient.device_mesh, gradient.placements, NormMesh.of(parameter)
         alike = id(mesh), id(placements), id(whole)
         tensors = lists.get(alike)
@@ -116,8 +115,10 @@ def _split(parameters: list[Tensor]) -> tuple[list[Tensor], _Parts]:
 def _summed_over(
     mesh: DeviceMesh, placements: tuple[Placement, ...], whole: DeviceMesh | None
 ) -> tuple[tuple[dist.ProcessGroup, ...], int]:
-    """The groups over which the powers of a gradient are summed, and how many ranks of them hold the same part. An axis
-    that replicates counts once. `whole`: the mesh of the unit, of a parameter that is on a part of it."""
+    """The groups over which the powers of a gradient are summed, and how many of their ranks hold the same shard.
+
+    A replicate axis counts once. `whole`: the mesh of the unit, for a parameter on a submesh of it.
+    """
     copies = 1
     groups = []
     for axis, placement in enumerate(placements):
@@ -132,14 +133,14 @@ def _summed_over(
         if mesh.size(axis) > 1:
             groups.append(mesh.get_group(axis))
     if whole is None:
-        # Only over the axes that shard, where nothing is there twice.
+        # Over the shard axes only, where no element occurs twice.
         return tuple(groups), 1
     return tuple(whole.get_group(axis) for axis in range(whole.ndim) if whole.size(axis) > 1), copies
 
 
-# A row of the parameter is added in at least float32, the rows in float64. A float32 sum over a large matrix is off by
-# 1e-5 on a CPU, by another amount on every number of ranks; float64 throughout takes five to ten times as long.
-# A row is whole on the rank that owns it, so its sum is the same however many ranks there are.
+# Each row is summed in at least float32, the row sums in float64. A float32 sum over a large matrix is off by 1e-5 on a
+# CPU, and the error depends on the number of ranks; float64 throughout takes five to ten times as long.
+# A row is never split between ranks, so its sum does not depend on the number of ranks.
 _LEAST_ROW_NUMEL, _MOST_ROW_NUMEL = 64, 4096
 
 
@@ -160,7 +161,7 @@ def _norm(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tens
             tensor = tensor.view(-1, row_numel)
         for part in (tensor,) if row_numel <= _MOST_ROW_NUMEL else tensor.split(_MOST_ROW_NUMEL, dim=1):
             rows.append(torch.linalg.vector_norm(part, norm_type, dim=1, dtype=torch.float32))
-    # One kernel for all of them where all are on one device, as they nearly always are.
+    # One kernel if all are on one device, which is nearly always so.
     norms = [torch.cat(some).to(device, torch.float64) for some in _by_device(rows)]
     if precise:
         found = torch._foreach_norm(precise, norm_type, dtype=torch.float64)
@@ -179,16 +180,15 @@ def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 # ---- grad scaler -----------------------------------------------------------------------------------------------------
-# A gradient scaler for parameters on several meshes.
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for models whose parameters are on more than one mesh, or on host memory.
+    """`torch.amp.GradScaler` for models whose parameters are on more than one mesh, or in host memory.
 
-    When a gradient on any rank has an inf or NaN, every rank has to skip the step and halve its scale. torch's scaler
-    asks the ranks of the mesh of the *first* gradient. That is enough where all parameters are on one mesh; with tensor
-    or expert parallelism beside plain sharding, or a mesh per parameter, ranks go apart without a word. This one asks
-    the ranks of every axis of every parameter of the optimizer, one message of four bytes for each process group.
+    When a gradient on any rank has an inf or NaN, every rank must skip the step and halve its scale. torch's scaler
+    asks only the ranks of the *first* gradient's mesh. With several meshes (tensor or expert parallelism beside plain
+    sharding, or a mesh per parameter) the ranks then diverge silently. This scaler asks the ranks of every mesh axis of
+    every parameter of the optimizer: one message of four bytes per process group.
 
     Arguments, methods and state dict are torch's.
     """
@@ -196,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Of the local gradients: DTensors would send a message for each list of them.
+        # On local gradients: with DTensors each list would cost a message.
         here: Any = SimpleNamespace(param_groups=[{"params": _local_views(optimizer)}])
         per_device: dict[torch.device, Tensor] = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)
         settings = {
@@ -206,7 +206,7 @@ class GradScaler(torch.amp.GradScaler):
             "growth_interval": self.get_growth_interval(),
         }
         note_unscale(optimizer, settings)
-        # Of all parameters, also those without a gradient here: ranks have to agree on the messages.
+        # Include parameters without a gradient here: all ranks must send the same messages.
         groups = _groups(parameter for group in optimizer.param_groups for parameter in group["params"])
         for found in per_device.values():
             for group in groups:
@@ -215,7 +215,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_views(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of each parameter with a gradient, a tensor over the same memory, whose gradient is the local one."""
+    """For each parameter with a gradient: a tensor over its local memory, with the local gradient on `.grad`."""
     views = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         view, gradient = parameter.detach(), parameter.grad
@@ -228,7 +228,7 @@ def _local_views(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _groups(parameters: Any) -> list[dist.ProcessGroup]:
-    """The process groups of all mesh axes of `parameters` that have several ranks, each once, in order."""
+    """The process groups of all mesh axes of `parameters` with more than one rank, each once, in order."""
     meshes = dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
     groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     return list(dict.fromkeys(groups))

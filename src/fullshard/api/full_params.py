@@ -1,7 +1,7 @@
-"""`full_params`: the plain, unsharded parameters of a model for a while, to look at, edit, save or evaluate with.
+"""`full_params`: temporary access to the plain, unsharded parameters, to inspect, edit, save or evaluate the model.
 
-FSDP1 has it as `FSDP.summon_full_params`; torch's FSDP2 has not. Arguments and refusals are FSDP1's; `writeback` is off
-unless asked for.
+The counterpart of FSDP1's `FSDP.summon_full_params`, which torch's FSDP2 lacks. Arguments and errors are FSDP1's, but
+`writeback` defaults to False.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ def full_params(
             if rank == 0:
                 torch.save(model.state_dict(), "model.pt")  # plain tensors, under the names of the plain model
 
-    recurse: also those of the sharded modules below; else `model`'s own unit alone.
-    writeback: at the end, also when the block raises, each rank copies its own rows of what stands there then into the
-        shards, without communication; so every rank must make the same edits. Otherwise edits are dropped.
-    rank0_only: only the first rank of a unit's mesh gets full parameters; on the others the sharded ones stay. Not with
+    recurse: include the sharded modules below; False opens only `model`'s own unit.
+    writeback: at exit, even if the block raises, each rank copies its own rows of the edited parameters into its
+        shards, without communication; so every rank must make the same edits. False drops edits.
+    rank0_only: only the first rank of a unit's mesh gets full parameters; the others keep the sharded ones. Not with
         `writeback`.
     offload_to_cpu: the full parameters are on the CPU, wherever the shards are.
 
-    Every rank enters it, outside of a step: it gathers, parameter by parameter. Held until the end: the full parameters
-    without padding (nothing on other ranks with `rank0_only`), and in passing one parameter more, on the shards'
-    device. To hold one unit at a time: `for unit in units: with full_params(unit, recurse=False)`.
+    Collective, and only outside of a step: it all-gathers parameter by parameter. Memory until exit: the full
+    parameters without padding (none on other ranks with `rank0_only`); while gathering, one more parameter on the
+    shards' device. To hold one unit at a time: `for unit in units: with full_params(unit, recurse=False)`.
 
-    The tensors are the context's: names, `requires_grad` and ties are those of the model, `.grad` is None, and nothing
-    is freed while somebody else holds them. `state_dict()` is that of the plain model, and `load_state_dict()` loads
-    it. A forward is allowed under `torch.no_grad()`: it sends nothing and casts nothing. With gradients it is refused,
-    as are `unshard`, `reshard` and conversions; with `writeback` also optimizer steps of the shards. Contexts nest,
-    with equal `rank0_only` and `offload_to_cpu`: an inner one uses the parameters that are full already.
+    The context owns the tensors: names, `requires_grad` and ties are those of the model, `.grad` is None, and a tensor
+    that the caller still holds is not freed. `state_dict()` and `load_state_dict()` are those of the plain model.
+    Forward is allowed under `torch.no_grad()`: it neither communicates nor casts. Forward with gradients, `unshard`,
+    `reshard` and conversions raise; with `writeback`, optimizer steps on the shards raise too. Contexts nest if
+    `rank0_only` and `offload_to_cpu` are equal: the inner one reuses the parameters that are already full.
 
-    A model without sharded parameters is left as it is. Raises `NotImplementedError` (writeback with rank0_only),
-    `ValueError` (a part of a unit, instead of the module that was sharded) and `RuntimeError` (inside a step, on the
-    meta device, an inner context that differs, and at the end: a parameter of another shape, or shards that were
-    written meanwhile).
+    Does nothing to a model without sharded parameters. Raises `NotImplementedError` (writeback with rank0_only),
+    `ValueError` (a part of a unit instead of the sharded module) and `RuntimeError` (inside a step, on the meta device,
+    an inner context with other arguments, and at exit: a parameter of another shape, or shards written meanwhile).
     """
     if writeback and rank0_only:
         raise NotImplementedError(
@@ -68,8 +67,8 @@ def full_params(
         known = opened_of(unit)
         if known is not None and known.opening != opening:
             raise RuntimeError(
-                f"full_params: expected {known.opening} as of the context around this one, found {opening}; "
-                f"give nested contexts the same, or leave the outer one"
+                f"full_params: expected {known.opening} as in the enclosing context, found {opening}; "
+                f"use the same arguments for nested contexts, or leave the outer one first"
             )
     keep = opening.keeps(units)
     before_opening(model, [unit for unit in units if unit.opened is None])

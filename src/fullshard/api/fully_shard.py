@@ -1,4 +1,4 @@
-"""`fully_shard`: from a module to a unit. Thin: validate, find parameters, make the unit, swap the class, hook."""
+"""`fully_shard`: validate, find the parameters, build the unit, swap the class, register hooks."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ from .module import publish, sharded_class
 from .validate import Share, place
 
 # ---- mesh dims -------------------------------------------------------------------------------------------------------
-# `dp_mesh_dims`: which axes of a full mesh are those of data parallelism.
+# `dp_mesh_dims`: the data-parallel axes of a full mesh.
 
 
 class Whole(NamedTuple):
-    """A mesh of one axis over which nothing is cut: how `replicate` says so to `fully_shard`."""
+    """A 1-D mesh over which `fully_shard` shards nothing; passed by `replicate`."""
 
     mesh: DeviceMesh
 
 
 def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, FullMesh]:
-    """The data-parallel mesh within `mesh`, and how it lies there: 1-D (shard, or replicate when nothing shards) or 2-D
-    (replicate, shard).
+    """The data-parallel mesh within `mesh`, 1-D (shard) or 2-D (replicate, shard), and its position in `mesh`.
 
-    Without an axis that shards: 1-D (replicate), and `FullMesh.shard_axis` is None.
+    Without a shard axis: 1-D (replicate), and `FullMesh.shard_axis` is None.
 
-    dims: a `DataParallelMeshDims`, ours or torch's: `shard` and `replicate` are a name, several names or None. Several
-    names become one axis, in the order of the mesh. Raises torch's types: `ValueError` (no names, an unknown name),
-    `KeyError` (names in another order than in the mesh), `RuntimeError` (an axis twice, or axes to shard over that are
-    not neighbours).
+    dims: a `DataParallelMeshDims`, fullshard's or torch's: `shard` and `replicate` are a name, several names or None.
+    Several names become one axis, in the order of the mesh. Raises torch's types: `ValueError` (no names, an unknown
+    name), `KeyError` (names in another order than in the mesh), `RuntimeError` (an axis twice, or shard axes that are
+    not adjacent).
     """
     names = None if mesh is None else mesh.mesh_dim_names
     if mesh is None or names is None:
@@ -62,10 +61,9 @@ def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, 
         raise RuntimeError(f"dp_mesh_dims: expected each axis once, found {both} in shard and replicate; name it once")
     if shard and shard != tuple(range(shard[0], shard[0] + len(shard))):
         raise RuntimeError(
-            f"dp_mesh_dims: expected axes to shard over that are neighbours, found {dims.shard!r} of {names}; order "
-            f"the axes of the mesh so that they are"
+            f"dp_mesh_dims: expected adjacent shard axes, found {dims.shard!r} of {names}; reorder the axes of the mesh"
         )
-    # Made by slicing the mesh by names, so that every part knows its root.
+    # Slice the mesh by names, so that every part knows its root mesh.
     parts = [flattened_axes(mesh[tuple(names[axis] for axis in axes)]) for axes in (replicate, shard) if axes]
     data_parallel = concatenated_mesh(parts)
     others = [axis for axis in range(mesh.ndim) if axis not in shard[1:]]
@@ -96,7 +94,7 @@ def _axes(given: str | Iterable[str] | None, field: str, names: tuple[str, ...])
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
-# Full parameters of at least this size are gathered straight into place where the backend groups messages.
+# Full parameters of at least this size are all-gathered directly into place if the backend groups messages.
 DIRECT_GATHER_NBYTES = 1 << 20
 
 
@@ -111,44 +109,44 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> T:
-    """Shard the parameters of `module` that no inner unit has, in place, over the ranks of `mesh`.
+    """Shard the parameters of `module` that belong to no inner unit, in place, over the ranks of `mesh`.
 
     Apply it bottom-up: to each block, then to the whole model. Afterwards every parameter is a DTensor parameter with
-    placements `(Shard(0),)` (rows as `torch.chunk` cuts them, so uneven sizes are fine), full only while the module
+    placements `(Shard(0),)` (rows split as by `torch.chunk`, uneven sizes included), unsharded only while the module
     computes. The module's class becomes a subclass of `FSDPModule` and of its own class. Build the optimizer
-    afterwards: a step of one that holds the parameters from before is a `RuntimeError` that names them. Gradients are
-    averaged over the ranks and arrive as DTensors on `.grad` when backward ends.
+    afterwards: a step on the old parameters raises a `RuntimeError` that names them. Gradients are averaged over the
+    ranks and are on `.grad` as DTensors when backward ends.
 
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
 
-    module: an `nn.Module`, or a list of them that become one unit: one message gathers the parameters of all, and each
-        may run by itself, in any order and any number of times (norm and head under a loss in chunks). They stay full
-        from the first that runs to the last; those that did not run are not waited for beyond the outermost forward.
-        A list cannot be the root. Its parameters may be on the meta device (then `to_empty` and initialise afterwards).
+    module: an `nn.Module`, or a list of them that forms one unit: one all-gather serves all, and each may run
+        separately, in any order and any number of times (norm and head under a chunked loss). They stay unsharded from
+        the first that runs to the last; modules that do not run are not awaited after the outermost forward ends. A
+        list cannot be the root. Parameters may be on the meta device (then call `to_empty` and initialise afterwards).
     mesh: a 1-D `DeviceMesh`; or a 2-D one with named axes (replicate, shard): parameters are sharded over the second
-        and equal over the first (HSDP, MiCS; (N, 1) shards nothing), placements `(Replicate(), Shard(0))`, and
-        gradients are averaged over both. None: all ranks of the default process group, which is set up when needed.
-    reshard_after_forward: True frees the full parameters after forward and gathers them again in backward; False keeps
-        them; None: True, except for the root, whose backward follows at once. An int k, a factor of the ranks: keep the
-        part of one rank of k (in the compute dtype) and gather backward among k neighbours, as the ranks of a node.
-    mp_policy: dtypes of compute, reduction, inputs and outputs (ours or torch's `MixedPrecisionPolicy`).
-    ignored_params: parameters to leave as they are on every rank.
-    shard_placement_fn: called with each parameter; returns None or `Shard(dim)` (any dim, uneven ones too), or a
-        `ShardPlacementResult` with a mesh of that parameter's own, over which its gradients are averaged. It must
-        answer alike on every rank.
-    dp_mesh_dims: parameters are DTensors on `mesh`, which has axes of other parallelism too: the names of the
-        data-parallel ones, over which they are replicated and which are now sharded.
-    offload_policy: `CPUOffloadPolicy()`, ours or torch's: shards, gradients and optimizer state on the host.
+        and replicated over the first (HSDP, MiCS; (N, 1) shards nothing), placements `(Replicate(), Shard(0))`, and
+        gradients are averaged over both. None: all ranks of the default process group, initialised if needed.
+    reshard_after_forward: True reshards after forward and all-gathers again in backward; False keeps the full
+        parameters; None: True, except for the root, whose backward follows at once. An int k, a factor of the world
+        size: reshard to 1/k (in the compute dtype) and all-gather in backward among k adjacent ranks, such as a node.
+    mp_policy: dtypes of compute, reduction, inputs and outputs (fullshard's or torch's `MixedPrecisionPolicy`).
+    ignored_params: parameters to leave unsharded on every rank.
+    shard_placement_fn: called with each parameter; returns None, `Shard(dim)` (any dim, uneven sizes too), or a
+        `ShardPlacementResult` with the parameter's own mesh, over which its gradients are averaged. It must return the
+        same on every rank.
+    dp_mesh_dims: for parameters that are DTensors on a `mesh` with axes of other parallelism: the names of the
+        data-parallel axes, over which the parameters are replicated and will be sharded.
+    offload_policy: `CPUOffloadPolicy()`, fullshard's or torch's: shards, gradients and optimizer state on the host.
 
-    Every rank must make the same calls. Returns `module` itself, the list too. Raises `ValueError` (a module without
+    Every rank must make the same calls. Returns `module` itself, also for a list. Raises `ValueError` (a module without
     forward, a scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice)
-    and `RuntimeError` (a part already ran, a module around it was sharded before it, or DistributedDataParallel or
-    torch's `replicate` averages its gradients). A call that raises leaves modules and parameters as they were; buffers
-    and ignored parameters may be on the mesh's device by then. Source: seeds 000 to 003; torch 2.13 `fully_shard` for
-    names and types.
+    and `RuntimeError` (an inner module already ran, an outer module was sharded first, or DistributedDataParallel or
+    torch's `replicate` averages its gradients). A call that raises leaves modules and parameters unchanged, but may
+    have moved buffers and ignored parameters to the mesh's device. Source: seeds 000 to 003; torch 2.13 `fully_shard`
+    for names and types.
     """
     roots = validate.check_modules(module)
     validate.check_policies(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
@@ -211,7 +209,7 @@ def _part(
     shards: bool,
 ) -> Part:
     own = share.mesh
-    # `shards` is about the mesh of the unit.
+    # The argument `shards` describes the unit's mesh only.
     shards = shards or own != unit_mesh
     links = mesh_links(own, device, shards=shards)
     attend(links)
@@ -233,12 +231,12 @@ def _part(
 def _kept_in_blocks(part: Part, degree: int) -> Part:
     placing, links = part.placing, part.links
     if placing.world == degree:
-        return part  # all ranks together keep their shards, as they do anyway
+        return part  # the kept parts are the shards themselves
     return part._replace(links=links._replace(block=block_of(placing.mesh, degree, placing.device)))
 
 
 def _managed(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules whose parameters are in the unit of `roots`, each once; names begin with the position in a list."""
+    """The modules whose parameters form the unit of `roots`, each once; for a list, names begin with the position."""
     managed: dict[nn.Module, str] = {}
     for position, root in enumerate(roots):
         for name, module in managed_modules(root, lambda child: unit_of(child) is not None):
@@ -248,12 +246,12 @@ def _managed(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(name, module) for module, name in managed.items()]
 
 
-# Where callers of torch's function look for the state of a module.
+# Callers of torch's function read a module's state here.
 fully_shard.state = published_state  # type: ignore[attr-defined]
 
 
 # ---- replicate -------------------------------------------------------------------------------------------------------
-# `replicate`: data parallelism without sharding, by the same engine.
+# `replicate`: data parallelism without sharding, on the same engine.
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -267,17 +265,17 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> M:
-    """Keep the parameters of `module` whole on every rank of `mesh`, and average their gradients: what DDP does.
+    """Replicate the parameters of `module` on every rank of `mesh`, and average their gradients, as DDP does.
 
-    `fully_shard` with nothing cut: units, hooks, precision, accumulation and setters are the same, and the module
-    becomes an `FSDPModule`. Parameters are DTensors with placements `(Replicate(),)`. Nothing is gathered; each unit
-    sends one flat bucket of gradients when they are ready. `fully_shard` on a mesh (N, 1) is the same, with placements
+    Units, hooks, precision, accumulation and setters are those of `fully_shard`, and the module becomes an
+    `FSDPModule`. Parameters are DTensors with placements `(Replicate(),)`. Nothing is all-gathered; each unit sends one
+    flat bucket of gradients when they are ready. `fully_shard` on a mesh (N, 1) does the same, with placements
     `(Replicate(), Shard(0))`.
 
     mesh: a 1-D `DeviceMesh`; None: all ranks of the default process group. The other arguments are those of
     `fully_shard`; of `dp_mesh_dims` only `replicate`.
-    Returns `module` itself. Raises `ValueError` (a mesh of several axes, axes to shard over), `RuntimeError` (a module
-    that `fully_shard` cut) and what `fully_shard` raises. Source: torch 2.13
+    Returns `module` itself. Raises `ValueError` (a mesh of several axes, a shard axis), `RuntimeError` (a module that
+    `fully_shard` sharded) and the errors of `fully_shard`. Source: torch 2.13
     `torch.distributed._composable.replicate_with_fsdp.replicate` for names and types.
     """
     unit = unit_of(module) if isinstance(module, nn.Module) else None
@@ -289,7 +287,7 @@ def replicate(
     if dp_mesh_dims is not None:
         if dp_mesh_dims.shard is not None:
             raise ValueError(
-                f"dp_mesh_dims: expected only axes that replicate, found shard={dp_mesh_dims.shard!r}; "
+                f"dp_mesh_dims: expected only replicate axes, found shard={dp_mesh_dims.shard!r}; "
                 f"use fully_shard, which shards over them"
             )
         whole: Any = mesh
@@ -315,21 +313,20 @@ def _one_axis(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 # ---- forward method --------------------------------------------------------------------------------------------------
-# `register_fsdp_forward_method`: a method that gathers and frees parameters as forward does.
+# `register_fsdp_forward_method`: a method that unshards and reshards as forward does.
 
 _MARK = "_fullshard_forward_of"
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` gather and free parameters as `module(...)` does (`generate`, `encode`, ...).
+    """Let `module.method_name(...)` unshard and reshard parameters as `module(...)` does (`generate`, `encode`, ...).
 
-    From now on a call is a use of the module: inputs and outputs are cast by its `mp_policy`, its parameters are full
-    while the method runs, also where it calls `forward` or other registered methods in between, and backward finds
-    them. Register it on the module whose parameters the method uses. Does nothing for a module that is not sharded, or
-    the second time.
+    Each call then counts as a forward: `mp_policy` casts inputs and outputs, and the parameters stay unsharded while
+    the method runs, even if it calls `forward` or other registered methods; backward unshards them again. Register it
+    on the module whose parameters the method uses. Does nothing for an unsharded module or a registered method.
 
     Raises `ValueError` when there is no such method, or when torch sharded the module, and `NotImplementedError` for
-    generators and coroutines, whose body runs after the call has returned. Source: torch 2.13.
+    generators and coroutines, whose body runs after the call returns. Source: torch 2.13.
     """
     unit = unit_of(module)
     if unit is None:
@@ -346,7 +343,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     if any(test(method) for test in _RUN_LATER):
         raise NotImplementedError(
-            f"method_name: expected a method that is over when it returns, found {method_name!r}, a generator or "
+            f"method_name: expected a method that completes when it returns, found {method_name!r}, a generator or "
             f"coroutine; call unshard() before it and reshard() after it, or register what it calls"
         )
     if getattr(method, _MARK, None) is module:
@@ -358,7 +355,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return hooks.call(module, method, args, kwargs)
 
     setattr(call, _MARK, module)
-    # On the object: other objects of the class may not be sharded.
+    # On the instance: other instances of the class may not be sharded.
     setattr(module, method_name, call)
 
 

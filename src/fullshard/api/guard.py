@@ -1,4 +1,4 @@
-"""`guard`: a part of a step that all ranks come through, or that raises on all of them."""
+"""`guard`: a block that either completes on all ranks or raises on all ranks."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ..engine.root import formed, module_units
 
 @contextmanager
 def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
-    """Inside, an exception on one rank is an exception on all ranks of the models, before anything after it is done.
+    """If one rank raises inside the block, every rank of the models raises before it leaves the block.
 
         with fullshard.guard(model, optimizer):
             loss = model(tokens).loss
             loss.backward()
-            optimizer.step()  # only where every rank came so far
+            optimizer.step()  # runs only if every rank got here
 
-    The rank that raises keeps its own exception, of whatever type; the others raise `PeerFailed`, which names it and
-    says what it said, at the latest when they come to the end of the block, and within seconds where they wait for
-    it. Also for a rank that was killed or stopped. Afterwards all ranks may try again: call `zero_grad` and run the
-    block once more; gradients of earlier, good micro-batches that are not reduced yet stay.
+    The rank that raises keeps its own exception. The others raise `PeerFailed`, which names that rank and quotes its
+    error: at the end of the block at the latest, and within seconds if they are waiting for it. This also covers ranks
+    that were killed or stopped. Afterwards all ranks may retry: call `zero_grad` and run the block again; unreduced
+    gradients of earlier, successful micro-batches stay.
 
-    Optimizers that are given: before the first step of each, all ranks come together once more, so that one which
-    failed until then prevents it everywhere. A rank that raises *in* a step is named on all. Where nothing was written
-    on any rank, all may try again. Else nobody can put that back: the error says so, and every forward of the model
-    raises `RanksDisagree` on all ranks until all have loaded a checkpoint (`mark_restored`). Steps that a scaler
-    leaves out on all ranks are none; those of `step_in_backward` are taken before anybody can prevent them.
+    Optimizers: before the first step of each, all ranks synchronize once more, so that a rank that failed earlier
+    prevents the step everywhere. If a rank raises *inside* a step, all ranks name it. If no rank wrote anything, all
+    may retry. Otherwise the step cannot be undone: the error says so, and every forward of the model raises
+    `RanksDisagree` on all ranks until all have loaded a checkpoint (`mark_restored`). Steps that a scaler skips on all
+    ranks do not count. An optimizer-in-backward step (`step_in_backward`) runs before any rank can prevent it.
 
-    What a forward or a backward raises is told to the peers without a guard, too; but a rank that does not wait for a
-    message of the one that failed goes on to its optimizer's step.
+    Without a guard, peers are also notified of an exception in forward or backward; but a rank that does not wait for
+    a message of the failed rank continues to its optimizer step.
 
-    guarded: models sharded by `fully_shard`, the ranks of whose meshes take part, and optimizers of theirs. All ranks
-    enter the same blocks, and take the same steps in them. Costs two messages of 16 bytes over each axis of the
-    meshes, and two for each optimizer. In a world of one it does nothing. Raises `TypeError` for something else and
-    `ValueError` for a model without sharded modules, or none.
+    guarded: models sharded by `fully_shard`, the ranks of whose meshes take part, and their optimizers. All ranks must
+    enter the same blocks and take the same steps in them. Costs two messages of 16 bytes per mesh axis, and two per
+    optimizer. With one rank it does nothing. Raises `TypeError` for any other object and `ValueError` for a model
+    without sharded modules, or for no model.
     """
     models = [one for one in guarded if isinstance(one, nn.Module)]
     optimizers = [one for one in guarded if isinstance(one, Optimizer)]
@@ -67,16 +67,16 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
 
 
 def mark_restored(model: nn.Module | Iterable[Tensor], *, source: str = "") -> None:
-    """Say that the state of `model` is that of one training again: after a rank raised in an optimizer's step which
-    others took, every forward refuses to continue until this, or a load, on all ranks.
+    """Declare the state of `model` consistent again after one rank raised in an optimizer step that others took.
 
-    `fullshard.checkpoint.load` and `load_state_dict` of the model do it themselves. Call it on all ranks where you
-    brought back parameters and optimizer state in another way: from copies, or by a load that writes into tensors.
-    model: with sharded modules; or sharded parameters, as a model has them or as they are in its state dict.
-    source: what was loaded, in words. The ranks compare it in their next step: of another checkpoint on each rank there
-        would be pieces of several. `fullshard.checkpoint.load` says which save it was.
+    Until all ranks call this or load a checkpoint, every forward raises. `fullshard.checkpoint.load` and the model's
+    `load_state_dict` call it themselves. Call it on all ranks if you restored parameters and optimizer state in another
+    way: from copies, or by a load that writes into tensors.
+    model: a model with sharded modules, or sharded parameters as in the model or its state dict.
+    source: a description of what was loaded. The ranks compare it in their next step, to detect that they loaded
+        different checkpoints. `fullshard.checkpoint.load` passes the save it loaded.
 
-    Raises `ValueError` where nothing of it is sharded.
+    Raises `ValueError` if nothing is sharded.
     """
     units = module_units(model) if isinstance(model, nn.Module) else []
     units_restored(units, source)

@@ -1,7 +1,7 @@
-"""`install`: unmodified programs, which import FSDP2 from torch, run on fullshard.
+"""`install`: run unmodified programs, which import FSDP2 from torch, on fullshard.
 
-What is swapped are the functions. Torch's classes stay: our sharded modules and handles are instances of them, and its
-policy objects are accepted, so programs find what they expect, and modules that torch sharded are recognised as before.
+Only functions are swapped. Torch's classes stay: fullshard's modules and handles are instances of them, and torch's
+policy objects are accepted, so `isinstance` checks work for modules sharded by either.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _OURS: dict[str, Callable[..., Any]] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-# (module, name, what torch had there) of every name that is swapped now; empty: not installed.
+# (module, name, torch's object) of every swapped name; empty: not installed.
 _swapped: list[tuple[ModuleType, str, Any]] = []
 _LOCK = threading.Lock()
 
 
 class Installation:
-    """What `install` returns: in a `with` statement, the names are torch's again at its end.
+    """The result of `install`: as a context manager, it restores torch's names at exit.
 
-    Unless they were ours already when it was made: then an outer one, or `uninstall()`, puts them back.
+    If fullshard was installed before, it leaves that to the outer one or to `uninstall()`.
     """
 
     def __init__(self, *, made_here: bool) -> None:
@@ -47,19 +47,19 @@ class Installation:
 
 
 def install() -> Installation:
-    """Let `fully_shard` and the functions beside it, as torch's modules show them, be those of fullshard.
+    """Replace torch's `fully_shard` and related functions by fullshard's, in torch's modules.
 
         fullshard.install()
-        from torch.distributed.fsdp import fully_shard  # ours
-        import accelerate  # what imports it from now on gets ours
+        from torch.distributed.fsdp import fully_shard  # fullshard's
+        import accelerate  # later imports get fullshard's
 
-    The names are `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx`, in `torch.distributed.fsdp` and in
-    the old `torch.distributed._composable.fsdp`. For this process, all its threads, and until `uninstall()`; as a
-    context manager, for a block. Repeated calls change nothing.
+    Replaces `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` in `torch.distributed.fsdp` and in the
+    old `torch.distributed._composable.fsdp`, for all threads of this process, until `uninstall()`; as a context
+    manager, for a block. Repeated calls change nothing.
 
-    A module that imported such a name *before* holds torch's function, which cannot be taken back from it: a
-    `UserWarning` names those that did. Modules imported meanwhile keep ours after `uninstall()`, as it is with any
-    import. Returns an `Installation`. Source: no counterpart in torch.
+    A module that imported such a name *before* keeps torch's function: a `UserWarning` names these modules. Modules
+    imported meanwhile keep fullshard's after `uninstall()`, as with any import. Returns an `Installation`. Source: no
+    counterpart in torch.
     """
     with _LOCK:
         if _swapped:
@@ -73,20 +73,20 @@ def install() -> Installation:
         try:
             warnings.warn(
                 f"install: expected no module to have imported these functions from torch before, found "
-                f"{', '.join(held)}, which go on calling torch's; call fullshard.install() before they are imported",
+                f"{', '.join(held)}, which still call torch's; call fullshard.install() before they are imported",
                 UserWarning,
                 stacklevel=2,
             )
-        except UserWarning:  # where warnings are errors, this call has failed
+        except UserWarning:  # warnings are errors: this call failed
             uninstall()
             raise
     return Installation(made_here=True)
 
 
 def uninstall() -> None:
-    """Put back what `install` swapped, the very objects; without an `install` before it, nothing.
+    """Restore torch's own objects; does nothing if not installed.
 
-    A name that somebody else replaced meanwhile is theirs, and stays: a `UserWarning` says which.
+    A name that other code replaced meanwhile stays as it is: a `UserWarning` lists these names.
     """
     with _LOCK:
         foreign = []
@@ -99,19 +99,19 @@ def uninstall() -> None:
     if foreign:
         warnings.warn(
             f"uninstall: expected fullshard's functions where install() put them, found others at "
-            f"{', '.join(foreign)}, which stay; whoever replaced them is to put torch's back",
+            f"{', '.join(foreign)}, which stay; restore torch's in the code that replaced them",
             UserWarning,
             stacklevel=2,
         )
 
 
 def _held_elsewhere(originals: set[int]) -> list[str]:
-    """`module.name` of every global, outside of torch and of this package, that is one of these functions."""
+    """`module.name` of every global outside of torch and fullshard that is one of these functions."""
     found = []
     for module_name, module in sorted(sys.modules.items()):
         if module_name.partition(".")[0] in ("torch", "fullshard") or not isinstance(module, ModuleType):
             continue
-        # A copy: modules that import lazily grow while they are looked at.
+        # A copy: modules that import lazily grow during iteration.
         for name, value in list(vars(module).items()):
             if id(value) in originals:
                 found.append(f"{module_name}.{name}")

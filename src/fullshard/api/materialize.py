@@ -1,4 +1,4 @@
-"""`materialize`: from a model on the meta device to initial values, one unit at a time, the same at any world size."""
+"""`materialize`: initialise a model on the meta device unit by unit, with the same values at any world size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..param import ParamGroup, ShardedParam, can_digest, fingerprints, local_da
 from . import validate
 
 # ---- sync ------------------------------------------------------------------------------------------------------------
-# One value on all ranks: `sync_module_states` brings it about, `find_drift` says where it is missing.
+# `sync_module_states` makes values equal on all ranks; `find_drift` reports where they differ.
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -43,7 +43,7 @@ T = TypeVar("T", bound=nn.Module)
 def sync_module_states(
     model: T, mesh: DeviceMesh | None = None, from_rank: int = 0, *, buffers_only: bool = False
 ) -> T:
-    """Give every rank the parameters and buffers of one: for ranks that built other values, before `fully_shard`.
+    """Broadcast one rank's parameters and buffers to all ranks, before `fully_shard`.
 
         model = Transformer(config)            # or, on all ranks but one, under torch.device("meta")
         fullshard.sync_module_states(model)
@@ -51,25 +51,25 @@ def sync_module_states(
             fully_shard(block)
         fully_shard(model)
 
-    mesh: among which ranks; None: all of the default process group. With other parallelism around (tensor parallelism,
-        a pipeline), the mesh that is given to `fully_shard`.
-    from_rank: the position in `mesh` of the rank whose values are taken: of the default group, its rank.
-    buffers_only: leave parameters alone. This may be called after `fully_shard`, to bring buffers together that went
-        apart in training (`find_drift`).
+    mesh: the ranks that take part; None: all of the default process group. With other parallelism around (tensor
+        parallelism, a pipeline), the mesh that `fully_shard` gets.
+    from_rank: the position in `mesh` of the rank that sends its values; in the default group, its rank.
+    buffers_only: leave parameters alone. Allowed after `fully_shard` too, to synchronize buffers that drifted apart in
+        training (`find_drift`).
 
-    Written in place; what a receiving rank has on the meta device gets memory on the device of the mesh, and tied
-    parameters stay tied. Takes one buffer of 16 MiB. Collective. Returns `model`.
+    Writes in place; meta tensors of a receiving rank get memory on the device of the mesh, and tied parameters stay
+    tied. Needs one buffer of 16 MiB. Collective. Returns `model`.
 
-    Raises `RuntimeError` after `fully_shard`, unless `buffers_only`: each rank has other rows, and none has all values;
-    `RanksDisagree` where names, shapes or dtypes differ; `ValueError` for a `from_rank` outside of the mesh, and where
-    that rank has something on the meta device; `TypeError` for tensor subclasses other than DTensor. Source: FSDP1's
-    argument `sync_module_states`, which did this in its constructor; FSDP2 has nothing in its place.
+    Raises `RuntimeError` after `fully_shard`, unless `buffers_only`, because no rank has all rows; `RanksDisagree` if
+    names, shapes or dtypes differ; `ValueError` for a `from_rank` outside of the mesh, or one that has tensors on the
+    meta device; `TypeError` for tensor subclasses other than DTensor. Source: the argument `sync_module_states` of
+    FSDP1's constructor; FSDP2 has no equivalent.
     """
     if not buffers_only and module_units(model):
         raise RuntimeError(
-            "model: expected one before fully_shard, found sharded modules, of whose parameters each rank has other "
-            "rows, so that none could give all values; call sync_module_states before the first fully_shard, load a "
-            "checkpoint, or pass buffers_only=True"
+            "model: expected one before fully_shard, found sharded modules, so no rank has all rows of their "
+            "parameters; call sync_module_states before the first fully_shard, load a checkpoint, or pass "
+            "buffers_only=True"
         )
     mesh = validate.resolve_mesh(None) if mesh is None else mesh
     if not 0 <= from_rank < mesh.size():
@@ -89,15 +89,14 @@ def sync_module_states(
 
 
 def find_drift(model: nn.Module) -> tuple[Drift, ...]:
-    """What ranks should have the same of and have not: buffers, copies of shards, parameters that no unit has.
+    """Find tensors that should be equal on all ranks and are not: buffers, replicas of shards, unsharded parameters.
 
-    Buffers are compared among the ranks of the mesh of the unit that they are in; shards among the ranks that replicate
-    them (HSDP); `ignored_params` as buffers. Bit by bit (64 bits of a digest each); no tensor is sent. Tensors of names
-    that only some ranks have are left out, and so is what has no data yet.
+    Buffers and `ignored_params` are compared over the mesh of their unit, shards over their replicas (HSDP). The
+    comparison is bitwise, by 64-bit digests; no tensor is sent. It skips names that only some ranks have, and tensors
+    without data.
 
-    Collective: all ranks call it. Each item has `name`, `kind` ("buffer", "replica", "unsharded parameter") and
-    `ranks`, in groups of equal values, the largest first. Empty where nothing differs. Raises `ValueError` when nothing
-    in `model` is sharded.
+    Collective. Each item has `name`, `kind` ("buffer", "replica", "unsharded parameter") and `ranks`, grouped by equal
+    values, the largest group first. Empty if nothing differs. Raises `ValueError` if nothing in `model` is sharded.
     """
     units = module_units(model)
     if not units:
@@ -150,7 +149,7 @@ def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
 
 
 def _refuse_missing(mesh: DeviceMesh, tensors: dict[str, Tensor], source: int) -> None:
-    """The source has to have everything; all ranks raise when it has not."""
+    """Raise on all ranks if the source rank has tensors on the meta device."""
     mine = mesh.mesh.flatten()[source].item() == torch.distributed.get_rank()
     lost = torch.tensor([mine and tensor.is_meta for tensor in tensors.values()], dtype=torch.int32)
     missing = [
@@ -164,8 +163,8 @@ def _refuse_missing(mesh: DeviceMesh, tensors: dict[str, Tensor], source: int) -
 
 
 def _allocate_meta(model: nn.Module, device: torch.device, *, buffers_only: bool) -> None:
-    """Memory for what is on the meta device, one for all modules that share it."""
-    # The old ones too, so that their ids stay theirs.
+    """Allocate memory for meta tensors; a tensor shared by several modules stays shared."""
+    # Keep the old tensors alive, so that their ids are not reused.
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def empty(old: Tensor) -> Tensor:
@@ -191,14 +190,14 @@ def _allocate_meta(model: nn.Module, device: torch.device, *, buffers_only: bool
 
 Init = Callable[[nn.Module], object]
 
-# torch's generators are one per process, and ranks may be threads of one.
+# torch's generators are per process, and ranks may be threads of one process.
 _GENERATORS = threading.RLock()
 
 
 def materialize(
     model: T, *, device: torch.device | str | None = None, init: Init | None = None, seed: int | None = None
 ) -> T:
-    """Give memory and initial values to what `model` has on the meta device, or without a value since `to_empty`.
+    """Allocate and initialise the tensors of `model` that are on the meta device or unwritten since `to_empty`.
 
         with torch.device("meta"):
             model = Transformer(config)
@@ -207,27 +206,26 @@ def materialize(
         fully_shard(model)
         fullshard.materialize(model, seed=0)
 
-    One unit after the other, each initialiser sees full, plain parameters in the dtype of storage, as in a model of one
-    process; then every rank keeps its rows, and the full ones are freed. So there are never more full parameters than
-    those of the largest unit, nothing but a few numbers is sent, and each rank draws all values. Every module draws
-    from a seed of its own, made of `seed` and its dotted name: values depend neither on the world size, nor on what is
-    a unit, nor on the order of modules. An unsharded model gets the same ones. The state of torch's random generators
-    is left as it was.
+    Units are initialised one after the other. Each initialiser sees full, plain parameters in the storage dtype, as in
+    a single process; then every rank keeps its rows and frees the rest. So at most the full parameters of the largest
+    unit exist at once, each rank draws all values, and only a few numbers are sent. Each module has its own seed,
+    derived from `seed` and its dotted name: values depend neither on the world size, nor on the division into units,
+    nor on the order of modules, and equal those of an unsharded model. torch's random generators keep their state.
 
-    device: where the memory is to be; None: the device of the mesh, and the CPU for a model without units.
-    init: called with each module that has something without a value in it (below it, but not in other units), children
-        first, as `nn.Module.apply` would. It initialises in any way: in place, through `.data`, or by putting a new
-        parameter on the module. None: `reset_parameters()` of each module that owns something without a value, then
+    device: where to allocate; None: the device of the mesh, or the CPU for a model without units.
+    init: called with each module that contains an uninitialised tensor (in itself or below, within its unit), children
+        first, as by `nn.Module.apply`. It may initialise in place, through `.data`, or by setting a new parameter on
+        the module. None: `reset_parameters()` of each module that owns an uninitialised tensor, then
         `init_weights()` of each that has it.
-    seed: of all values; None: `torch.initial_seed()`, what `torch.manual_seed` was last given. Equal on all ranks.
+    seed: an int, equal on all ranks; None: `torch.initial_seed()`, the last value given to `torch.manual_seed`.
 
-    What has a value keeps it. Non-persistent buffers that `init` leaves without one are computed by the reset hook of
-    modules without parameters. What has none afterwards is named by the first forward, so a checkpoint may bring it.
-    Collective: all ranks call it.
+    Tensors that have a value keep it. Non-persistent buffers that `init` leaves uninitialised are computed by the reset
+    hook of modules without parameters. A later checkpoint may fill the rest: the first forward names tensors that are
+    still uninitialised. Collective.
 
     Returns `model`. Raises `ValueError` (no initialiser for a module, an `init_weights` that cannot be called within
-    one unit, another seed on another rank, a device that is not the mesh's) and `RuntimeError` (an initialiser wrote
-    parameters of other units, or put a parameter of another shape on a module). Source: torch's meta-device flow
+    one unit, different seeds on the ranks, a device other than the mesh's) and `RuntimeError` (an initialiser wrote
+    parameters of other units, or set a parameter of another shape on a module). Source: torch's meta-device flow
     (`to_empty`, `reset_parameters`), which leaves all of this to the caller.
     """
     units = list(dict.fromkeys(module_units(model)))
@@ -259,11 +257,11 @@ def _materialize(
 
 
 def mark_initialized(module: nn.Module) -> None:
-    """Say that what was not written since `to_empty` is meant to be so: the next forward does not look for it.
+    """Accept tensors unwritten since `to_empty`: the next forward does not check for them.
 
-    Its memory holds NaN (integers: bytes 0xA5); buffers on the meta device get such memory. For parameters and buffers
-    that are never read, and for rows that some ranks need not write. Call it on all ranks, after `to_empty`. Raises
-    `ValueError` when nothing in `module` is sharded.
+    Unwritten memory holds NaN (integers: bytes 0xA5), also for buffers on the meta device. Meant for parameters and
+    buffers that are never read, and for rows that some ranks need not write. Call it on all ranks, after `to_empty`.
+    Raises `ValueError` if nothing in `module` is sharded.
     """
     units = module_units(module)
     if not units:
@@ -279,13 +277,13 @@ def mark_initialized(module: nn.Module) -> None:
             unit.root.unproven = any(other.unproven for other in unit.root.units)
 
 
-# ---- what is to be done --------------------------------------------------------------------------------------
+# ---- initialisers to call ------------------------------------------------------------------------------------
 
 _Call = tuple[nn.Module, Callable[[], object]]
 
 
 class _Stage(NamedTuple):
-    """The modules of one unit, children first; of no unit, those outside of all."""
+    """The modules of one unit, children first; `unit` None: the modules outside of all units."""
 
     unit: Unit | None
     modules: list[nn.Module]
@@ -312,7 +310,7 @@ def _stages(model: nn.Module) -> list[_Stage]:
 
 
 def _call_for(module: nn.Module, stage: _Stage, lost: set[int], init: Init | None) -> _Call | None:
-    """What is to be called for `module`, if anything."""
+    """The initialisers to call for `module`, or None."""
     if not any(id(tensor) in lost for inner in _inside(module, stage) for tensor in _own_tensors(inner)):
         return None
     if init is not None:
@@ -356,7 +354,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _crossed(module: nn.Module, unit: Unit | None) -> list[Unit]:
-    """Other units than `unit` below `module`."""
+    """The units below `module` other than `unit`."""
     return [other for other in dict.fromkeys(module_units(module)) if other is not unit]
 
 
@@ -376,8 +374,8 @@ def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> 
 
 
 def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
-    """Shards, buffers and unsharded parameters get memory, and the pattern that says that nobody wrote it."""
-    # Shards may lie elsewhere than full parameters and buffers (CPU offload).
+    """Allocate shards, buffers and unsharded parameters, filled with the pattern that marks unwritten memory."""
+    # With CPU offload, shards are on another device than full parameters and buffers.
     places = {id(p.sharded): g.placing.shard_device for u in units for g in u.groups for p in g.params}
     conversion = Conversion(lambda t: torch.empty_like(t, device=places.get(id(t), device)) if t.is_meta else t)
     tied = _tied(model)
@@ -395,7 +393,7 @@ def _allocate(model: nn.Module, units: Sequence[Unit], device: torch.device) -> 
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places that share a parameter without a unit: torch's `_apply` from the meta device makes one for each."""
+    """Places that share a parameter outside of all units: torch's `_apply` on the meta device would untie them."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -406,7 +404,7 @@ def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
-    """Full parameters on the modules of `unit`; at the end this rank's part of those in `lost` is kept."""
+    """Put full parameters on the modules of `unit`; at exit, keep this rank's shard of those in `lost`."""
     groups = [] if unit is None else [g for g in unit.groups if any(id(p.sharded) in lost for p in g.params)]
     fulls = [[_full_parameter(group, param) for param in group.params] for group in groups]
     for group, parameters in zip(groups, fulls, strict=True):
@@ -433,19 +431,19 @@ def _keep_part(group: ParamGroup, param: ShardedParam, source: Tensor) -> None:
 
 
 def _full_parameter(group: ParamGroup, param: ShardedParam) -> nn.Parameter:
-    # Whole and plain also where tensor parallelism cuts it: values are not to depend on that either.
+    # Full and plain even under tensor parallelism, so that values do not depend on it either.
     full = nn.Parameter(
         torch.empty(param.spec.shape, dtype=group.precision.storage, device=group.placing.device),
         requires_grad=param.sharded.requires_grad,
     )
     poison(full)
-    # Marks that initialisers look for.
+    # Attributes that initialisers read.
     full.__dict__.update(param.sharded.__dict__)
     return full
 
 
 def _written(param: ShardedParam, full: nn.Parameter) -> nn.Parameter:
-    """What the initialiser left for `param`: `full`, or what it put in its place."""
+    """The parameter after its initialiser ran: `full`, or the one that replaced it."""
     for slot in param.slots:
         standing = slot.get()
         if standing is full:
@@ -483,12 +481,12 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _run(call: Callable[[], object], seed: int, device: torch.device, others: Sequence[Unit]) -> None:
-    """One initialiser, with its own seed; it must leave the parameters of `others` alone."""
+    """Run one initialiser with its own seed; it must not write the parameters of `others`."""
     before = [_fingerprint(unit) for unit in others]
     with _GENERATORS, _seeded(seed, device), torch.no_grad(), torch.device(device):
         call()
     written = any(_fingerprint(unit) != was for unit, was in zip(others, before, strict=True))
-    # A rank that owns no row of what was written sees nothing.
+    # A rank that owns no written row detects nothing itself.
     if others and _on_any_rank(written, others):
         raise RuntimeError(
             f"init: expected a function that initialises the module it is given and what is in the same unit, found "
@@ -506,9 +504,9 @@ def _on_any_rank(flag: bool, units: Sequence[Unit]) -> bool:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The generators of the CPU and of `device` begin at `seed`, and go on afterwards as if nothing had been."""
+    """Seed the generators of the CPU and of `device`, and restore their state at exit."""
     state = torch.default_generator.get_state()
-    # Not torch.manual_seed: it would leave its mark on every other device.
+    # Not torch.manual_seed: it would reseed every other device.
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     accelerator_state = None if accelerator is None else accelerator.get_rng_state(device)
     try:
@@ -523,5 +521,5 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _fingerprint(unit: Unit) -> list[int]:
-    """Of this rank's shards. Versions would miss what is written through `.data`."""
+    """Fingerprints of this rank's shards. Version counters would miss writes through `.data`."""
     return fingerprints(param.local for param in unit.params)

@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a sharded module can do. Every method is ours; torch's class is a base for `isinstance` alone."""
+"""`FSDPModule`: the methods of a sharded module. torch's class is a base for `isinstance` only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import MIXED, TorchFSDPModule, TorchUnshardHandle, mark_managed, publish_state
-from .._torch.modules import call_outside
 from ..engine import Unit, unit_of
 from ..engine.full_params import refuse_opened
+from ..engine.hooks import hooks_of
 from ..engine.root import early_root_of, formed, module_units
 from ..engine.state_dict import noting_emptied
 from ..engine.uninitialized import Conversion, note_uninitialized
@@ -25,7 +25,7 @@ from ..schedule import Full
 from . import settings, validate
 
 # ---- torch state -----------------------------------------------------------------------------------------------------
-# The state of a sharded module in the shape in which torch's own code reads it.
+# The state of a sharded module in the form that torch's own code reads.
 #
 #     who                     reads
 #     pipelining.stage        fully_shard.state(m)._state_ctx.all_states[*]._fsdp_param_groups[*].post_backward(), then
@@ -33,20 +33,20 @@ from . import settings, validate
 #     dynamo, transformers    m._is_fsdp_managed_module, m._fsdp_use_orig_params of every module of a unit
 #     replicate, DDP          the registry of composable APIs
 #
-# Nothing of ours reads these objects: they are views of a `Unit` and hold nothing.
+# fullshard itself never reads these objects: they are views of a `Unit` and hold no state.
 
 _OF_UNIT = "_fullshard_torch_state"
 
 
 class GroupView:
-    """One of torch's parameter groups; ours have no post-backward of their own."""
+    """Stands for one of torch's param groups; fullshard's have no post-backward of their own."""
 
     def post_backward(self, *_: object) -> None:
-        """Nothing: what is held is sent, for all units in the order of the rules, by the callback that follows."""
+        """Does nothing: the callback that follows reduces the held gradients of all units, in the scheduled order."""
 
 
 class StateView:
-    """One of torch's module states: that of `unit`, shared by its modules."""
+    """Stands for torch's module state; the modules of `unit` share one."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -67,14 +67,14 @@ class StateView:
         return ContextView(self._unit)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce what backwards without synchronisation left, as far as synchronisation is on again."""
+        """Reduce the gradients that no_sync backwards accumulated, for units that synchronize again."""
         root = formed(self._unit)
         if root is not None:
             root.reduce_held()
 
 
 class ContextView:
-    """What torch's states below one root share."""
+    """Stands for the context that torch's states below one root share."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -92,14 +92,14 @@ class ContextView:
 
 
 def torch_state_of(module: nn.Module) -> StateView | None:
-    """The state of `module`, or None when it is not sharded."""
+    """The state of `module`, or None if it is not sharded."""
     state = module.__dict__.get(_OF_UNIT)
     assert state is None or isinstance(state, StateView)
     return state
 
 
 def publish(unit: Unit, managed: Iterable[nn.Module]) -> None:
-    """Put the state of `unit` where torch's code looks; `managed`: every module whose parameters may be in it."""
+    """Put the state of `unit` where torch's code reads it; `managed`: every module whose parameters may be in it."""
     state = StateView(unit)
     for module in unit.modules:
         module.__dict__[_OF_UNIT] = state
@@ -109,15 +109,14 @@ def publish(unit: Unit, managed: Iterable[nn.Module]) -> None:
 
 
 # ---- methods ---------------------------------------------------------------------------------------------------------
-# Methods of a sharded module other than `forward`: their operators' complaint about sharded parameters gets a name.
+# Methods other than `forward` that compute with sharded parameters raise an error that names the method.
 #
-# Only `forward`, and what `register_fsdp_forward_method` was told of, gathers. Gathering for every method would be
-# wrong: a gather is a call of all ranks, and a method may be meant for one of them. Nothing is added to a method but
-# what happens when it fails.
+# Only `forward` and methods given to `register_fsdp_forward_method` unshard. Unsharding for every method would be
+# wrong: an all-gather is collective, and a method may be meant for one rank. Methods that succeed run unchanged.
 
 
 def named_methods(original: type[nn.Module], taken: type) -> dict[str, Callable[..., Any]]:
-    """The public methods that `original` adds to those of `nn.Module` and of `taken`, for its sharded class."""
+    """The public methods of `original` that neither `nn.Module` nor `taken` has, wrapped for its sharded class."""
     found: dict[str, Callable[..., Any]] = {}
     for cls in original.__mro__:
         if cls.__module__.split(".")[0] in ("torch", "builtins"):
@@ -139,7 +138,7 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
             unit = unit_of(self)
-            # Not where they are full: then it is another unit's.
+            # If this unit's parameters are full, the error is about another unit.
             if unit is None or unit.record.full is Full.FULL or MIXED not in str(error):
                 raise
             name = method.__name__
@@ -154,11 +153,11 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---- save pretrained -------------------------------------------------------------------------------------------------
-# `save_pretrained` of transformers and PEFT, of a sharded module: what would try to write shards is refused.
+# `save_pretrained` of transformers and PEFT raises if it would write shards.
 #
-# They hand `state_dict()` to safetensors, which needs plain tensors and finds DTensors: torch's FSDP2 ends in
-# "Attempted to access the data pointer on an invalid python storage" when the folder and its config.json are written
-# already. To gather here instead would hang programs that save on one rank alone, as many do.
+# They pass `state_dict()` to safetensors, which needs plain tensors and gets DTensors: torch's FSDP2 fails with
+# "Attempted to access the data pointer on an invalid python storage" after it wrote the folder and its config.json.
+# Gathering here would hang the many programs that save on one rank only.
 
 _NAME = "save_pretrained"
 
@@ -166,10 +165,10 @@ _NAME = "save_pretrained"
 def checked_save(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """The methods that the sharded class of `original` gets: `save_pretrained`, if it has one.
 
-    It is the module's own wherever what it saves is plain: with a full `state_dict`, and inside `full_params`. There,
-    on a rank that keeps sharded parameters and says `is_main_process=False`, it does nothing. With a
-    `config.distributed_config` transformers gathers by itself. Otherwise it raises `RuntimeError`, on each rank that
-    calls it and before anything is written.
+    It calls the module's own method if the tensors are plain: with a full `state_dict`, or inside `full_params`. Inside
+    `full_params`, on a rank with sharded parameters and `is_main_process=False`, it does nothing. With a
+    `config.distributed_config` transformers gathers itself. Otherwise it raises `RuntimeError` on each calling rank,
+    before anything is written.
     """
     save = getattr(original, _NAME, None)
     if not callable(save):
@@ -202,19 +201,19 @@ def checked_save(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 def _sharded(tensors: Iterable[tuple[str, Any]]) -> str | None:
-    """The name of the first that is sharded."""
+    """The name of the first sharded tensor, or None."""
     return next((name for name, tensor in tensors if isinstance(tensor, DTensor)), None)
 
 
 # ---- module ----------------------------------------------------------------------------------------------------------
 
-# The sharded class of each class it was made for: one per class, so that types compare equal and pickle names agree.
-# As long as a module of it exists: classes are defined in functions, too.
+# One sharded class per class, so that types compare equal and pickle names agree. Weak, because classes defined in
+# functions must be freed with their last module.
 _SHARDED_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """What `unshard(async_op=True)` returns: the parameters are usable after `wait()`."""
+    """The result of `unshard(async_op=True)`: the parameters are usable after `wait()`."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -223,18 +222,18 @@ class UnshardHandle(TorchUnshardHandle):
         """Put the full parameters on the module. Later calls do nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            call_outside(_wait_unshard, unit)
+            hooks_of(unit).outside(_wait_unshard, unit)
 
 
 class FSDPModule(TorchFSDPModule):
-    """A module to which `fully_shard` was applied: base class beside the module's own class.
+    """Base class, beside the module's own class, of a module to which `fully_shard` was applied.
 
-    The setters act on this module, or with `recurse=True` also on all sharded modules below it. What this version does
-    not have yet raises `NotImplementedError`.
+    The setters act on this module, or with `recurse=True` also on all sharded modules below it. Unsupported methods
+    raise `NotImplementedError`.
     """
 
-    # Position of the module's own class in the method resolution order of FSDP<Class>: where torch has it, because
-    # dynamo and others read that position without asking.
+    # Position of the module's own class in the method resolution order of FSDP<Class>: as in torch, because dynamo and
+    # others hard-code it.
     _orig_cls_mro_index = 2
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -247,33 +246,33 @@ class FSDPModule(TorchFSDPModule):
     # ---- full parameters -----------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters (not those of units below) and put them on the module.
+        """All-gather this module's parameters (not those of units below) and put them on the module.
 
-        async_op: return at once with a handle; the parameters are full after `handle.wait()` or in the next forward.
-        They stay full until `reshard()` or the end of the next forward or backward that frees them.
+        async_op: return a handle at once; the parameters are full after `handle.wait()` or in the next forward.
+        They stay full until `reshard()` or the next forward or backward that reshards.
         """
         unit = self._unit()
-        call_outside(_unshard, unit, not async_op)
+        hooks_of(unit).outside(_unshard, unit, not async_op)
         return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
         """Free this module's full parameters and put the sharded ones on the module."""
         unit = self._unit()
-        call_outside(_reshard, unit)
+        hooks_of(unit).outside(_reshard, unit)
 
     # ---- when to communicate -------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: the following backwards keep whole gradients on each rank instead of reducing them.
+        """False: the following backwards accumulate unsharded gradients on each rank instead of reducing them.
 
-        The first backward with True reduces what they brought together with its own (seed 001: `no_sync`). Held
-        gradients take the bytes of the unsharded model in the reduce dtype. While they are held, `.grad` is a marker
-        that `zero_grad()` clears and everything else refuses.
+        The first backward with True reduces the accumulated gradients with its own (seed 001: `no_sync`). Until then
+        they take the bytes of the unsharded model in the reduce dtype, and `.grad` is a marker: `zero_grad()` clears
+        it, any other use raises.
         """
         for unit in self._units(recurse):
             unit.record.sync = requires_gradient_sync
 
-    # How many bytes something may take; the last three are deprecated names of the first.
+    # Memory limits; the last three are deprecated names of the first.
     set_memory_budget = settings.set_memory_budget
     set_prefetch_bytes = settings.set_prefetch_bytes
     set_gradient_bytes = settings.set_gradient_bytes
@@ -294,7 +293,7 @@ class FSDPModule(TorchFSDPModule):
     set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: more backwards through the forwards already run will follow; keep what they need of the order."""
+        """False: more backwards through the same forwards follow; keep the recorded order that they need."""
         unit = self._unit()
         unit.settings.is_last_backward = is_last_backward
         root = formed(unit)
@@ -302,7 +301,7 @@ class FSDPModule(TorchFSDPModule):
             root.run.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free full parameters after forward, from the next forward on; in the place of an integer too."""
+        """Whether to reshard after forward, from the next forward on; also replaces an integer."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}; "
@@ -314,36 +313,37 @@ class FSDPModule(TorchFSDPModule):
             unit.record.narrows = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free full parameters after backward. When kept, they are gathered again once shards change."""
+        """Whether to reshard after backward. Parameters kept full are all-gathered again once the shards change."""
         for unit in self._units(recurse):
             unit.record.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Gather the parameters of `modules` when this module's forward begins, instead of the recorded order."""
+        """Prefetch the parameters of `modules` when this module's forward begins, instead of the recorded order."""
         units = validate.check_sharded(modules, "set_modules_to_forward_prefetch", unit_of)
         self._unit().record.forward_prefetch = tuple(unit.record for unit in units)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """Gather the parameters of `modules` when this module's backward begins, instead of the recorded order."""
+        """Prefetch the parameters of `modules` when this module's backward begins, instead of the recorded order."""
         units = validate.check_sharded(modules, "set_modules_to_backward_prefetch", unit_of)
         self._unit().record.backward_prefetch = tuple(unit.record for unit in units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: backward does not gather this module's parameters, because it does not read them (an embedding).
+        """False: backward does not unshard this module's parameters, because it does not read them (an embedding).
 
-        Only this module's own. Parameters that are full stay so until their gradients are ready. In the next forwards
-        saved weights are watched: one that backward reads all the same is gathered then, late but right.
+        Affects only this module's own parameters. Full parameters stay full until their gradients are ready. The next
+        forwards watch saved weights: if backward reads one after all, it is all-gathered then, late but correct.
         """
         unit = self._unit()
         unit.record.gathers_in_backward = bool(unshard_in_backward)
         unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the gathers of the next forward of the root, and all that follows, come after `event`, which an optimizer
-        that ran on a stream of its own recorded. For one forward. Ours are issued in the order of the compute stream,
-        so it can delay them but not let them overtake. On a CPU everything is in order: the event is dropped unused.
+        """Let the root's next forward and its all-gathers wait for `event`, which an optimizer's stream recorded.
 
-        event: a `torch.Event` or one of a device module (`torch.cuda.Event`); None takes back the last one.
+        Holds for one forward. All-gathers are issued in the order of the compute stream, so the event can only delay
+        them. On a CPU the event is ignored.
+
+        event: a `torch.Event` or one of a device module (`torch.cuda.Event`); None removes the last one.
         Raises `TypeError` for anything else.
         """
         if event is not None and not (isinstance(event, torch.Event) or callable(getattr(event, "wait", None))):
@@ -356,8 +356,8 @@ class FSDPModule(TorchFSDPModule):
         first.settings.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for torch's call shape. True asks torch for asynchronous gathers on the compute stream without a
-        staging stream; gathers here are always that, prefetched or by hand, so neither value changes anything.
+        """Has no effect; accepted as in torch, where True selects asynchronous all-gathers on the compute stream,
+        without a staging stream. All-gathers here always work that way.
 
         Raises `TypeError` for anything but a bool.
         """
@@ -365,23 +365,23 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"async_op: expected a bool, found {async_op!r}; gathers are asynchronous with either")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Asks for staging buffers in NCCL's symmetric memory.
+        """Not implemented: staging buffers in NCCL's symmetric memory.
 
-        Raises `RuntimeError` for another backend than "NCCL" or process groups of another one, and otherwise
-        `NotImplementedError`: it could not be tried on a device that has it.
+        Raises `RuntimeError` for a backend or process groups other than NCCL, otherwise `NotImplementedError`: it could
+        not be tested on a device that supports it.
         """
         backends = sorted({group.placing.backend for group in self._unit().groups})
         if backend != "NCCL" or backends != ["nccl"]:
             raise RuntimeError(
                 f"backend: expected 'NCCL' and parameters exchanged by it, found {backend!r} and parameters exchanged "
-                f"by {', '.join(backends) or 'nobody'}; leave the call out: nothing else has symmetric memory"
+                f"by {', '.join(backends) or 'no backend'}; leave the call out: nothing else has symmetric memory"
             )
         raise validate.not_built(
             "set_symm_mem_for_comm", backend, "use set_allocate_memory_from_process_group_for_comm(True)"
         )
 
     def reset_iter_state(self) -> None:
-        """Discard what a failed step left. Never needed: the next forward does it. Harmless (root only, as torch)."""
+        """Discard the state of a failed step (root only, as in torch). Optional: the next forward does it too."""
         unit = self._unit()
         root = formed(unit)
         if root is None:
@@ -392,12 +392,13 @@ class FSDPModule(TorchFSDPModule):
             )
         root.abandon()
 
-    # ---- what surrounds a module ---------------------------------------------------------------------------
+    # ---- nn.Module methods ---------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """`to`, `to_empty`, `float`, ...: on sharded parameters, which afterwards are views of one buffer again.
+        """`to`, `to_empty`, `float`, ... on sharded parameters, which stay views of one flat buffer.
 
-        What `to_empty` makes is watched until it was written; buffers that have data keep it (docs/initialisation.md).
+        Tensors from `to_empty` are tracked until they are written; buffers that have data keep it
+        (docs/initialisation.md).
         """
         refuse_opened(self._unit(), "a conversion of the module")
         self.reshard()
@@ -405,16 +406,16 @@ class FSDPModule(TorchFSDPModule):
         emptied = conversion.emptied
         unit = self._unit()
         with noting_emptied(unit, cast(nn.Module, self), recurse=recurse):
-            result = super()._apply(conversion, recurse)  # that of the module's class: torch's is behind nn.Module
+            result = super()._apply(conversion, recurse)  # the module's class: torch's comes after nn.Module
         unit.repair()
         if conversion.emptied != emptied:
             note_uninitialized(unit)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`, of the sharded parameters whatever stands on the modules: the root's are full
-        between forward and backward, where many loops call this."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # that of the module's class
+        """As `nn.Module.zero_grad`, but always for the sharded parameters: many loops call this between forward and
+        backward, when the root's full parameters are on the module."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # the module's class has it
         for unit in self._units(recurse=True):
             for param in unit.params:
                 gradient = param.sharded.grad
@@ -424,7 +425,7 @@ class FSDPModule(TorchFSDPModule):
                     param.sharded.grad = None
 
     def _get_fsdp_state(self) -> StateView:  # type: ignore[override]
-        """The state in the shape in which torch's own code reads it."""
+        """The state in the form that torch's own code reads."""
         self._unit()
         state = torch_state_of(cast(nn.Module, self))
         assert state is not None
@@ -476,8 +477,8 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """FSDP<Original>: a subclass of `FSDPModule` and `original`, made once per class."""
     made = _SHARDED_CLASSES.get(original)
     if made is None:
-        # nn.Module is named so that torch's class, there for `isinstance` alone, comes behind it: neither it nor its
-        # methods then stand between the module's class and what that class inherits.
+        # Listing nn.Module puts torch's class, which serves `isinstance` only, after it: its methods then never come
+        # between the module's class and the bases of that class.
         bases: tuple[type, ...] = (FSDPModule, original, nn.Module, TorchFSDPModule)
         bases = tuple(dict.fromkeys(bases))
         members = {"__module__": original.__module__, **named_methods(original, FSDPModule), **checked_save(original)}
@@ -487,11 +488,11 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let models that run side by side, such as the chunks of a pipeline stage, share what communication needs.
+    """Share communication buffers between models that run side by side, such as the chunks of a pipeline stage.
 
-    modules: roots; from now on they use the buffers of the first one's messages, and the limit on reductions in
-        flight holds for all together. Call it before the first forward, or between steps. Empty: nothing.
-    Raises `ValueError` for what is not sharded and for another device, `RuntimeError` while messages are under way.
+    modules: roots; they use the first one's message buffers from now on, and share one limit on reductions in flight.
+        Call it before the first forward, or between steps. An empty list does nothing.
+    Raises `ValueError` for unsharded modules or several devices, `RuntimeError` while messages are in flight.
     """
     units = validate.check_sharded(modules, "modules", unit_of)
     devices = sorted({str(unit.device) for unit in units})

@@ -5,9 +5,8 @@ During `step()` the optimizer sees plain tensors, the shards themselves:
     param_groups[i]["params"]    the local tensors, with the local gradients on `.grad`
     state                        the same state tensors, without their DTensor wrappers
 
-and before it returns everything is back: parameters, and state as DTensors over the tensors that were written. So
-`state_dict()`, DCP, schedulers, hooks and scalers find what they always find. This is right for optimizers that treat
-each element by itself, and for these alone.
+Before it returns, parameters and state are restored: the state as DTensors over the tensors that were written. So
+`state_dict()`, DCP, schedulers, hooks and scalers work as usual. This is correct for elementwise optimizers only.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..param import PendingGrad, SteppedGrad
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
-# What these do to an element depends on that element, its gradient, its state and scalars.
+# Their update of an element depends only on that element, its gradient, its state and scalars.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -45,27 +44,28 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 _ATTRIBUTE = "_fullshard_mirrors"
-# What surrounds `step()` where some parameters take theirs in backward (step_in_backward.py).
+# The `Around` of an optimizer of which some parameters step in backward (step_in_backward.py).
 AROUND = "_fullshard_around_step"
-# Groups of an optimizer, with those of their parameters that are to be stepped.
+# Param groups of an optimizer, each with the parameters to step.
 Parts = Sequence[tuple[dict[str, Any], list[Tensor]]]
 _CLASSES: weakref.WeakValueDictionary[type[Optimizer], type[Optimizer]] = weakref.WeakValueDictionary()
 
 
 def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
-    """Let `optimizer.step()` work on the local tensors of sharded parameters; the same optimizer, changed in place.
+    """Make `optimizer.step()` work on the local tensors of sharded parameters; returns the same optimizer.
 
-    Same values, states and state dicts as without it, at the cost of plain tensors: torch's optimizers otherwise pay a
-    DTensor dispatch for every operation and parameter. `foreach`, `fused` and `capturable` keep their meaning.
+    Values, state and state dicts are the same, but a step avoids a DTensor dispatch per operation and parameter.
+    `foreach`, `fused` and `capturable` keep their meaning.
 
         optimizer = fullshard.step_on_shards(torch.optim.AdamW(model.parameters(), lr=3e-4))
 
-    optimizer: one of torch's that treat each element by itself (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam,
-        RAdam, RMSprop, Rprop, SGD). Plain parameters among its parameters are stepped as always.
-    elementwise: True says that another class does so too. For one that does not (Muon, Adafactor, LBFGS, Shampoo: their
+    optimizer: an elementwise optimizer of torch (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop,
+        Rprop, SGD). It steps plain parameters as usual.
+    elementwise: True declares another class elementwise. For one that is not (Muon, Adafactor, LBFGS, Shampoo: their
         update of an element depends on other elements) the result would silently depend on the number of ranks.
-    Its class becomes a subclass of its own, `isinstance` and `type(...).__name__` hold. Applying it again does nothing.
-    Raises `TypeError` for something that is no optimizer and `ValueError` for a class that is not elementwise.
+    The optimizer's class becomes a subclass of it; `isinstance` and `type(...).__name__` still work. Applying it again
+    does nothing. Raises `TypeError` for an object that is no optimizer and `ValueError` for a class that is not
+    elementwise.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -87,24 +87,23 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
 
 
 class Around(Protocol):
-    """Told of the user's `step()`."""
+    """Called around the user's `step()`."""
 
     def before_step(self, *, closure: bool) -> None:
-        """It begins."""
+        """The step begins."""
         ...
 
     def after_step(self) -> None:
-        """It ended well."""
+        """The step succeeded."""
         ...
 
 
 def step_parts(optimizer: Optimizer, parts: Parts) -> None:
-    """Take the step of an optimizer that steps on shards with some of its parameters: `parts`. No hooks run."""
+    """Step only the parameters in `parts`, of an optimizer that steps on shards. Runs no step hooks."""
     shards = _Shards(optimizer, parts)
     try:
         shards.put()
-        # That of the user's class, below the wrapper that runs the hooks of a step: they are to see the optimizer as
-        # it always is.
+        # The user's class, without the wrapper that runs step hooks: hooks must not see the exchanged tensors.
         original: Any = type(optimizer).__bases__[0]
         getattr(original.step, "__wrapped__", original.step)(optimizer)
     finally:
@@ -129,7 +128,7 @@ def _stepping(original: type[Optimizer]) -> Any:
             return loss
 
         step.__doc__ = original.step.__doc__
-        # In a compiled step (torch.compile(optimizer.step)) it is plain Python: dynamo cannot follow the exchange.
+        # Outside of compiled graphs (torch.compile(optimizer.step)): dynamo cannot trace the exchange.
         hooked: Any = Optimizer.profile_hook_step(outside_graphs(step))
         hooked.hooked = True
         made = type(original.__name__, (original,), {"step": hooked, "__module__": original.__module__})
@@ -145,10 +144,10 @@ class _Mirror:
     def __init__(self, parameter: Tensor, local: Tensor) -> None:
         self.parameter = parameter
         self.local = local
-        # Shares memory and version counter; `.grad` on it is nobody else's.
+        # Shares memory and version counter with the shard, but has its own `.grad`.
         self.proxy = local.detach()
         self.inner: dict[Any, Any] = {}
-        # What `inner` was made of: the optimizer's state dict of the parameter, and its values.
+        # The sources of `inner`: the optimizer's state of the parameter, and its values.
         self.outer: Any = None
         self.values: list[Any] = []
 
@@ -192,12 +191,12 @@ class _Mirror:
 
 
 class _Shards:
-    """The exchange around one step. `parts`: with which parameters, and in which groups."""
+    """The exchange around one step. `parts`: the parameters to step, by param group."""
 
     def __init__(self, optimizer: Optimizer, parts: Parts) -> None:
         self._optimizer = optimizer
         self._parts = parts
-        # By the identity of the parameter: hashing a tensor is Python.
+        # Keyed by id: hashing a tensor runs Python code.
         self._mirrors: dict[int, _Mirror] = optimizer.__dict__[_ATTRIBUTE]
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._all_groups = optimizer.param_groups
@@ -235,7 +234,7 @@ class _Shards:
         self._optimizer.state = inner_state
 
     def take_back(self) -> None:
-        """Also after a failure in `put` or in the step: whatever was exchanged is exchanged back."""
+        """Restore everything that was exchanged, also after a failure in `put` or in the step."""
         inner_state, outer_state = self._optimizer.state, self._state
         for group, parameters in self._groups:
             group["params"] = parameters
@@ -257,7 +256,7 @@ def _local_gradient(parameter: DTensor, *, may_be_stepped: bool) -> Tensor | Non
     if gradient is None or (may_be_stepped and isinstance(gradient, SteppedGrad)):
         return None
     if isinstance(gradient, PendingGrad):
-        gradient.to_local()  # refuses, with the reason
+        gradient.to_local()  # raises, with the reason
     if not isinstance(gradient, DTensor):
         raise RuntimeError(
             f"expected a DTensor on the .grad of a sharded parameter of shape {tuple(parameter.shape)}, found "

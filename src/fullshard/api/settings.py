@@ -1,6 +1,4 @@
-"""The settings of a unit that are methods of `FSDPModule`: how gradients are reduced, and how many bytes something may
-take.
-"""
+"""Methods of `FSDPModule` that set how a unit reduces gradients, and memory limits."""
 
 from __future__ import annotations
 
@@ -22,28 +20,27 @@ from ..policy import CustomComm
 from ..policy.options import COMMUNICATION, removed
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
-# The methods of `FSDPModule` that say how gradients are reduced. Each is a method of the class (`module.py`).
+# How gradients are reduced. `module.py` makes each function a method of `FSDPModule`.
 #
-# They hold from the next backward on; call them between steps. Those without `recurse` act on this module alone, as
-# torch's do.
+# They take effect in the next backward; call them between steps. Those without `recurse` act on this module only, as in
+# torch.
 
 
 def set_requires_all_reduce(self: object, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """False: the following backwards sum gradients over the ranks that share parameters, not over those that replicate.
+    """False: the following backwards reduce-scatter gradients, but do not all-reduce them over the replicas (HSDP).
 
-    On a mesh that replicates (HSDP). Each rank keeps the partial sum of its shards, in the reduce dtype: the bytes of
-    its shards in that dtype. The first backward with True adds what it brought, and sums over the replicas once. While
-    partial sums are kept, `.grad` is a marker that `zero_grad()` clears and everything else refuses. Without an axis
-    that replicates it changes nothing.
+    Each rank keeps the partial sum of its shards in the reduce dtype (the bytes of its shards in that dtype). The first
+    backward with True adds its own and all-reduces once. Until then `.grad` is a marker: `zero_grad()` clears it, any
+    other use raises. Has no effect without a replicate axis.
     """
     for unit in _units(self, recurse):
         unit.settings.all_reduces = bool(requires_all_reduce)
 
 
 def set_gradient_divide_factor(self: object, factor: float) -> None:
-    """Divide sums of gradients by `factor` in the place of the number of ranks. On any backend.
+    """Divide sums of gradients by `factor` instead of the number of ranks. On any backend.
 
-    Raises `ValueError` for zero and what is not a finite number; None takes it back.
+    Raises `ValueError` for zero and anything but a finite number; None restores the default.
     """
     if factor is not None and (isinstance(factor, bool) or not math.isfinite(float(factor)) or factor == 0):
         raise ValueError(f"factor: expected a finite number other than 0, found {factor!r}; 1.0 leaves the sum")
@@ -57,9 +54,9 @@ def set_reduce_scatter_divide_factor(self: object, factor: float) -> None:
 
 
 def set_force_sum_reduction_for_comms(self: object, enable: bool) -> None:
-    """True: ask backends for sums alone, and divide after the last one and after the hook.
+    """True: let backends only sum, and divide after the last sum and after the hook.
 
-    With `communication="auto"` backends are never asked for anything else; then it moves the division behind the hook.
+    With `communication="auto"` backends only sum anyway; then it moves the division after the hook.
     """
     _set(self, sum_only=bool(enable))
 
@@ -68,17 +65,17 @@ def set_all_reduce_hook(self: object, hook: Callable[[Tensor], None], *, stream:
     """Call `hook(gradients)` with this rank's reduced gradients, which it may change in place, in every backward.
 
     gradients: all shards of the unit's trainable parameters in one flat tensor, each padded to the same number of rows
-    on every rank and aligned to 16 bytes; reduce dtype. They are summed over all ranks of the mesh, replicas too, and
-    divided but for what `float16` and `set_force_sum_reduction_for_comms` divide at the end. It is a view that is the
-    caller's during the call. Not called for partial sums (`set_requires_all_reduce`). None takes it back.
+    on every rank and aligned to 16 bytes; reduce dtype. They are summed over all ranks of the mesh, replicas included,
+    and divided, except where `float16` or `set_force_sum_reduction_for_comms` divides at the end. The hook may use this
+    view during the call only. Not called for partial sums (`set_requires_all_reduce`). None removes it.
 
-    stream: on a device with streams, where to run the hook; only without an axis that replicates.
-    Raises `ValueError` for a unit of several groups, and for a stream with an axis that replicates or on a CPU.
+    stream: the device stream that runs the hook; only without a replicate axis.
+    Raises `ValueError` for a unit of several groups, and for a stream with a replicate axis or on a CPU.
     """
     unit = _one_group(self, "set_all_reduce_hook")
     if stream is not None and unit.is_replicated:
         raise ValueError(
-            "stream: expected None on a mesh that replicates, found a stream; the hook runs behind the all-reduce"
+            "stream: expected None on a mesh that replicates, found a stream; the hook runs after the all-reduce"
         )
     if stream is not None and unit.device.type == "cpu":
         raise ValueError("stream: expected None on a CPU, which has no streams, found a stream; leave it out")
@@ -86,21 +83,21 @@ def set_all_reduce_hook(self: object, hook: Callable[[Tensor], None], *, stream:
 
 
 def set_custom_all_gather(self: object, comm: CustomComm) -> None:
-    """Gather this module's parameters by `comm`, in one message: `comm(output_tensor, input_tensor, group, async_op)`.
+    """All-gather this module's parameters by `comm(output_tensor, input_tensor, group, async_op)`, in one message.
 
-    Both tensors are of one buffer, which `comm.allocate` makes for each gather. None takes it back.
-    Raises `ValueError` for a unit of several groups, `TypeError` for an object without `allocate` or that is no
-    callable.
+    Both tensors are views of one buffer, which `comm.allocate` makes for each all-gather. None removes it.
+    Raises `ValueError` for a unit of several groups, `TypeError` for an object that is not callable or lacks
+    `allocate`.
     """
     _one_group(self, "set_custom_all_gather")
     _set(self, gather=_checked(comm))
 
 
 def set_custom_reduce_scatter(self: object, comm: CustomComm) -> None:
-    """Reduce this module's gradients by `comm`, in one message, in the reduce dtype.
+    """Reduce-scatter this module's gradients by `comm`, in one message, in the reduce dtype.
 
     `comm(output_tensor, input_tensor, group, op, async_op)`; `comm.allocate` makes both tensors for each reduction. The
-    output becomes the gradients where the reduce dtype is that of the parameters. None takes it back.
+    output becomes the gradients if the reduce dtype is that of the parameters. None removes it.
     Raises as `set_custom_all_gather`.
     """
     _one_group(self, "set_custom_reduce_scatter")
@@ -108,12 +105,12 @@ def set_custom_reduce_scatter(self: object, comm: CustomComm) -> None:
 
 
 def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) -> None:
-    """True: what this module's messages leave from and arrive in is allocated by the backend of its process group.
+    """True: allocate this module's message buffers by the backend of its process group.
 
-    NCCL registers that memory and saves copies of its own (SHARP, user buffers); a backend that does not allocate, such
-    as gloo, gets torch's memory, as in torch. To be in such memory parameters are gathered in one message and copied
-    out, and gradients reduced by one reduce-scatter, as `set_communication("torch")` has it. False takes it back.
-    Raises `AssertionError` (torch's type) beside a custom all-gather or reduce-scatter, whose memory is their own.
+    NCCL registers that memory and avoids internal copies (SHARP, user buffers); for a backend that cannot allocate,
+    such as gloo, torch allocates, as in torch. Parameters then use one all-gather with copy-out, and gradients one
+    reduce-scatter, as with `set_communication("torch")`. False reverts it.
+    Raises `AssertionError` (torch's type) with a custom all-gather or reduce-scatter, which allocates its own memory.
     """
     unit = _unit(self)
     kinds = (GroupMemoryGather, GroupMemoryScatter)
@@ -134,15 +131,14 @@ def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) 
 
 
 def set_communication(self: object, strategy: str, *, recurse: bool = True) -> None:
-    """How parameters and gradients travel; not in torch. `"auto"`: the fastest measured for the backend. On gloo
-    gradients are exchanged within a node (all-to-all) and summed on arrival; on NCCL, and where the ranks that share
-    parameters are on several nodes, the backend reduces them.
+    """Select the communication strategy; not in torch.
 
-    `"torch"`: one all-gather and one reduce-scatter for a unit (for each dtype of its parameters), and one all-reduce
-    on a mesh that replicates, in the reduce dtype: for programs that count collectives. `"all-to-all"`: `"auto"`, with
-    gradients exchanged within a node on every backend; collective: every rank makes the same call. The default is that
-    of the environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for `"all-to-all"`
-    between nodes: here, or in the first forward where none has run.
+    `"auto"`: the fastest measured for the backend. On gloo within one node, gradients use an all-to-all and are summed
+    on arrival; on NCCL, and across nodes, the backend reduces them. `"torch"`: one all-gather and one reduce-scatter
+    per unit and parameter dtype, and one all-reduce over replicas, in the reduce dtype: for programs that count
+    collectives. `"all-to-all"`: `"auto"`, with the all-to-all within a node on every backend; collective.
+    The default is set by the environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for
+    `"all-to-all"` between nodes: here, or in the first forward if none has run.
     """
     if strategy not in COMMUNICATION:
         raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}{removed(strategy)}")
@@ -151,20 +147,20 @@ def set_communication(self: object, strategy: str, *, recurse: bool = True) -> N
 
 
 def set_reduce_scatter_unused_params(self: object, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-    """True: parameters without a gradient on any rank get a zero one; and each backward reduces every unit.
+    """True: parameters without a gradient on any rank get a zero gradient, and each backward reduces every unit.
 
-    Which parameters of a unit have gradients may differ from rank to rank in either case. Only with True may a rank
-    have none at all where others have some, and then the unit has to be the last of its backward.
+    The parameters of a unit that have gradients may differ between ranks in either case. Only with True may a rank have
+    no gradient in a unit where others have some; the unit must then be the last of its backward.
     """
     for unit in _units(self, recurse):
         unit.control(dataclasses.replace(unit.settings.controls, zero_unused=bool(reduce_scatter_unused_params)))
 
 
 def set_reduce_scatter_max_input_buffers(self: object, max_input_buffers: int, *, recurse: bool = True) -> None:
-    """At most so many send buffers of reductions exist at once; the oldest is waited for before another is made.
+    """Limit the send buffers of reductions that exist at once; a new one first waits for the oldest.
 
-    Without it two may be in flight, on a device one, beside the one being made. Raises `TypeError` for what is
-    not an int and `ValueError` below 1.
+    Default: two in flight (one on a device) beside the one being filled. Raises `TypeError` for anything but an int and
+    `ValueError` below 1.
     """
     if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
         raise TypeError(f"max_input_buffers: expected an int, found {max_input_buffers!r}; 1 keeps a single buffer")
@@ -175,10 +171,9 @@ def set_reduce_scatter_max_input_buffers(self: object, max_input_buffers: int, *
 
 
 def set_separate_reduce_scatter_group(self: object, enable: bool = True, *, recurse: bool = True) -> None:
-    """True: reduce over a communicator of its own, so that gathers and reductions need not wait for each other.
+    """True: reduce over a separate communicator, so that all-gathers and reductions need not wait for each other.
 
-    Collective over the ranks that share parameters: all of them make the same call. One communicator for each set of
-    such ranks. False: over the one of the mesh again.
+    Collective over the shard ranks. One communicator per set of such ranks. False: use the mesh's again.
     """
     units = _units(self, recurse)
     made: dict[tuple[int, ...], ShardGroup] = {}
@@ -208,7 +203,7 @@ def _units(module: object, recurse: bool) -> list[Unit]:
 
 def _unit(module: object) -> Unit:
     unit = unit_of(cast(nn.Module, module))
-    assert unit is not None  # the methods stand on sharded modules alone
+    assert unit is not None  # only sharded modules have these methods
     return unit
 
 
@@ -236,13 +231,13 @@ def _checked(comm: Any) -> CustomComm | None:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-# The methods of `FSDPModule` that say how many bytes something may take. Each is a method of the class (`module.py`).
+# Memory limits. `module.py` makes each function a method of `FSDPModule`.
 #
-# None of them is in torch. They change when messages go and what stays in memory, never a result.
+# None of them is in torch. They change when messages are sent and what stays in memory, never a result.
 
 
 class MemoryBudget(NamedTuple):
-    """What `set_memory_budget` left in force: bytes, None for the default, and the names of the units that are kept."""
+    """The limits in force after `set_memory_budget`: bytes, None for the default, and the names of resident units."""
 
     prefetch: int | None
     gradients: int | None
@@ -256,31 +251,31 @@ def set_memory_budget(
     gradients: int | None | EllipsisType = ...,
     resident: int | None | EllipsisType = ...,
 ) -> MemoryBudget:
-    """Limit the bytes that gathers ahead and gradients take, and grant bytes in which units stay full.
+    """Limit the bytes of prefetched parameters and unreduced gradients, and grant bytes for units that stay full.
 
-    Each is a number of bytes, or None for the default; what is left out stays as it is. They hold beside each other:
-    none is part of another, and none changes a result. Call it alike on every rank, between steps. `prefetch` and
-    `gradients` are for the root, on which all units below depend; `resident` is for the units of this module.
+    Each argument is a number of bytes, or None for the default; an omitted one keeps its value. The budgets are
+    separate, and none changes a result. Call it alike on every rank, between steps. `prefetch` and `gradients` are set
+    on the root and hold for all units below; `resident` is set per module.
 
-    prefetch: gather ahead what fits, in forward along the recorded order and in backward along its reverse. Counted
-        are full parameters that arrive, in the compute dtype and padded, and their messages. A unit that does not fit
-        is gathered when it is needed, and nothing after it goes first. 0: nothing is ahead. None: one unit. Lists of
-        `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` are obeyed whatever their bytes.
-    gradients: gradients that are not reduced yet, and both ends of their messages, take no more, as far as waiting for
-        the oldest messages can do it: one large gradient after the other where these travel by themselves (NCCL), else
-        one unit after the other. The gradients of the unit that computes, and then their messages, are always there; 0
-        waits for every message at once. None: no limit in bytes; the number of reductions in flight holds in any case.
-        Not counted: what `set_requires_gradient_sync(False)` holds, and messages among replicas.
+    prefetch: prefetch units that fit, in the recorded order in forward and in reverse in backward. Counts arriving full
+        parameters, in the compute dtype and padded, and their messages. A unit that does not fit is all-gathered when
+        needed, and none after it goes first. 0: no prefetch. None: one unit. The lists given to
+        `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` are followed whatever their bytes.
+    gradients: limit on unreduced gradients and both buffers of their messages, kept by waiting for the oldest messages:
+        per large gradient where these are sent separately (NCCL), else per unit. The gradients of the computing unit,
+        and then their messages, always exist; 0 waits for every message at once. None: no limit in bytes. The number
+        of reductions in flight is limited in any case. Not counted: gradients accumulated by
+        `set_requires_gradient_sync(False)`, and messages between replicas.
     resident: keep as many units full between forward and backward as fit (compute dtype, padded), beside those that
-        are never freed after forward. One without trainable parameters stays from step to step, until it is written.
-        0 or None: none; what was kept is freed. It is decided in this call, frozen units first and then the last ones:
-        call it again after freezing others. Units whose tensors define how they are gathered are never kept.
+        are never resharded after forward. A unit without trainable parameters stays full across steps until it is
+        written. 0 or None: none; frees resident units. The choice is made in this call, frozen units first, then the
+        last ones: call it again after freezing others. Units with an all-gather extension are never kept.
 
-    Written means: changes in place of a parameter or its local tensor, optimizer steps, loading. Not seen, as by torch:
-    writes through `.data`, and torch's list operations called on parameters; call `reshard()` after these.
+    A write is an in-place change of a parameter or its local tensor, an optimizer step, or a load. As in torch, writes
+    through `.data` and torch's list operations on parameters are not detected; call `reshard()` after these.
 
-    Returns what holds now; names are relative to this module. Raises `ValueError` for what is no number of bytes, and
-    `RuntimeError` for `prefetch` or `gradients` below a root; then nothing was changed.
+    Returns the limits in force; names are relative to this module. Raises `ValueError` for anything but a number of
+    bytes, and `RuntimeError` for `prefetch` or `gradients` below a root; then nothing has changed.
     """
     unit = _sharded_unit(self)
     given = {"prefetch": prefetch, "gradients": gradients, "resident": resident}
@@ -337,7 +332,7 @@ def _warn_budget(method: str, budget: str) -> None:
 
 
 def _keep(names: dict[Unit, str], outer: Unit, nbytes: int) -> None:
-    """Choose the units that stay full within `nbytes`, and free those that were chosen before."""
+    """Choose the units that stay full within `nbytes`, and reshard those no longer chosen."""
     units = [unit for unit in names if _is_freed(unit, outer)]
     candidates = [Candidate(names[unit], unit.full_nbytes or 0, _is_frozen(unit)) for unit in units]
     chosen = set(choose_resident(candidates, nbytes))
@@ -348,7 +343,7 @@ def _keep(names: dict[Unit, str], outer: Unit, nbytes: int) -> None:
 
 
 def _unit_names(module: nn.Module) -> dict[Unit, str]:
-    """The units of `module` by definition, with their names in it; those of several modules joined by "+"."""
+    """The units of `module` in definition order, with their names; a unit of several modules joins them by "+"."""
     names: dict[Unit, str] = {}
     for name, child in module.named_modules():
         unit = unit_of(child)
@@ -359,7 +354,7 @@ def _unit_names(module: nn.Module) -> dict[Unit, str]:
 
 
 def _is_freed(unit: Unit, outer: Unit) -> bool:
-    """Whether the unit is freed after forward unless it is kept; of `outer` it may not be known yet."""
+    """Whether the unit is resharded after forward unless it is kept; `outer` may still turn out to be the root."""
     if (
         unit is outer
         and unit.settings.reshard_after_forward is None
@@ -374,7 +369,7 @@ def _is_frozen(unit: Unit) -> bool:
 
 
 def _expect_root(unit: Unit, budgets: Sequence[str]) -> None:
-    """Raise unless it may be the unit of a root; before the first forward that is not known of all."""
+    """Raise if `unit` is known not to be a root's unit; before the first forward this may be unknown."""
     root = unit.root
     if root is not None and not root.provisional and root.units[0] is not unit:
         raise RuntimeError(

@@ -1,6 +1,6 @@
-"""What `fully_shard` refuses, and why: every error of the caller is raised here, before anything is changed.
+"""Validation of the arguments of `fully_shard`: raises before anything is changed.
 
-Types are torch's where programs depend on them (torch 2.13, `fully_shard` and FSDPParam).
+Exception types are torch's where programs depend on them (torch 2.13, `fully_shard` and FSDPParam).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 def not_built(argument: str, value: object, instead: str) -> NotImplementedError:
-    """The refusal of something that torch accepts and this version does not have."""
+    """The error for an argument that torch accepts and this version does not."""
     return NotImplementedError(f"{argument}: expected what this version of fullshard has, found {value!r}; {instead}")
 
 
 def check_modules(module: object) -> list[nn.Module]:
-    """The modules to shard as one unit: one, or those of a list that lie in no other of it."""
+    """The modules to shard as one unit: one, or those of a list that are inside no other of it."""
     if not isinstance(module, (list, tuple)):
         return [_check_module(module)]
     if not module:
@@ -87,10 +87,10 @@ def check_reshard(value: object) -> bool | int | None:
 
 
 def degree_of(reshard: bool | int | None, worlds: Sequence[int]) -> tuple[bool | None, int | None]:
-    """`reshard_after_forward` without integers, and over how many ranks parameters are kept in parts (None: not so).
+    """`reshard_after_forward` without integers, and the number of ranks to reshard over (None: all).
 
-    worlds: the ranks that share parameters, for each mesh of the unit. One rank keeps them whole, which is False; where
-    all ranks keep them, they keep their shards, which is True.
+    worlds: the number of shard ranks, for each mesh of the unit. 1 keeps full parameters, which is False; the whole
+    world keeps the shards, which is True.
     """
     if reshard is None or isinstance(reshard, bool):
         return reshard, None
@@ -112,7 +112,7 @@ def degree_of(reshard: bool | int | None, worlds: Sequence[int]) -> tuple[bool |
 
 
 def check_kept(found: Iterable[Found], degree: int, dp_mesh_dims: Any) -> None:
-    """What cannot be kept in parts between forward and backward; torch's exception type."""
+    """Raise for parameters that cannot be resharded to a smaller world; torch's exception type."""
     if dp_mesh_dims is not None:
         raise NotImplementedError(
             f"reshard_after_forward={degree}: expected a data-parallel mesh, found dp_mesh_dims; use True or False"
@@ -131,7 +131,7 @@ def check_kept(found: Iterable[Found], degree: int, dp_mesh_dims: Any) -> None:
 
 
 def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any, dp_mesh_dims: Any) -> None:
-    """The arguments that are policies: the wrong type, or not built yet."""
+    """Raise for policies of the wrong type, or unsupported ones."""
     for field in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"):
         if not hasattr(mp_policy, field):
             raise TypeError(
@@ -156,9 +156,9 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh: an axis that shards, or one that replicates and one that shards.
+    """The mesh: (shard) or (replicate, shard).
 
-    Without one, all ranks of the default group, which is set up when needed.
+    None: all ranks of the default group, which is initialised if needed.
     """
     if mesh is None:
         if not dist.is_initialized():
@@ -205,9 +205,9 @@ def check_ignored(ignored_params: Iterable[object] | None) -> set[nn.Parameter]:
 
 
 def check_averaged(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
-    """Refuse parameters whose gradients DistributedDataParallel, or torch's `replicate`, averages already.
+    """Raise for parameters whose gradients DistributedDataParallel or torch's `replicate` already averages.
 
-    torch's FSDP2 accepts them, and the other one then waits for gradients of parameters that are no longer there.
+    torch's FSDP2 accepts them, and the other one then waits for gradients of parameters that no longer exist.
     """
     parameters = {item.parameter for item in found}
     for root in roots:
@@ -226,7 +226,7 @@ _OWNER = "_fullshard_owner"
 
 
 def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
-    """The parameters of one unit of modules `roots`, before any of them is sharded."""
+    """Check the parameters of the unit of `roots`, before any of them is sharded."""
     module_name = "+".join(type(root).__name__ for root in roots)
     for item in found:
         parameter, name = item.parameter, item.name
@@ -248,7 +248,7 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
                 f"which was sharded before this {module_name}; make one unit of both places, "
                 f"fully_shard([{there or owner[0]}, {here or module_name}]), or leave both to the module around them"
             )
-        has_extension(parameter, name)  # refuses one that has half of it
+        has_extension(parameter, name)  # raises for an incomplete extension
         if parameter.ndim == 0:
             raise ValueError(
                 f"{name}: expected a parameter with at least one dim, found a scalar. "
@@ -262,7 +262,7 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
 
 
 def _path_of_owner(owner: tuple[str, str], roots: Sequence[nn.Module]) -> str:
-    """The dotted name, below `roots`, of the unit that has a tied parameter; "" when it is not there."""
+    """The dotted name, below `roots`, of the unit that has a tied parameter; "" if it is not below them."""
     for root in roots:
         for path, module in root.named_modules():
             unit = unit_of(module)
@@ -275,15 +275,15 @@ _AROUND = "_fullshard_around"
 
 
 def mark_managed(unit: Unit, managed: Iterable[nn.Module]) -> None:
-    """Remember on modules which unit has their parameters, so that sharding them later is noticed."""
+    """Record on modules the unit that has their parameters, to detect later sharding of the modules."""
     for module in managed:
         module.__dict__[_AROUND] = unit
 
 
 @contextmanager
 def marked_owner(found: Sequence[Found], module_name: str) -> Iterator[None]:
-    """Remember on the original parameters who shards them inside, so that a tie in another unit is noticed; nobody, if
-    that raises."""
+    """Record on the original parameters the unit that shards them, to detect ties across units; undone if the block
+    raises."""
     for item in found:
         setattr(item.parameter, _OWNER, (module_name, item.name))
     try:
@@ -295,7 +295,7 @@ def marked_owner(found: Sequence[Found], module_name: str) -> Iterator[None]:
 
 
 def check_sharded(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:
-    """The units of `modules`, which may be any iterable, such as an `nn.ModuleList`; `what` the list is, for errors."""
+    """The units of `modules`, any iterable, such as an `nn.ModuleList`; `what` names it in errors."""
     if not isinstance(modules, Iterable):
         raise TypeError(
             f"{what}: expected a list of sharded modules, found {type(modules).__name__}; put it into a list"
@@ -317,21 +317,21 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 # ---- placement -------------------------------------------------------------------------------------------------------
-# `shard_placement_fn`: along which dim, and over which mesh, each parameter of a unit is cut.
+# `shard_placement_fn`: the dim and the mesh over which each parameter of a unit is sharded.
 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` returns for a parameter that has a mesh of its own, such as an expert's.
+    """Result of a `shard_placement_fn` for a parameter with its own mesh, such as an expert's.
 
-    placement: the dim to cut; None means `Shard(0)`.
-    mesh: what `fully_shard(mesh=...)` accepts; None means the mesh of the unit. Gradients are averaged over it.
+    placement: the dim to shard; None means `Shard(0)`.
+    mesh: as for `fully_shard(mesh=...)`; None means the mesh of the unit. Gradients are averaged over it.
 
     >>> from torch.distributed.tensor import Shard
     >>> ShardPlacementResult(Shard(1)).mesh is None
     True
 
-    torch's object of this name, with its `mesh_info`, is accepted as well (torch 2.13; it is private there).
+    torch's private class of this name, with its `mesh_info`, is accepted too (torch 2.13).
     """
 
     placement: Shard | None
@@ -339,10 +339,10 @@ class ShardPlacementResult:
 
 
 class Share(NamedTuple):
-    """Parameters of a unit that live on one mesh."""
+    """The parameters of a unit on one mesh."""
 
     mesh: DeviceMesh
-    # Of parameters that are DTensors on one mesh with all axes (`dp_mesh_dims`), where `mesh` is that of the unit.
+    # For parameters that are DTensors on a mesh with all axes (`dp_mesh_dims`), if `mesh` is the unit's.
     full_mesh: FullMesh | None
     found: list[Found]
 
@@ -353,14 +353,14 @@ def place(
     full_mesh: FullMesh | None,
     fn: Callable[[nn.Parameter], Any] | None,
 ) -> list[Share]:
-    """`found` with the dims that `fn` chooses, by the mesh it chooses; meshes in the order of their first parameter.
+    """`found` with the dims that `fn` chooses, grouped by the mesh it chooses, in the order of first parameters.
 
-    `mesh` and `full_mesh` are those of the unit. `fn` is called once for each parameter, on every rank in the same
-    order, and must answer alike on all of them. Raises `ValueError` for another answer than None, `Shard` or a result
-    with a mesh that can be used, and when two meshes would share their process groups; `AssertionError` (torch's type)
-    for a dim that the parameter has not; and what `check_own_mesh` raises for parameters that are DTensors.
+    `mesh` and `full_mesh` are those of the unit. `fn` is called once per parameter, in the same order on every rank,
+    and must return the same on all ranks. Raises `ValueError` for a result other than None, `Shard` or a
+    `ShardPlacementResult` with a usable mesh, and if two meshes would share their process groups; `AssertionError`
+    (torch's type) for a dim out of range; and the errors of `check_own_mesh` for DTensor parameters.
     """
-    # By process groups, not by mesh: what travels together is decided by who takes part.
+    # By process groups, not by mesh: parameters with the same process groups share messages.
     shares: dict[tuple[str, ...], Share] = {}
     for item in found:
         dim, own = (item.dim, mesh) if fn is None else _answer(item, mesh, fn(item.parameter))
@@ -390,7 +390,7 @@ def _answer(item: Found, default: DeviceMesh, answer: Any) -> tuple[int, DeviceM
     if not isinstance(placement, Shard):
         raise ValueError(
             f"shard_placement_fn: expected None, Shard(dim) or fullshard.ShardPlacementResult for {item.name}, found "
-            f"{answer!r}; a parameter that is to stay whole goes into ignored_params"
+            f"{answer!r}; put a parameter that should stay unsharded into ignored_params"
         )
     ndim = item.parameter.ndim
     if not -ndim <= placement.dim < ndim:
@@ -411,7 +411,7 @@ def _usable(item: Found, mesh: object, default: DeviceMesh) -> DeviceMesh:
     if mesh.device_type != default.device_type:
         raise ValueError(
             f"shard_placement_fn: expected a mesh on {default.device_type}, as that of the unit, found one on "
-            f"{mesh.device_type} for {item.name}; shard what lives on another device by a call of its own"
+            f"{mesh.device_type} for {item.name}; shard parameters on another device by a separate fully_shard call"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

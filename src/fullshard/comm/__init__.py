@@ -1,8 +1,9 @@
-"""The only room that calls a collective. Buffers in, buffers out: no parameters, no phases.
+"""The only subpackage that calls collectives. It handles buffers, never parameters or phases.
 
-`group` (the messages), `gather` and `reduce` (strategies over them), `reduction` (what these make), `message` (the send
-buffer), `replicate` (what follows a sum), `comparison` (what ranks compare with it), `pool` (the buffers), `messages`
-(texts and small sums), `offload` (shards on the host), `data_group` (groups that can be cut when a peer failed).
+`group` (process groups and collectives), `gather` and `reduce` (strategies), `reduction` (their interface), `message`
+(the send buffer), `replicate` (steps after the first sum), `comparison` (digests compared between ranks), `pool`
+(buffers), `messages` (texts and small sums), `offload` (shards on the host), `data_group` (groups that can be cut when
+a peer fails).
 """
 
 from .comparison import Comparison as Comparison

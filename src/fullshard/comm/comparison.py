@@ -1,19 +1,19 @@
-"""A digest of this rank, compared with those of the ranks that a reduction goes to, before its sum is used.
+"""Compares this rank's digest with those of the other ranks of a reduction, before its sum is used.
 
     way                                how the digest travels                                         further message
     gradients are exchanged            in each chunk after presence (`ReduceLayout.facts_offset`);    none
                                        every rank compares the rows that it receives with its own
     the backend reduces them           minimum and maximum of it                                      16 bytes
-    ranks that replicate               minimum and maximum of it, and of what replicas alone share    32 bytes
-    one rank shares (`replicate`)      likewise                                                       32 bytes
-    `communication="torch"`, custom    not: what would carry it is not ours
+    replicas                           minimum and maximum of it, and of what replicas alone share    32 bytes
+    nothing is sharded (`replicate`)   minimum and maximum of it, and of what replicas alone share    32 bytes
+    `communication="torch"`, custom    not sent: fullshard does not control these messages
 
 A digest is 64 bits, of which the lowest is 0. In a chunk it is eight numbers from 0 to 255, which every floating dtype
-has exactly: sums of them are finite, so nobody has to clear them. A rank that found a difference sends only ones from
-then on, which is no digest. So all ranks of the mesh find it, whichever of them differ.
+represents exactly; their sums are finite and need no clearing. A rank that found a difference sends all ones from then
+on, which is no valid digest. So all ranks of the mesh find the difference, whichever of them differ.
 
-On a host the answer is there when the messages are. On a device it is copied to pinned memory, after which an event is
-recorded: whoever asks a step later does not wait.
+On a CPU the result is available when the messages arrive. On a device it is copied to pinned memory, followed by an
+event, so that a check one step later does not wait.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ..layout import FACTS_NUMEL
 from .data_group import drain
 from .group import ShardGroup, Work
 
-# Dtypes that have all numbers from 0 to 255.
+# Dtypes that represent all numbers from 0 to 255 exactly.
 CARRIERS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 _MOST = (1 << 63) - 1
 
 
 class Digits:
-    """One digest as elements of messages; made once for a digest, which often stays the same from step to step."""
+    """One digest as message elements; cached, because a digest often stays the same from step to step."""
 
     def __init__(self, digest: int, device: torch.device) -> None:
         if digest & 1 or not 0 <= digest < 1 << 64:
@@ -53,20 +53,20 @@ class Digits:
 
 
 class Comparison:
-    """One digest under way with one reduction. `shared`: of what the ranks that replicate this rank's shards have the
-    same of, besides; 0 where there are none."""
+    """One digest that travels with one reduction. `shared`: a digest of values equal among this rank's replicas only;
+    0 without replicas."""
 
     def __init__(self, digits: Digits, shared: int = 0) -> None:
         self._digits = digits
         self._shared = shared
-        # On a host a bool; on a device None or what will say it.
+        # On a CPU a bool; on a device a tensor once something was compared.
         self._differs: bool | Tensor = False
         self._work: Work | None = None
         self._extremes: Tensor | None = None
         self._landed: tuple[Tensor, Any] | None = None
 
     def write(self, rows: Tensor) -> None:
-        """Put the digest into `rows` (n, FACTS_NUMEL) of what is sent; once a difference was found, that."""
+        """Write the digest, or the mark of a difference found before, into `rows` (n, FACTS_NUMEL) of the message."""
         digits = self._digits.of(rows.dtype)
         if isinstance(self._differs, Tensor):
             digits = torch.where(self._differs, 255.0, digits)
@@ -76,7 +76,7 @@ class Comparison:
         rows.copy_(digits)
 
     def met(self, rows: Tensor) -> None:
-        """Compare with what arrived in `rows` (n, FACTS_NUMEL)."""
+        """Compare with the received `rows` (n, FACTS_NUMEL)."""
         own = self._digits.of(rows.dtype)
         if rows.device.type == "cpu":
             self._differs = bool(self._differs) or not torch.equal(rows, own.expand_as(rows))
@@ -85,25 +85,25 @@ class Comparison:
         self._differs = found | self._differs if isinstance(self._differs, Tensor) else found
 
     def ask_sharers(self, shard: ShardGroup) -> None:
-        """Send what decides to the ranks that share, whose gradients the backend sums: nobody sees what each sent."""
+        """All-reduce the extremes over the shard ranks: the backend sums gradients, so no rank sees others' chunks."""
         half = _signed(self._digits.digest)
         self._extremes = _brought([half, ~half], torch.int64, self._digits.device)
         self._work = shard.all_reduce(self._extremes, dist.ReduceOp.MAX)
 
     def answered(self) -> None:
-        """The answer of those who were asked arrived."""
+        """Wait for the extremes and compare them."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
         extremes, self._extremes = self._extremes, None
         if extremes is not None:
-            # The greatest ones, and the complements of the least.
+            # The maxima, and the complements of the minima.
             greatest, least = extremes.view(2, -1)
             found = greatest.ne(least.bitwise_not()).any()
             self._differs = found if found.device.type != "cpu" else bool(found)
 
     def ask_replicas(self, replicate: ShardGroup) -> None:
-        """Send what decides for the ranks that replicate; those that share compared before."""
+        """All-reduce the extremes over the replicas; the shard ranks compared before."""
         halves = [_signed(self._digits.digest), _signed(self._shared)]
         values = _brought([*halves, *(~half for half in halves)], torch.int64, self._digits.device)
         if isinstance(self._differs, Tensor):
@@ -114,7 +114,7 @@ class Comparison:
         self._work = replicate.all_reduce(values, dist.ReduceOp.MAX)
 
     def arrive(self) -> None:
-        """Everything was sent, and what it goes with arrived: let the answer come to the host."""
+        """After the reduction arrived: start copying the result to the host."""
         self.answered()
         if isinstance(self._differs, Tensor):
             device = torch.get_device_module(self._differs.device)
@@ -125,7 +125,7 @@ class Comparison:
             self._landed = host, event
 
     def abandon(self) -> None:
-        """Wait for a message of its own, and throw it away."""
+        """Wait for its own message, if any, and discard it."""
         work, self._work = self._work, None
         if work is not None:
             drain(work)
@@ -136,7 +136,7 @@ class Comparison:
         return self._landed is None
 
     def differs(self) -> bool:
-        """Whether some rank has another digest. Behind `arrive`; on a device, a step later."""
+        """Whether some rank has another digest. Call it after `arrive`; on a device, one step later."""
         if self._landed is not None:
             host, event = self._landed
             event.synchronize()
@@ -145,12 +145,12 @@ class Comparison:
 
 
 def _brought(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` on `device`; the host does not wait for it."""
+    """`values` on `device`, without blocking the host."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _signed(digest: int) -> int:
-    """The same 64 bits as a number of int64; never the greatest one, because the lowest bit is 0."""
+    """The same 64 bits as an int64; never its maximum, because the lowest bit is 0."""
     return digest - (1 << 64) if digest >> 63 else digest

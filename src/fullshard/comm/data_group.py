@@ -1,18 +1,16 @@
-"""Data groups: process groups that messages of ours go over, which can be cut and made again when a peer failed.
+"""Data groups: private process groups for fullshard's messages, which can be cut and rebuilt when a peer fails.
 
-A mesh's own process group is the user's, and cannot be cut without taking that from him. So, when a root forms, every
-group of a mesh gets data groups: process groups of the same ranks that only we know, one for each purpose. Messages
-over one are counted, so that a rank that fails can say how far it came, and who waits for a message can tell whether it
-will come.
+A mesh's own process group belongs to the user, so fullshard must not cut it. When a root forms, every group of a mesh
+gets private data groups of the same ranks, one per purpose. They count their messages, so that a failing rank can
+report its last message, and a waiting rank can tell whether its message will come.
 
-Cutting (`cut`) ends every wait of this rank on the group at once, from any thread, and those of its peers with it:
+Cutting (`cut`) ends every wait of this rank and its peers on the group at once, from any thread:
 
-    gloo    has no call for it. A receive whose time is over closes all connections of its group, as torch 2.11 to 2.13
-            have it; a receive of ours with a millisecond of time does no more than that
-            (tests/procs/test_data_groups.py)
+    gloo    has no call for it. A receive that times out closes all connections of its group (torch 2.11 to 2.13), so
+            `cut` posts a receive with a timeout of a millisecond (tests/procs/test_data_groups.py)
     NCCL    `abort` of the backend
 
-Other backends have no data groups: theirs are used as they are, and a wait ends when the backend ends it.
+Other backends have no data groups: their groups are used directly, and a wait ends when the backend ends it.
 """
 
 from __future__ import annotations
@@ -33,34 +31,33 @@ from .._torch import default_store, same_group
 from ..guard import Fault, Scope, Wait, wait_until
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
-# Messages from one rank to another, straight from the memory where something lies into the memory where it is needed.
+# Point-to-point messages from the source memory directly into the destination memory.
 #
-# For backends whose collectives copy what they carry once more, and want it in one contiguous buffer (gloo). A
-# collective there is work for a pool of threads; a send or a receive is a system call here and now, and its bytes move
-# in the background, of whatever dtype. Whether that pays is a matter of size: `layout.gather`.
+# For backends whose collectives make another copy and need one contiguous buffer (gloo). There a collective is queued
+# to a thread pool; a send or receive is an immediate system call, and bytes of any dtype move in the background. It
+# pays from a certain size: `layout.gather`.
 #
-# Ranks issue the same messages in the same order, as they do with collectives; between two ranks those of equal tag
-# match in that order. The tags are ours, so that a user's own `send` and `recv` on the same group are not mistaken for
-# them.
+# Ranks issue the same messages in the same order, as with collectives; messages of equal tag between two ranks match in
+# that order. Private tags keep them apart from a user's own `send` and `recv` on the same group.
 
 PARAMETERS_TAG = 0x66736864
 GRADIENTS_TAG = PARAMETERS_TAG + 1
 
 
 class Work(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def wait(self) -> object: ...
 
 
 def gather_each(group: dist.ProcessGroup, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
-    """Every rank's `pieces[i]` (n,) into `outs[i]` (world * n,) on every rank; all contiguous, of one dtype. A piece
-    may be this rank's part of its `outs[i]` itself."""
+    """All-gather each `pieces[i]` (n,) into `outs[i]` (world * n,); all contiguous, of one dtype. A piece may be this
+    rank's part of its `outs[i]`."""
     rank, world = group.rank(), group.size()
     chunks = [out.view(world, -1) for out in outs]
     arriving = {peer: [chunk[peer] for chunk in chunks] for peer in range(world) if peer != rank}
     works = exchange_each(group, arriving, dict.fromkeys(arriving, pieces), PARAMETERS_TAG)
-    # While the messages are on their way.
+    # Overlaps with the messages.
     own = [chunk[rank] for chunk in chunks]
     if own[0].data_ptr() != pieces[0].data_ptr():
         torch._foreach_copy_(own, list(pieces))
@@ -73,14 +70,14 @@ def exchange_each(
     leaving: Mapping[int, Sequence[Tensor]],
     tag: int,
 ) -> list[Work]:
-    """`leaving[r][i]` of this rank into `arriving[this rank][i]` of rank r. Tensors are contiguous, and stay as they
-    are until the works were waited for; empty ones are not sent."""
+    """Send `leaving[r][i]` of this rank into `arriving[this rank][i]` of rank r. Tensors are contiguous, and must not
+    change before the works complete; empty ones are not sent."""
     rank, world = group.rank(), group.size()
     works: list[Work] = []
     # All receives first: bytes that arrive before their receive is posted wait in the sender's socket.
     for peer, tensors in arriving.items():
         works += [group.recv([tensor], peer, tag) for tensor in tensors if tensor.numel()]
-    # Rank r begins with r + 1, so that not everybody sends to rank 0 first.
+    # Rank r begins with r + 1, so that not all ranks send to rank 0 first.
     for step in range(1, world):
         peer = (rank + step) % world
         works += [group.send([tensor], peer, tag) for tensor in leaving[peer] if tensor.numel()]
@@ -91,11 +88,11 @@ def exchange_each(
 
 _CUT_TAG = 0x66736866
 _CUTS = ("gloo", "nccl")
-# Words of a backend's errors about connections, and not about what it is asked to send.
+# Words in a backend's errors about connections, as opposed to errors about arguments.
 _OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
-# A connection was closed: so long somebody may take to say why, or to be seen gone.
+# How long to wait, after a connection was closed, until a peer reports why or is found dead.
 _CLOSED_SECONDS = 3.5
-# The backend's own limit comes after the one that the watch keeps, which knows names.
+# The backend's timeout must come after the watch's, whose error names ranks.
 _BACKEND_SECONDS_MORE = 30.0
 
 
@@ -105,34 +102,34 @@ class DataGroup:
     def __init__(self, scope: Scope, origin: dist.ProcessGroup, device: torch.device, purpose: str) -> None:
         self.scope, self.device, self.purpose = scope, device, purpose
         self.ranks = tuple(dist.get_process_group_ranks(origin))
-        # The same on all of its ranks, and never given twice.
+        # The same on all of its ranks, and unique.
         self.name = scope.group_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
-        # It must not keep the group alive whose attribute it is, as it were.
+        # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
         self._origin = weakref.ref(origin)
         self.issued = 0
         self.is_cut = False
-        # What is under way on a device, where nobody waits on the host.
+        # Messages in flight on a device, for which no host thread waits.
         self._under_way: deque[Sent] = deque()
         self._group: dist.ProcessGroup | None = None
         self._renewed = -1
 
     @property
     def is_connected(self) -> bool:
-        """Whether there are connections that no meeting of the scope gave up."""
+        """Whether there are connections that no meeting of the scope has given up since."""
         return self._renewed == self.scope.renewed
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """What messages go over now. Made anew where a meeting of the scope gave the last one up: by the first message
-        that somebody sends over it, so that it does not matter who still holds what."""
+        """The current process group. After a meeting of the scope gave the last one up, the first message makes a new
+        one, so stale references do no harm."""
         if self._renewed != self.scope.renewed:
             self.connect()
         assert self._group is not None
         return self._group
 
     def connect(self) -> None:
-        """New connections: at first, and after a meeting that asked for them. Every rank of the group makes this call;
-        after an exception again, when the ranks have met."""
+        """Connect: at first, and after a meeting that asked for it. Collective over the ranks of the group; after an
+        exception, call it again once the ranks have met."""
         scope = self.scope
         if self.is_connected:
             return
@@ -145,7 +142,7 @@ class DataGroup:
         store = _ConnectingStore(default_store(), wait)
         seconds = scope.watch.settings.limit_seconds + _BACKEND_SECONDS_MORE
         try:
-            # Once all are here a backend connects at once. Before that its own wait for them would end with its limit.
+            # First wait for all ranks here: the backend's own wait for them would end with its timeout.
             store.add(f"{name}/here", 1)
             wait_until(lambda: store.add(f"{name}/here", 0) >= len(self.ranks), wait)
             with scope.watch.waits(wait):
@@ -159,17 +156,17 @@ class DataGroup:
         self._under_way.clear()
 
     def expire(self) -> None:
-        """A meeting gave these connections up."""
+        """Called when a meeting gives these connections up."""
         self.cut()
         self.issued = 0
 
     def close(self) -> None:
-        """Give the connections up; there will be no others."""
+        """Give the connections up for good."""
         self._group, self._renewed = None, -1
         self._under_way.clear()
 
     def issue(self, call: Callable[..., Any], *args: Any) -> Sent:
-        """`call(*args)`, which sends one message over `group` and returns its work."""
+        """Run `call(*args)`, which sends one message over `group` and returns its work."""
         try:
             work = call(*args)
         except RuntimeError as error:
@@ -177,7 +174,7 @@ class DataGroup:
         return self._sent(work)
 
     def issue_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
-        """`issue` for what is one message to the ranks and several works here."""
+        """`issue` for a call that counts as one message but returns several works."""
         try:
             works = call(*args)
         except RuntimeError as error:
@@ -193,7 +190,7 @@ class DataGroup:
         return sent
 
     def oldest(self) -> Sent | None:
-        """Of what is under way on a device."""
+        """The oldest message in flight on a device, or None."""
         while self._under_way and self._under_way[0].is_completed:
             self._under_way.popleft()
         return self._under_way[0] if self._under_way else None
@@ -214,20 +211,20 @@ class DataGroup:
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return
-                # The connection to this peer had been closed, by that peer: those to the others are still open.
+                # This peer had already closed its connection: those to the others are still open.
 
     def refuse(self, number: int, error: RuntimeError) -> NoReturn:
-        """Raise what there is to say of a backend's `error` for message `number`."""
+        """Raise a backend's `error` for message `number`, explained if possible."""
         explained = self._explain(number, error)
         if explained is error:
             raise error
         raise explained from error
 
     def _explain(self, number: int, error: RuntimeError) -> RuntimeError:
-        """What to raise instead of a backend's `error`. Waits some seconds for somebody to say why a connection
-        was closed. The scope's data groups are cut afterwards.
+        """The exception to raise instead of a backend's `error`. Waits some seconds for a peer to report why a
+        connection was closed. The scope's data groups are cut afterwards.
 
-        What a backend refuses to send (a dtype that it has no sum for) is `error` itself: no peer has to do with it.
+        Returns `error` itself if the backend rejected the message (such as a dtype that it cannot sum).
         """
         scope = self.scope
         if scope.failure is None and not any(word in str(error) for word in _OF_CONNECTIONS):
@@ -252,7 +249,7 @@ class DataGroup:
         watch, seconds = self.scope.watch, _CLOSED_SECONDS
         with suppress(RuntimeError):
             if not watch.records.is_one_machine():
-                # Whether a process of another one is gone is known by its signs of life alone.
+                # Only missing signs of life show that a process on another machine is gone.
                 seconds = max(seconds, watch.settings.beat_seconds + 2)
             end = time.monotonic() + seconds
             wait_until(lambda: wait.fault is not None or time.monotonic() > end, wait)
@@ -260,14 +257,14 @@ class DataGroup:
 
 
 def _ends(ranks: Sequence[int]) -> Sequence[int]:
-    """Enough of `ranks` to tell them apart from those of other groups of one mesh axis: all of a few."""
+    """Enough of `ranks` to distinguish the groups of one mesh axis: all if there are few."""
     return ranks if len(ranks) <= 8 else (*ranks[:2], ranks[-1], len(ranks))
 
 
 class _ConnectingStore(dist.Store):
-    """The store through which a backend finds its peers, whose waits end when one of them failed. Instead of the
-    backend's own wait for the time limit. An exception from outside (Ctrl-C) is `held` until the connections are there:
-    the others would wait for them in their backend, where nobody can tell them."""
+    """The store through which a backend finds its peers. Its waits end when a peer fails, instead of at the backend's
+    timeout. An exception from outside (Ctrl-C) is `held` until the connections exist: the peers would otherwise wait
+    for them inside their backend, where they cannot be notified."""
 
     def __init__(self, inner: Any, wait: Wait) -> None:
         super().__init__()
@@ -306,7 +303,7 @@ class _ConnectingStore(dist.Store):
 
 
 class Sent:
-    """A message under way over a data group, the `number`th of it."""
+    """A message in flight over a data group, its `number`th."""
 
     __slots__ = ("_described", "_renewed", "_work", "group", "number", "since")
 
@@ -318,7 +315,7 @@ class Sent:
 
     @property
     def wait_described(self) -> Wait:
-        """As a wait, for the watch."""
+        """Describes it as a `Wait`, for the watch."""
         if self._described is None or self._described.since != self.since:
             group = self.group
             scope = group.scope
@@ -337,14 +334,14 @@ class Sent:
             return self._work.wait()
         except RuntimeError as error:
             if self._renewed != scope.renewed:
-                raise  # of connections that were given up
+                raise  # its connections were given up
             scope.watch.over(thread)
             self.group.refuse(self.number, error)
         finally:
             scope.watch.over(thread)
 
     def drain(self) -> None:
-        """Wait for a message that nobody needs: the buffers it uses are free afterwards, whatever became of it."""
+        """Wait for a message that is no longer needed. Its buffers are free afterwards, even if it failed."""
         try:
             self.wait()
         except RuntimeError:
@@ -357,14 +354,14 @@ class Sent:
 
 
 def drain(work: Work) -> None:
-    """`Sent.drain`, of any work."""
+    """`Sent.drain` for any work."""
     if isinstance(work, Sent):
         work.drain()
     else:
         work.wait()
 
 
-# Of each process group, the data groups made in its place, by purpose.
+# The data groups made for each process group, by purpose.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DataGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -380,9 +377,8 @@ def open_data_group(
     backend: str,
     purpose: str,
 ) -> DataGroup | None:
-    """The data group instead of `origin`; None where its backend has none. Its connections are made with its first
-    message, which is at the same place on all ranks: where one of them was interrupted while it made several data
-    groups, and another one was not, both have the same to do."""
+    """The data group that replaces `origin`; None if its backend has none. Its first message, which is at the same
+    place on all ranks, connects it: so ranks agree even if one of them was interrupted while opening data groups."""
     if not can_cut(backend) or origin.size() < 2:
         return None
     made = _made.setdefault(origin, {})
@@ -394,5 +390,5 @@ def open_data_group(
 
 
 def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup | None:
-    """The data group instead of a mesh's group, for small messages of ours; None where there is none."""
+    """The data group for small messages that replaces a mesh's group, or None."""
     return _made.get(origin, {}).get(purpose)

@@ -1,4 +1,4 @@
-"""From the flat local buffers of all ranks to the full parameters of one group, by the plan in `layout.gather`.
+"""All-gathers the flat local buffers of all ranks into the full parameters of one param group (see `layout.gather`).
 
     channel          when                                   messages               copies afterwards
     SharedGather     one rank, compute dtype = storage      none                   none: full parameters are the shards
@@ -7,9 +7,9 @@
                                                             parameter and one      staging buffer
                                                             for the packed ones
 
-Where shards are in another dtype than the full parameters, they are cast straight to their place in what is gathered.
+Shards in another dtype than the full parameters are cast directly into their place in the all-gather output.
 
-A channel knows buffers, never parameters or phases. `issue`, then `complete` or `cancel`.
+A channel handles buffers, never parameters or phases. Call `issue`, then `complete` or `cancel`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FullMemory(Protocol):
 
 
 class GatherChannel(Protocol):
-    """How the full parameters of one group come to be."""
+    """All-gathers the full parameters of one group."""
 
     def issue(self) -> None:
         """Send the local shards as they are now. The result may not be used before `complete`."""
@@ -55,7 +55,7 @@ class GatherChannel(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Wait for what was issued and throw it away; the full memory is released."""
+        """Wait for the issued messages and discard them; release the full memory."""
         ...
 
 
@@ -86,7 +86,7 @@ class CastGather:
         """As `PlannedGather.prepare`."""
 
     def send(self) -> None:
-        """As `PlannedGather.send`: nothing goes to anybody."""
+        """As `PlannedGather.send`: sends nothing."""
 
     def complete(self) -> None:
         self._full.allocate()
@@ -107,13 +107,13 @@ class _CopyOut(NamedTuple):
 
 
 def _copies_out(pack: Pack, plan: GatherPlan) -> list[_CopyOut]:
-    """How the packed parameters come out of the staging buffer; a constant number of copies at any world."""
+    """The copies of packed parameters out of the staging buffer; their number does not depend on the world size."""
     span = plan.packed_span(pack).numel
     copies = []
     for i in plan.packed:
         layout, full = pack.segments[i].layout, pack.full_offsets[i]
         if layout.gathers_in_place:
-            # Padding and all, because behind each other the padded shards are the padded parameter: one copy.
+            # One copy with padding: the padded shards, concatenated, are the padded parameter.
             numel = pack.segments[i].padded_numel
             sizes = (pack.world, numel)
             copies.append(_CopyOut(sizes, plan.staged_segment(pack, i, 0), (span, 1), full, (numel, 1)))
@@ -150,18 +150,18 @@ class PlannedGather:
         self._dtype = full.flat.dtype
         self._casts = flat.dtype is not self._dtype
         self._span = plan.packed_span(pack)
-        # Keyed by what it is used for: equal layouts share it, other layouts never see it.
+        # Equal layouts share the buffer, other layouts never get it.
         self._staging_key = pool.key("staging", pack, plan, self._dtype)
         self._packed = bool(plan.packed)
         self._copies = _copies_out(pack, plan)
-        # Views can be made only of memory that exists. It may be in use: a unit unsharded early changes its root.
+        # Views need allocated memory. It may be in use: a unit that was unsharded early gets a new root.
         in_use = full.live_nbytes > 0
         full.allocate()
         self._destinations = [
             full.flat.as_strided(copy.sizes, copy.full_strides, copy.full_offset) for copy in self._copies
         ]
-        # Of the direct parameters: where they arrive, this rank's shards, and from where these leave. Shards in another
-        # dtype are cast to where they belong in what arrives, and leave from there: no buffer for the cast.
+        # For the direct parameters: output, this rank's shard, and input of the all-gather. Shards in another dtype are
+        # cast into their place in the output and sent from there, without a buffer for the cast.
         self._outs, self._own, self._leaving = [], [], []
         for i in plan.direct:
             segment, start = pack.segments[i], pack.full_offsets[i]
@@ -182,9 +182,9 @@ class PlannedGather:
         self.send()
 
     def prepare(self) -> None:
-        """Allocate what the messages leave from and arrive in, on the current stream."""
+        """Allocate the buffers of the messages, on the current stream."""
         if self._outs:
-            # Here already, because the message arrives in it. Nobody reads it before `complete`.
+            # The messages arrive in it. It must not be read before `complete`.
             self._full.allocate()
         if self._packed:
             self._staging = self._pool.take(
@@ -192,7 +192,7 @@ class PlannedGather:
             )
 
     def send(self) -> None:
-        """Send the shards as they are now; what they were prepared for, once."""
+        """Send the shards as they are now. Call it once after `prepare`."""
         staging = self._staging
         if self._casts:
             torch._foreach_copy_(
@@ -210,7 +210,7 @@ class PlannedGather:
         if self._staging is not None:
             if not self._outs:
                 self._full.allocate()
-            if self._destinations:  # not when no parameter has an element
+            if self._destinations:  # empty if no parameter has elements
                 torch._foreach_copy_(self._destinations, self._staging.views[: len(self._destinations)])
         self._give_back()
 
@@ -223,11 +223,11 @@ class PlannedGather:
 
     def _staging_views(self, staging: Tensor) -> list[Tensor]:
         views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
-        # Behind them this rank's own part, where shards are cast to it.
+        # Then this rank's own part, if shards are cast into it.
         return [*views, _place(staging, self._group.rank, self._span.numel)] if self._casts else views
 
     def _wait(self) -> None:
-        # Given up also where one of them raises: they are of no use to whoever tries again.
+        # Drop the works even if one of them raises: a retry must not wait for them again.
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -239,40 +239,41 @@ class PlannedGather:
 
 
 def _place(gathered: Tensor, rank: int, numel: int) -> Tensor:
-    """Where the `numel` elements of `rank` are in what is gathered."""
+    """The `numel` elements of `rank` in the all-gather output."""
     return gathered[rank * numel : (rank + 1) * numel]
 
 
 # ---- extension -------------------------------------------------------------------------------------------------------
-# The gather of a parameter that says itself what is sent and what becomes of it (`param.extension`).
+# All-gather of a parameter with an extension: it chooses what is sent and how the full parameter is built
+# (`param.extension`).
 
 
 class Extension(Protocol):
     """The parameter, as its channel sees it."""
 
     def messages(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Ask the parameter what to send, and allocate where it arrives: (out, piece), `piece` (n,) of every rank into
-        `out` (world * n,). As bytes (uint8), because a backend need not know the dtype. The same sizes on every rank.
+        """Get the parameter's inputs and allocate the outputs: (out, piece), `piece` (n,) of every rank into `out`
+        (world * n,). As bytes (uint8), because a backend need not know the dtype. Sizes are equal on every rank.
         """
         ...
 
     def assemble(self) -> None:
-        """Everything arrived: make, or fill, the full parameter."""
+        """Build or fill the full parameter from the received messages."""
         ...
 
     def release(self) -> None:
-        """Give back the memory of the full parameter."""
+        """Free the memory of the full parameter."""
         ...
 
 
 class ExtensionGather:
-    """One message for each tensor that the parameter sends; one rank copies."""
+    """One message per tensor that the parameter sends; a single rank copies instead."""
 
     def __init__(self, group: ShardGroup, extension: Extension) -> None:
         self._group = group
         self._extension = extension
         self._works: list[Work] = []
-        # What is sent has to live until it was.
+        # Keeps the tensors alive while they are sent.
         self._messages: Sequence[tuple[Tensor, Tensor]] = ()
 
     def issue(self) -> None:
@@ -295,7 +296,7 @@ class ExtensionGather:
         self._extension.release()
 
     def _wait(self) -> None:
-        # Given up also where one of them raises: they are of no use to whoever tries again.
+        # Drop the works even if one of them raises: a retry must not wait for them again.
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -303,9 +304,9 @@ class ExtensionGather:
 
 
 # ---- group memory ----------------------------------------------------------------------------------------------------
-# Messages in memory that the process group allocates: NCCL registers it, and moves it without copies of its own.
+# Messages in memory that the process group allocates: NCCL registers it and avoids internal copies.
 #
-# The two objects have the shape of a caller's own all-gather and reduce-scatter.
+# The two objects have the interface of a caller's custom all-gather and reduce-scatter.
 
 
 class _GroupMemory:
@@ -341,11 +342,11 @@ class GroupMemoryScatter(_GroupMemory):
 
 
 # ---- custom ----------------------------------------------------------------------------------------------------------
-# Messages and their buffers by a caller's own all-gather or reduce-scatter object.
+# Messages and buffers of a caller's custom all-gather or reduce-scatter.
 
 
 class CustomGroup(ShardGroup):
-    """The ranks of `group`, whose gathers and reduce-scatters are `comm`'s."""
+    """The ranks of `group`, with all-gathers and reduce-scatters by `comm`."""
 
     def __init__(self, group: ShardGroup, comm: CustomComm) -> None:
         self.origin, self._inner = group.origin, group
@@ -356,11 +357,11 @@ class CustomGroup(ShardGroup):
 
     @property
     def data_group(self) -> DataGroup | None:  # type: ignore[override]
-        """That of the same ranks."""
+        """The data group of the same ranks."""
         return self._inner.data_group
 
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
-        # From this rank's place in the output: both ends of the message are memory that `comm` allocated.
+        # Send from this rank's place in the output, so that `comm` allocated both buffers.
         own = out.narrow(0, self.rank * piece.numel(), piece.numel())
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
@@ -379,7 +380,7 @@ class CustomGroup(ShardGroup):
 
 
 class _Finished:
-    """The work of a call that had already finished when it returned."""
+    """The work of a call that finished before it returned."""
 
     def wait(self) -> None:
         pass
@@ -389,7 +390,7 @@ _FINISHED = _Finished()
 
 
 class CustomBuffers(BufferPool):
-    """Buffers from `comm.allocate`: who allocates also decides what is reused, so none is kept here."""
+    """Buffers from `comm.allocate`, which also decides about reuse; so none is kept here."""
 
     def __init__(self, comm: CustomComm) -> None:
         super().__init__(keep=False)

@@ -1,15 +1,16 @@
-"""The ranks that share or replicate a unit's parameters, and the messages they exchange.
+"""The ranks that shard or replicate a unit's parameters, and the collectives between them.
 
-    gather_into       every rank's piece, one behind the other in rank order, on every rank
-    gather_each       several of these, as one group of messages where the backend can; likewise reduce_scatter_each
-    exchange          piece r of my buffer to rank r; the pieces for me, in rank order
-    reduce_scatter    the sum (or mean) over ranks of piece r of their buffers, on rank r
-    all_reduce        the sum (or mean) over ranks of their buffers, on every rank
+    gather_into            all-gather: every rank's piece, concatenated in rank order, on every rank
+    gather_each            several all-gathers, as one group of messages if the backend can
+    exchange               all-to-all: piece r of this rank's buffer to rank r; the pieces for this rank, in rank order
+    reduce_scatter         the sum (or mean) over ranks of piece r of their buffers, on rank r
+    reduce_scatter_each    several reduce-scatters, as one group of messages if the backend can
+    all_reduce             the sum (or mean) over ranks of their buffers, on every rank
 
-All are asynchronous: they return a `Work`, whose `wait()` makes the result usable for what is computed afterwards on
-the current stream (on a CPU: blocks). On a CUDA device the backend's own stream waits for what was computed before the
-call, and buffers are kept alive by whoever holds the `Work`; so overlap needs no streams of ours, only that a message
-is issued before the compute that is to hide it (ADR 0004).
+All are asynchronous and return a `Work`. `wait()` makes the result usable for later work on the current stream (on a
+CPU it blocks). On a CUDA device the backend's stream waits for earlier compute, and the holder of the `Work` keeps the
+buffers alive. So overlap needs no further streams: it suffices to issue a message before the compute that hides it
+(ADR 0004).
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ from .data_group import Work as Work
 
 # ---- group -----------------------------------------------------------------------------------------------------------
 
-# Dtypes that every backend has collectives for; others (float8 and int16 weights, complex numbers on NCCL) travel as
-# bytes.
+# Dtypes that every backend supports; others (float8 and int16 weights, complex numbers on NCCL) are sent as bytes.
 _CARRIED = frozenset(
     {
         torch.float32,
@@ -52,8 +52,8 @@ _CARRIED = frozenset(
     }
 )
 
-# The methods of a process group that torch's own functions call, which 2.13 renamed: a group that is written in Python
-# has no others.
+# The methods of a process group that torch's own functions call, renamed in 2.13. A process group written in Python
+# implements only one set of names.
 if hasattr(dist.ProcessGroup, "all_gather_single"):
     _GATHERS, _GATHERS_EACH = "all_gather_single", "all_gather_single_coalesced"
     _REDUCES, _REDUCES_EACH = "reduce_scatter_single", "reduce_scatter_single_coalesced"
@@ -63,47 +63,46 @@ else:
     _REDUCES, _REDUCES_EACH = "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"
     _EXCHANGES = "alltoall_base"
 
-# Asynchronous; backends read them only.
+# Asynchronous, and shared: backends only read them.
 _GATHER = AllgatherOptions()
 _GATHER.asyncOp = True
 _EXCHANGE = AllToAllOptions()
 _EXCHANGE.asyncOp = True
 
-# Sums and means over ranks, as backends are asked for them.
+# Reduce ops for sums and means over ranks.
 SUM = dist.ReduceOp.SUM
 MEAN = dist.ReduceOp.AVG
 
 
 class ShardGroup:
-    """A process group as the engine uses it. `backend` is that of `device`: "gloo", "nccl", "fake", "threaded" ..."""
+    """A process group and its collectives. `backend` is that of `device`: "gloo", "nccl", "fake", "threaded" ..."""
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        # The mesh's, or made in its place for a purpose.
+        # The mesh's process group, or one made for a purpose.
         self.origin = process_group
         self.data_group: DataGroup | None = None
         self.device = device
         self.world = process_group.size()
         self.rank = process_group.rank()
         self.backend = _backend_name(process_group, device)
-        # Whether several gathers are one launch; and whether ranks may send to each other without a collective
-        # (comm/data_group.py).
+        # Whether several all-gathers are one launch; and whether ranks may send point-to-point (comm/data_group.py).
         self.one_launch = groups_messages(self.backend)
         self.sends_in_pairs = sends_in_pairs(self.backend) and device.type == "cpu"
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """What messages go over now: the line's, where one was opened."""
+        """The process group in use: the data group's, if one was opened."""
         return self.origin if self.data_group is None else self.data_group.group
 
     def open(self, scope: Scope, purpose: str = "data") -> None:
-        """From now on messages go over connections that can be cut. All ranks of the group make this call."""
+        """Use a data group from now on, whose connections can be cut. Collective over the group."""
         self.data_group = open_data_group(scope, self.origin, self.device, self.backend, purpose)
         if purpose == "data":
-            # Apart, because ranks may be at different messages of the model when one of them sends a small one; and
-            # what is compared before a message has one size, whatever the message is.
+            # Separate, because ranks may be at different messages of the model when one of them sends a small one, and
+            # a comparison before a message has one size whatever the message is.
             open_data_group(scope, self.origin, self.device, self.backend, "small")
-            # On the host, where the group has a backend for it, whatever the device is: who compares does not wait for
-            # what is under way there, and asks no store.
+            # On the CPU if the group has a backend for it: a comparison then waits for nothing on the device and needs
+            # no store.
             host = torch.device("cpu")
             open_data_group(scope, self.origin, host, _backend_name(self.origin, host), "check")
 
@@ -112,18 +111,18 @@ class ShardGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members, by their rank in the default group."""
+        """The members' ranks in the default group."""
         return tuple(dist.get_process_group_ranks(self.origin))
 
     def gather_into(self, out: Tensor, piece: Tensor) -> Work:
-        """`piece` (n,) of all ranks into `out` (world * n,); contiguous, of one dtype. It may be this rank's part
-        of `out`."""
+        """All-gather `piece` (n,) into `out` (world * n,); contiguous, of one dtype. `piece` may be this rank's part of
+        `out`."""
         if out.dtype not in _CARRIED:
             out, piece = _carried(out), _carried(piece)
         return self._send(getattr(self.process_group, _GATHERS), out, piece, _GATHER)
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
-        """`gather_into` for each pair, as one group of messages where the backend can."""
+        """`gather_into` for each pair, as one group of messages if the backend can."""
         if self.sends_in_pairs:
             return self._send_each(gather_each, outs, pieces)
         if len(outs) > 1 and self.one_launch:
@@ -136,7 +135,7 @@ class ShardGroup:
     def exchange_each(
         self, arriving: Mapping[int, Sequence[Tensor]], leaving: Mapping[int, Sequence[Tensor]], tag: int
     ) -> list[Work]:
-        """From rank to rank, where `sends_in_pairs`: see `data_group.exchange_each`."""
+        """Point-to-point, if `sends_in_pairs`: see `data_group.exchange_each`."""
         return self._send_each(exchange_each, arriving, leaving, tag)
 
     def _send_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
@@ -149,7 +148,7 @@ class ShardGroup:
         return self._send(getattr(self.process_group, _EXCHANGES), _carried(out), _carried(pieces), [], [], _EXCHANGE)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        """The sum over ranks of chunk `rank` of `pieces` (world * n,) into `out` (n,)."""
+        """Reduce chunk `rank` of all ranks' `pieces` (world * n,) into `out` (n,)."""
         options = ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
@@ -158,7 +157,7 @@ class ShardGroup:
     def reduce_scatter_each(
         self, outs: Sequence[Tensor], pieces: Sequence[Tensor], op: dist.ReduceOp.RedOpType
     ) -> list[Work]:
-        """`reduce_scatter` for each pair, as one group of messages where the backend can."""
+        """`reduce_scatter` for each pair, as one group of messages if the backend can."""
         if len(outs) > 1 and self.one_launch:
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp(op)
@@ -167,29 +166,29 @@ class ShardGroup:
         return [self.reduce_scatter(out, piece, op) for out, piece in zip(outs, pieces, strict=True)]
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        """`tensor` of all ranks summed, in place on every rank."""
+        """Reduce `tensor` over all ranks, in place on every rank."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
         return self._send(self.process_group.allreduce, [tensor], options)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer for what a message brings, to be kept by the caller."""
+        """An output buffer of a message, owned by the caller."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def apart(self) -> ShardGroup:
-        """The same ranks with a communicator of their own. Every rank of the group makes this call."""
+        """The same ranks with a separate communicator. Collective over the group."""
         scope = scope_of(self.ranks)
         if scope is not None:
-            # Where torch makes a group it waits for all of its ranks, and names nobody.
+            # torch's wait for all ranks of a new group does not name missing ones: ask first.
             scope.resume()
             ask(scope, "set_separate_reduce_scatter_group", "")
         return self.some(self.ranks, "fullshard_reduce")
 
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
-        """`ranks`, this one and others of the default group, with a communicator of their own. Each of them makes this
-        call."""
-        # Local: the ranks of other groups of a mesh do not take part.
+        """A group of `ranks` of the default group, this one included, with its own communicator. Collective over
+        `ranks`."""
+        # Local synchronization: the ranks of other groups of a mesh do not take part.
         made = dist.new_group(
             list(ranks), backend=other_backend(self.origin), use_local_synchronization=True, group_desc=purpose
         )
@@ -198,12 +197,12 @@ class ShardGroup:
 
 
 def _carried(tensor: Tensor) -> Tensor:
-    """`tensor`, contiguous and only to be moved, in a dtype that backends know."""
+    """The contiguous `tensor`, which is only moved, in a dtype that backends support."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
 
 
 class Alone(ShardGroup):
-    """This rank by itself, for parameters that are not cut: there is nobody to send anything to."""
+    """A group of this rank only, for parameters that are not sharded."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
         self.data_group = None
@@ -214,7 +213,7 @@ class Alone(ShardGroup):
 
 
 class Block(NamedTuple):
-    """Neighbours among the ranks that share parameters (comm/group.py)."""
+    """Adjacent shard ranks (see `block_of`)."""
 
     # (number of blocks, ranks of a block): every rank of the group, or of the replicated groups, once.
     mesh: DeviceMesh
@@ -223,28 +222,28 @@ class Block(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The ranks with which the parameters of one group are exchanged."""
+    """The process groups of one param group."""
 
-    # Those that share each parameter.
+    # The ranks over which each parameter is sharded.
     shard: ShardGroup
-    # Those that hold the same shards as this rank, where a mesh has an axis that replicates.
+    # The replicas of this rank's shards, if the mesh has a replicate axis.
     replicate: ShardGroup | None = None
-    # The few among them from which backward gathers, where reshard_after_forward is an integer.
+    # The shard ranks for the all-gather in backward, if reshard_after_forward is an integer.
     block: Block | None = None
-    # The ranks of `shard` again, where reductions have a communicator of their own.
+    # The ranks of `shard`, if reductions have a separate communicator.
     reduce: ShardGroup | None = None
     # All ranks of the mesh, by their rank in the default group.
     everyone: tuple[int, ...] = ()
-    # Whether those of `shard`, here or in another group of the mesh, are on several nodes; found out where it matters.
+    # Whether a shard group of the mesh spans several nodes; determined only if needed.
     on_several_nodes: bool = False
 
     @property
     def reducing(self) -> ShardGroup:
-        """The group over which gradients are cut."""
+        """The group that reduces gradients."""
         return self.reduce or self.shard
 
     def open(self, scope: Scope) -> None:
-        """Open the data groups of all of its groups."""
+        """Open the data groups of all these groups."""
         for group in (self.shard, self.replicate):
             if group is not None and group.world > 1:
                 group.open(scope)
@@ -255,15 +254,12 @@ class Links(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many ranks contribute to a gradient."""
+        """The number of ranks that contribute to a gradient."""
         return self.shard.world * (self.replicate.world if self.replicate is not None else 1)
 
 
 def mesh_links(mesh: DeviceMesh, device: torch.device, *, shards: bool = True) -> Links:
-    """The links of parameters on `mesh`: its last axis shards, one before it replicates.
-
-    With `shards` off nothing is cut, and its only axis replicates.
-    """
+    """The links of parameters on `mesh`: (shard) or (replicate, shard); (replicate) if `shards` is off."""
     everyone = tuple(mesh.mesh.flatten().tolist())
     if not shards:
         replicate = ShardGroup(mesh.get_group(0), device)
@@ -273,7 +269,7 @@ def mesh_links(mesh: DeviceMesh, device: torch.device, *, shards: bool = True) -
 
 
 def attend(links: Links) -> None:
-    """From now on the others can tell when this process ends, or gives no sign of life: also before its first step."""
+    """Start this process's signs of life, so that peers detect its end even before its first step."""
     if can_cut(links.shard.backend):
         scope = scope_of(links.everyone)
         if scope is not None:
@@ -283,14 +279,14 @@ def attend(links: Links) -> None:
 def all_reduce_over(
     tensor: Tensor, process_group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, what: str = "a sum between steps"
 ) -> None:
-    """In place over any process group, and finished on return.
+    """All-reduce in place over any process group; complete on return.
 
-    A tensor on a device for which the group has no backend (on the host, where the group is NCCL's) goes by way of the
-    group's device: for scalars and the like.
+    If the group has no backend for the tensor's device (a CPU tensor with NCCL), the tensor is copied to the group's
+    device and back: meant for small tensors.
     """
     elsewhere = message_device(str(dist.get_backend_config(process_group)), tensor.device)
     moved = tensor if elsewhere is None else tensor.to(elsewhere)
-    # Over the data group in its place: with a peer that failed this raises, where the mesh's group would wait for it.
+    # Over the data group, which raises if a peer failed; the mesh's group would wait for it.
     group = small_group(process_group, moved.device, what)
     if group is None:
         dist.all_reduce(moved, op=op, group=process_group)
@@ -303,12 +299,12 @@ def all_reduce_over(
 
 
 def gather_over(out: Tensor, piece: Tensor, group: DataGroup, what: str) -> None:
-    """`ShardGroup.gather_into` over a group of `small_group`, finished on return."""
+    """`ShardGroup.gather_into` over a group of `small_group`; complete on return."""
     _send_small(group, what, _GATHERS, _carried(out), _carried(piece), _GATHER)
 
 
 def broadcast_from(tensor: Tensor, process_group: dist.ProcessGroup, source: int, what: str) -> None:
-    """What the rank at `source` of the process group has in `tensor`, on all of them; finished on return."""
+    """Broadcast `tensor` from the rank at `source` of the process group; complete on return."""
     group = small_group(process_group, tensor.device, what)
     if group is None:
         dist.broadcast(tensor, group=process_group, group_src=source)
@@ -331,8 +327,7 @@ def _send_small(group: DataGroup, what: str, call: str, *args: Any) -> None:
 
 
 def small_group(process_group: dist.ProcessGroup, device: torch.device, what: str) -> DataGroup | None:
-    """The data group for small messages of `device` instead of `process_group`: its ranks make the first call
-    together."""
+    """The data group that replaces `process_group` for small messages of `device`. The first call is collective."""
     found = data_group(process_group)
     scope = scope_of(dist.get_process_group_ranks(process_group)) if found is None else found.scope
     if scope is None or not can_cut(_backend_name(process_group, device)):
@@ -340,7 +335,7 @@ def small_group(process_group: dist.ProcessGroup, device: torch.device, what: st
     doing, scope.doing = scope.doing, scope.doing or what
     try:
         if not any(isinstance(group, DataGroup) and group.purpose == "data" for group in scope.groups.values()):
-            # Nobody else brings its ranks together again, where no root has formed.
+            # No root has formed, so only this call can make the ranks meet after a failure.
             scope.resume()
         if found is None or found.device.type == device.type:
             purpose = "small"
@@ -352,7 +347,7 @@ def small_group(process_group: dist.ProcessGroup, device: torch.device, what: st
 
 
 def message_device(backend_config: str, device: torch.device) -> str | None:
-    """The type of the device that a tensor on `device` has to be moved to for a message; None: it may stay.
+    """The device type to which a tensor on `device` must be moved for a message; None: it may stay.
 
     >>> message_device("cuda:nccl", torch.device("cpu")), message_device("cpu:gloo,cuda:nccl", torch.device("cpu"))
     ('cuda', None)
@@ -362,34 +357,34 @@ def message_device(backend_config: str, device: torch.device) -> str | None:
 
 
 def other_backend(process_group: dist.ProcessGroup) -> str | None:
-    """The backends of `process_group`, for another group of such; None where they are those of the default group."""
+    """The backends of `process_group`, to make another such group; None if they are those of the default group."""
     assert dist.group.WORLD is not None
     config = str(dist.get_backend_config(process_group))
     return None if config == str(dist.get_backend_config(dist.group.WORLD)) else config
 
 
 def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    # A group may have one backend per device ("cpu:gloo,cuda:nccl"); the one of our device decides.
+    # A group may have one backend per device ("cpu:gloo,cuda:nccl"): take that of `device`.
     config = str(dist.get_backend_config(process_group))
     names = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     return names.get(device.type, config).replace(":", "_")
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
-# Blocks of k neighbours among the ranks that share parameters: for an integer `reshard_after_forward`.
+# Blocks of k adjacent shard ranks, for an integer `reshard_after_forward`.
 #
-# Eight ranks in blocks of two are the mesh ((0, 1), (2, 3), (4, 5), (6, 7)). The process groups of a mesh and degree
-# are made once and serve every unit: FSDP2 makes them again for each module, and a group costs memory on the device.
+# Eight ranks in blocks of two are the mesh ((0, 1), (2, 3), (4, 5), (6, 7)). All units share the process groups of a
+# mesh and degree: FSDP2 makes them for each module, and a group costs memory on the device.
 
-# By the process group of the axis that shards, with which they go; then by ranks and degree.
+# By the process group of the shard axis, whose lifetime they share; then by ranks and degree.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def block_of(mesh: DeviceMesh, degree: int, device: torch.device) -> Block:
     """This rank's block of `degree` consecutive ranks along the last axis of `mesh`, a divisor of its size.
 
-    A collective call at the first time: every rank of `mesh` makes two groups (its block, and the ranks of equal
-    position in the other blocks).
+    The first call is collective: every rank of `mesh` makes two groups (its block, and the ranks of equal position in
+    the other blocks).
     """
     shard = mesh.get_group(mesh.ndim - 1)
     ranks = mesh.mesh.reshape(-1, degree)
@@ -402,14 +397,14 @@ def block_of(mesh: DeviceMesh, degree: int, device: torch.device) -> Block:
 
 
 def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> DeviceMesh:
-    # Ranks that made no groups would be waited for.
+    # Making groups waits for all ranks: ask first, so that missing ranks are named.
     scope = scope_of(tuple(sorted(ranks.flatten().tolist())))
     degree = ranks.size(1)
     if scope is not None:
         scope.resume()
         ask(scope, f"fully_shard(..., reshard_after_forward={degree})", "")
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    # Only the members take part, so a mesh over some ranks (a pipeline stage) needs nothing of the others.
+    # Only members take part, so a mesh over some ranks (a pipeline stage) does not involve the others.
     groups = [
         dist.new_group(members.tolist(), backend=other_backend(like), use_local_synchronization=True)
         for members in (ranks[:, column], ranks[row])

@@ -1,4 +1,4 @@
-"""What the reductions that send something share: the send buffer, and the shapes of what comes of it."""
+"""Base of the reductions that send messages: the send buffer and the shapes of the result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .replicate import AfterSum, StagedReduction
 
 
 class _Target(NamedTuple):
-    """Where one packed parameter's full gradient goes in the send buffer."""
+    """The place of one packed parameter's full gradient in the send buffer."""
 
-    # Of the parameter among those of the pack.
+    # Index of the parameter in the pack.
     position: int
     regions: tuple[SendRegion, ...]
-    # The shape of the one region, where the gradient as it lies in memory is all of that.
+    # The shape of the only region, if the contiguous gradient fills it.
     rows: tuple[int, ...] | None
 
     @classmethod
@@ -37,9 +37,9 @@ class _Target(NamedTuple):
 
 
 class MessageReduce:
-    """What the strategies over several ranks share: the send buffer and the shapes of the result."""
+    """Base of the strategies over several ranks: the send buffer and the shapes of the result."""
 
-    # Whether chunks arrive here as they were sent, so that digests in them can be compared.
+    # Whether chunks arrive unreduced, so that digests in them can be compared.
     compares = True
 
     def __init__(
@@ -89,21 +89,20 @@ class MessageReduce:
         return (self.compares or not self.after.native) and dtypes <= CARRIERS
 
     def facts_rows(self, buffer: Tensor, count: int, start: int = 0) -> Tensor:
-        """Of `count` chunks in `buffer`, from element `start` of each on, what is compared: (count, FACTS_NUMEL)."""
+        """The digests in `count` chunks of `buffer`, which begin at element `start` of each: (count, FACTS_NUMEL)."""
         layout = self.layout
         return buffer.as_strided((count, FACTS_NUMEL), (layout.chunk_numel - start, 1), layout.facts_offset - start)
 
     def send_dtype(self, accumulated: bool) -> torch.dtype:
-        """In which dtype gradients are put into the send buffer: the wire dtype, or of sums over several backwards the
-        reduce dtype that they have."""
+        """The dtype of gradients in the send buffer: the wire dtype, or the reduce dtype of accumulated gradients."""
         return self.dtypes.reduce if accumulated else self.dtypes.wire
 
     @abstractmethod
     def send(
         self, send: Slot, dtype: torch.dtype, gradients: Sequence[Tensor | None], carried: Comparison | None
     ) -> FirstStage:
-        """Send the buffer, which is given back when it is no longer needed, and the direct ones of `gradients`. What
-        arrives is compared as `carried` says, where the buffer carries a digest."""
+        """Send the buffer and the direct ones of `gradients`; the stage returns the buffer to the pool. `carried`
+        compares the received digests, if any."""
 
     def key(self, use: str, dtype: torch.dtype) -> int:
         found = self._keys.get((use, dtype))
@@ -112,8 +111,8 @@ class MessageReduce:
         return found
 
     def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
-        """A send buffer with presence and the packed gradients in it; whether all gradients are there, direct too."""
-        # Nothing is written to padding: zeros, once.
+        """A send buffer with presence and the packed gradients; and whether all gradients, direct ones too, exist."""
+        # Padding is zeroed once and never written.
         slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, self._send_views, zeroed=True)
         presence = slot.views[-1]
         sources, destinations = [], []
@@ -128,7 +127,7 @@ class MessageReduce:
                     next(views).zero_()
             elif rows is not None:
                 destinations.append(next(views))
-                sources.append(gradient.reshape(*rows))  # not a tuple: twice the time
+                sources.append(gradient.reshape(*rows))  # passing a tuple takes twice the time
             else:
                 whole = gradient.contiguous()
                 first = whole.storage_offset()
@@ -157,7 +156,7 @@ class MessageReduce:
         return views
 
     def split(self, mean: Tensor, complete: bool) -> list[Tensor | None]:
-        """The parameters' parts of the reduced chunk. `complete`: this rank had all gradients, so all are present."""
+        """The parameters' shards of the reduced chunk. `complete`: this rank had all gradients, so all are present."""
         parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
         if not complete:
             start = self.layout.presence_offset
@@ -180,7 +179,7 @@ def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class BothEnds(FirstStage):
-    """A message that leaves from one buffer of the pool and arrives in another one."""
+    """A message with a send and a receive buffer of the pool."""
 
     def __init__(self, pool: BufferPool, work: Work, send: Slot, receive: Slot) -> None:
         self._pool = pool
@@ -197,6 +196,6 @@ class BothEnds(FirstStage):
         self.give_back()
 
     def give_back(self) -> None:
-        """Both buffers, once the message is over."""
+        """Return both buffers to the pool, once the message completed."""
         self._pool.give(self._send)
         self._pool.give(self._receive)

@@ -1,9 +1,7 @@
-"""Texts between ranks, to and from the first of them, over a data group of their own: apart from the messages of
-training.
+"""Texts between the first rank and the others, over a separate data group, and small messages over meshes.
 
-A save in the background sends while the model trains, and NCCL knows no texts on the host; so each process group gets
-one gloo group beside it, at the first message. It has a scope of its own, too: what fails there is nothing that a step
-has to do with, nor the other way round.
+A background save sends while the model trains, and NCCL cannot send from the CPU; so the first message opens a gloo
+group beside each process group. It has its own scope: a failed save does not fail a step, nor a failed step a save.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from .group import all_reduce_over, broadcast_from, gather_over, message_device,
 
 
 class Messenger(NamedTuple):
-    """One rank of `world`. Alone, where there is no process group: then nothing is sent. The process group itself is
-    used where it can have no data group."""
+    """One rank of `world`. Without a process group it is alone and sends nothing. A process group that can have no data
+    group is used directly."""
 
     group: DataGroup | dist.ProcessGroup | None
     rank: int
@@ -39,14 +37,13 @@ class Messenger(NamedTuple):
     device: str
 
     def connect(self) -> None:
-        """Wait for all ranks, where their connections are not there yet."""
+        """Wait for all ranks, if their connections do not exist yet."""
         if isinstance(self.group, DataGroup):
             self.group.connect()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Inside all ranks do `what`. After a failure all of them come together first; an exception of one, of whatever
-        type, is one of all."""
+        """All ranks do `what` inside. After an earlier failure they meet first; if one raises, all raise."""
         if not isinstance(self.group, DataGroup):
             yield
             return
@@ -64,7 +61,7 @@ class Messenger(NamedTuple):
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
-        """Inside this rank prepares `what`. An exception is told to the others, who wait for it there."""
+        """This rank prepares `what` inside, while the others wait; an exception is reported to them."""
         try:
             yield
         except BaseException as error:
@@ -74,7 +71,7 @@ class Messenger(NamedTuple):
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """This thread sends inside, beside that of the model."""
+        """This thread sends inside, concurrently with the model's thread."""
         watch = self.group.scope.watch if isinstance(self.group, DataGroup) else None
         if watch is None:
             yield
@@ -86,7 +83,7 @@ class Messenger(NamedTuple):
             watch.send_beside(-1)
 
     def collect(self, text: bytes) -> list[bytes] | None:
-        """The texts of all ranks in their order, on the first one; None on the others."""
+        """The texts of all ranks in rank order, on the first rank; None on the others."""
         if self.group is None or self.world == 1:
             return [text]
         longest = self._longest(len(text))
@@ -102,7 +99,7 @@ class Messenger(NamedTuple):
         return [_unpadded(one) for one in arrived] if self.rank == 0 else None
 
     def share(self, text: bytes | None) -> bytes:
-        """The text of the first rank, on all; others pass None."""
+        """Broadcast the text of the first rank; the others pass None."""
         if self.group is None or self.world == 1:
             assert text is not None
             return text
@@ -139,12 +136,12 @@ def _max() -> dist.AllreduceOptions:
 
 
 def alone() -> Messenger:
-    """A world of this process by itself."""
+    """A messenger for this process alone."""
     return Messenger(None, 0, 1, "cpu")
 
 
 def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
-    """That of `process_group` (None: the default group; alone where there is none). Sends nothing."""
+    """The messenger of `process_group` (None: the default group, or `alone` if there is none). Sends nothing."""
     if process_group is None:
         if not dist.is_available() or not dist.is_initialized():
             return alone()
@@ -153,9 +150,9 @@ def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
     rank, world = process_group.rank(), process_group.size()
     backend = str(dist.get_backend_config(process_group))
     if world == 1 or not ("gloo" in backend or "nccl" in backend):
-        # Backends of tests, whose groups are not connected by sockets.
+        # Test backends, whose groups have no sockets.
         return Messenger(process_group, rank, world, message_device(backend, torch.device("cpu")) or "cpu")
-    # Of several groups of the same ranks each has its own; torch gives them the same names on all ranks.
+    # One scope per process group, even for equal ranks; torch's group names are equal on all ranks.
     scope = scope_of(dist.get_process_group_ranks(process_group), f"checkpoints {process_group.group_name}")
     assert scope is not None
     made = open_data_group(scope, process_group, torch.device("cpu"), "gloo", "checkpoint")
@@ -167,7 +164,7 @@ def _tensor(text: bytes) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    here = tensor.cpu()  # not by numpy, which torch works without
+    here = tensor.cpu()  # avoids numpy, which torch does not require
     return ctypes.string_at(here.data_ptr(), len(here)) if len(here) else b""
 
 
@@ -177,16 +174,16 @@ def _unpadded(arrived: Tensor) -> bytes:
 
 
 # ---- agree -----------------------------------------------------------------------------------------------------------
-# Small messages over all axes of a mesh, by which ranks come to one answer. Finished on return.
+# Small messages over all axes of a mesh, by which ranks agree. Complete on return.
 
 _TEXT_NBYTES = 1000
-# What is waited for, where nobody says more.
+# The default description of a wait.
 _SUM = "a sum between steps"
 
 
 @contextmanager
 def together_over(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
-    """Inside all ranks of `meshes` do `what`, outside of a step: `Scope.together`, for those and for their axes."""
+    """All ranks of `meshes` do `what` inside, outside of a step: `Scope.together` for the meshes and their axes."""
     scopes: dict[Scope, None] = {}
     for mesh in dict.fromkeys(meshes):
         axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -201,14 +198,14 @@ def together_over(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
 
 
 def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:
-    """The sum of `counts` (any shape, integers) over all ranks of `mesh`, on the device of the mesh. No message over an
-    axis of one rank."""
+    """The sum of `counts` (integers of any shape) over all ranks of `mesh`, on the mesh's device. Axes of one rank send
+    nothing."""
     return _reduce_over(mesh, counts, dist.ReduceOp.SUM, what)
 
 
 def agreed(value: int, mesh: DeviceMesh, what: str = _SUM) -> bool:
     """Whether `value` (below 2**63) is the same on all ranks of `mesh`."""
-    # The least value, and minus the greatest.
+    # The minimum, and the negated maximum.
     low, high = _reduce_over(mesh, torch.tensor([value, -value]), dist.ReduceOp.MIN, what).tolist()
     return bool(low == -high)
 
@@ -222,9 +219,10 @@ def _reduce_over(mesh: DeviceMesh, values: Tensor, op: dist.ReduceOp.RedOpType, 
 
 
 def alike(scope: Scope, said: str) -> bool | None:
-    """Whether `said` is the same on all ranks of `scope`, all of which make this call: by 16 bytes over each axis of
-    its mesh. None where there are no connections for that: on a device whose group has no backend for the host
-    ("nccl" alone; "cpu:gloo,cuda:nccl" is what torch makes of none), and before a root formed.
+    """Whether `said` is the same on all ranks of `scope`; collective, 16 bytes over each axis of its mesh.
+
+    None without connections for it: if the group has no backend for the CPU ("nccl" alone; torch's default is
+    "cpu:gloo,cuda:nccl"), and before a root formed.
     """
     groups = [group for group in scope.groups.values() if isinstance(group, DataGroup) and group.purpose == "check"]
     if not groups:
@@ -233,23 +231,23 @@ def alike(scope: Scope, said: str) -> bool | None:
     extremes = torch.tensor([value, -value])
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    # Along one axis after the other; data groups were opened in the order of the mesh's axes.
+    # One axis after the other; data groups were opened in the order of the mesh's axes.
     for group in groups:
-        # The backend's own: who counts messages, or traces them, counts those of the model.
+        # Call the backend directly, so that tools that count or trace collectives see only the model's.
         group.issue(backend_of(group.group, extremes.device).allreduce, [extremes], options).wait()
     most, least = extremes.tolist()
     return bool(most == -least)
 
 
 def least_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:
-    """The least `value` (any shape) of all ranks of `groups`, one group after the other, in place."""
+    """All-reduce `value` (any shape) to its minimum, in place, over one group after the other."""
     for group in groups:
         all_reduce_over(value, group, dist.ReduceOp.MIN)
     return value
 
 
 def told_by_one(groups: Sequence[dist.ProcessGroup], text: str | None, device: torch.device) -> str:
-    """The `text` of the one rank of `groups` that has one, on all of them; cut at a thousand bytes."""
+    """Share the `text` of the only rank of `groups` that has one; cut at a thousand bytes."""
     message = torch.zeros(_TEXT_NBYTES, dtype=torch.int32)
     if text is not None:
         encoded = text.encode()[:_TEXT_NBYTES]
@@ -259,14 +257,13 @@ def told_by_one(groups: Sequence[dist.ProcessGroup], text: str | None, device: t
 
 
 def joining_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
-    """Process groups over which an extremum is taken, one after the other, so that all ranks of `meshes` have it.
+    """Process groups over which, one after the other, an extremum reaches all ranks of `meshes`.
 
-    The axes of one mesh where that has the ranks of all others: a message for each axis of several ranks. Otherwise all
-    of them twice: what a rank learns on the last mesh has to reach those it meets on the first one. Every rank gets
-    its own groups, in the same order.
+    If one mesh contains the ranks of all others: its axes. Otherwise the axes of all, twice: a result of the last mesh
+    must reach the ranks of the first one. Every rank gets its own groups, in the same order.
     """
     ranks = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)}
-    # Of those that are a part of another one nothing is needed; of equal ones the first is.
+    # Drop meshes whose ranks are a part of another's; of equal ones keep the first.
     wide = [
         mesh
         for i, (mesh, own) in enumerate(ranks.items())
@@ -277,7 +274,7 @@ def joining_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
 
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
-# Tensors of one rank to all others, through one buffer of bounded size.
+# Broadcast tensors through one buffer of bounded size.
 
 BUFFER_NBYTES = 16 << 20
 
@@ -285,13 +282,13 @@ BUFFER_NBYTES = 16 << 20
 def broadcast_over(
     mesh: DeviceMesh, tensors: Sequence[Tensor], source: int, what: str = "a broadcast", *, nbytes: int = BUFFER_NBYTES
 ) -> None:
-    """Write `tensors` of one rank of `mesh` into those of all others: plain, with data, alike in number and sizes.
+    """Broadcast `tensors` of one rank of `mesh` in place: plain tensors with data, equal in number and sizes.
 
-    source: its position in `mesh`, in row-major order. The buffer, of at most `nbytes` bytes, is on the device of the
-    mesh. `what`: for an error. Finished on return; collective.
+    source: the sender's position in `mesh`, in row-major order. The buffer, of at most `nbytes` bytes, is on the device
+    of the mesh. `what`: for errors. Collective; complete on return.
     """
     (coordinate,) = (torch.arange(mesh.size()).view(mesh.mesh.shape) == source).nonzero().tolist()
-    # Along one axis after the other: after the last one, every rank has what the source had.
+    # One axis after the other: after the last one, every rank has the source's values.
     axes = [(mesh.get_group(axis), at) for axis, at in enumerate(coordinate) if mesh.size(axis) > 1]
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     buffer = torch.empty(min(nbytes, total), dtype=torch.uint8, device=mesh.device_type)
@@ -329,14 +326,13 @@ def broadcast_over(
 
 
 # ---- whole -----------------------------------------------------------------------------------------------------------
-# The whole tensor of one that is sharded, on all ranks, over a data group: a peer that fails is named.
+# `full_tensor()` over a data group, so that an error names the failed peer.
 
 
 def whole_of(tensor: DTensor, what: str) -> Tensor:
-    """What `tensor.full_tensor()` returns, without its graph: every rank of its mesh makes this call. Finished on
-    return. `what`: what the text of an error says that it is for.
+    """`tensor.full_tensor()` without a graph; collective over its mesh, complete on return. `what`: for errors.
 
-    Of what one axis of the mesh cuts, as parameters of `fully_shard` are; torch gathers the rest (tensor parallelism).
+    Handles tensors sharded over one mesh axis, as by `fully_shard`; torch gathers others (tensor parallelism).
     """
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not axes:
@@ -349,7 +345,7 @@ def whole_of(tensor: DTensor, what: str) -> Tensor:
     if group is None:
         return tensor.full_tensor()
     world, dim = mesh.size(axis), placement.dim
-    # As torch cuts: equal parts, of which the last ones may be smaller or empty.
+    # Shards as in torch: equal parts, of which the last ones may be smaller or empty.
     rows = -(-tensor.shape[dim] // world)
     part = local_of(tensor).movedim(dim, 0)
     padded = part.contiguous()

@@ -1,11 +1,11 @@
-"""Shards on the host, compute on a device: what is between them, one copy each way for each group of parameters.
+"""CPU offload: shards on the host, compute on a device, and one copy each way per param group.
 
     shards (host, flat)  --upload-->   shard memory (device, flat)  --gather-->  full parameters (device)
     .grad  (host, flat)  <--download-- reduced chunk (device, flat)  <--reduce--  gradients (device)
 
-`HostLink` does the copies; `OffloadedGather` and `OffloadedReduce` put them before a gather and behind a reduction. On
-a CUDA device uploads run on a stream of their own, ahead of the compute that is to hide them, and so do downloads; the
-host waits for downloads when the backward ends, before anybody can read a gradient.
+`HostLink` copies; `OffloadedGather` uploads before an all-gather and `OffloadedReduce` downloads after a reduction. On
+a CUDA device uploads and downloads run on separate streams and overlap with compute. The host waits for downloads when
+the backward ends, before gradients can be read.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Copy = Callable[[Tensor, Tensor], object]
 
 
 def _copy(out: Tensor, source: Tensor) -> None:
-    # Asynchronous where the host side is page-locked; otherwise torch waits by itself.
+    # Asynchronous if the host memory is page-locked; otherwise torch waits itself.
     out.copy_(source, non_blocking=True)
 
 
 class HostLink:
     """The copies between the host and `device` of one unit, and their order.
 
-    pin: host buffers are page-locked, which asynchronous copies need. `copy(out, source)` is what copies: a test puts
-    one there that counts or fails. `uploads` and `downloads` count the copies so far.
+    pin: page-lock host buffers, which asynchronous copies need. `copy(out, source)` copies; tests replace it.
+    `uploads` and `downloads` count the copies so far.
     """
 
     def __init__(self, device: torch.device, *, pin: bool, copy: Copy = _copy) -> None:
@@ -41,18 +41,18 @@ class HostLink:
         self.pin = pin and device.type != "cpu"
         self.uploads = 0
         self.downloads = 0
-        # How often `finish` ran: downloads of the present round may still be under way.
+        # How often `finish` ran: downloads of the current round may still be in flight.
         self.round = 0
         self._copy = copy
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._up: Any = self._module and self._module.Stream(device)
         self._down: Any = self._module and self._module.Stream(device)
-        # Both ends of each download under way.
+        # Destination and source of each download in flight.
         self._under_way: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """What is issued inside waits for what was computed so far, and for nothing that is computed afterwards."""
+        """Work issued inside waits for earlier compute, but not for later compute."""
         if self._module is None:
             yield
             return
@@ -61,12 +61,12 @@ class HostLink:
             yield
 
     def upload(self, out: Tensor, host: Tensor) -> None:
-        """`host` to `out` on the device; both flat."""
+        """Copy `host` to `out` on the device; both flat."""
         self.uploads += 1
         self._copy(out, host)
 
     def arrived(self) -> None:
-        """What is computed from now on may use what was uploaded."""
+        """Let later compute wait for the uploads."""
         if self._module is not None:
             self._module.current_stream(self.device).wait_stream(self._up)
 
@@ -93,8 +93,8 @@ class HostLink:
 
 
 class OffloadedGather:
-    """A gather of shards that lie on the host. `shard` is the device memory that they are copied to first: flat, there
-    from `issue` to `complete`; `inner` gathers, or casts, from it."""
+    """An all-gather of shards on the host. They are first copied to `shard`, flat device memory that is allocated from
+    `issue` to `complete`; `inner` all-gathers or casts from it."""
 
     def __init__(self, inner: PlannedGather | CastGather, host: Tensor, shard: FullMemory, link: HostLink) -> None:
         self._inner = inner
@@ -103,7 +103,7 @@ class OffloadedGather:
         self._link = link
 
     def issue(self) -> None:
-        # All memory belongs to the stream of compute: its allocator hands it on in the order of that stream.
+        # Allocate on the compute stream: the caching allocator reuses memory in the order of that stream.
         self._shard.allocate()
         self._inner.prepare()
         with self._link.ahead():
@@ -127,7 +127,7 @@ class _Channel(Protocol):
 
 
 class OffloadedReduce:
-    """A reduction whose result goes to the host, in one copy for all parameters of the group."""
+    """A reduction whose result goes to the host, in one copy per param group."""
 
     def __init__(self, inner: ReduceChannel, link: HostLink) -> None:
         self._inner = inner
@@ -178,11 +178,11 @@ class _Landing:
         self._inner.advance()
 
     def collect(self) -> list[Tensor | None]:
-        """As `Reduction.collect`, on the host. May be read after the link's `finish`, or when this channel collects
-        again: then the two will be added."""
+        """As `Reduction.collect`, on the host. The result may be read after the link's `finish`. A second collect in
+        one round finishes the link, because the two results will be added."""
         parts = self._inner.collect()
         if self._inner.keeps:
-            # Partial sums are added to the next ones, on the device.
+            # Partial sums stay on the device, where the next ones are added.
             return parts
         link = self._channel.link
         landed = land(parts, link)
@@ -198,8 +198,8 @@ class _Landing:
 def land(parts: Sequence[Tensor | None], link: HostLink) -> list[Tensor | None]:
     """`parts` on the host after one copy; None stays None.
 
-    Parts of one reduction are views of one chunk, which is copied as it lies. Others (one rank's own gradients) are
-    put behind each other on the device first.
+    Parts of one reduction are views of one chunk, which is copied whole. Others (a single rank's gradients) are
+    concatenated on the device first.
     """
     present = [part for part in parts if part is not None]
     if not present:

@@ -1,14 +1,14 @@
-"""Buffers of messages, reused from step to step where allocating is expensive.
+"""Message buffers, reused between steps if allocation is expensive.
 
-On a CPU a fresh large buffer costs a page fault for every 4 KiB when it is first written, as much as the copy itself;
-and views of a buffer that stays can be made once. On a device with a caching allocator neither holds, and keeping
-buffers would only hide memory from it: there every buffer is new.
+On a CPU the first write to a fresh large buffer costs a page fault per 4 KiB, as much as the copy itself; and views of
+a kept buffer are made only once. A device with a caching allocator has neither cost, and kept buffers would only hide
+memory from it: there every buffer is new.
 
-A buffer belongs to one key (one layout), so its padding, zeroed once, is never written. Only buffers with padding that
-others see are zeroed: send buffers. What a message or a copy fills whole is not.
+A buffer belongs to one key (one layout), so its padding is zeroed once and never written. Only send buffers are zeroed,
+because other ranks receive their padding.
 
-A buffer that two whole steps did not use is freed: a layout is that of the parameters that are trainable now, and a
-program that freezes others in each step would leave the buffers of all of them behind.
+A buffer unused for two whole steps is freed: a layout depends on which parameters are trainable, so a program that
+freezes others in each step would otherwise accumulate buffers.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from itertools import count
 import torch
 from torch import Tensor
 
-# Steps that a buffer is kept for without being used.
+# Steps for which an unused buffer is kept.
 _KEPT_STEPS = 2
-# Keys that are found again by their parts. A key itself stays good without that.
+# Limit of the key cache. Keys stay valid after it is cleared.
 _KNOWN_KEYS = 4096
 
 
 class Slot:
-    """One buffer and what was derived from it. Whoever took it owns it until it gives it back."""
+    """One buffer and its views. The caller of `take` owns it until `give`."""
 
     __slots__ = ("key", "step", "tensor", "views")
 
     def __init__(self, key: int, tensor: Tensor) -> None:
         self.key = key
         self.tensor = tensor
-        # Views that the owner of the key made of the buffer; kept with it.
+        # Views that the key's owner made of the buffer.
         self.views: list[Tensor] = []
-        # When it was given back last.
+        # The step in which it was last given back.
         self.step = 0
 
 
 class BufferPool:
-    """Free buffers by key. Not for concurrent use: one pool belongs to one root, or to the roots of one thread."""
+    """Free buffers by key. Not thread-safe: a pool belongs to one root, or to the roots of one thread."""
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
@@ -49,7 +49,7 @@ class BufferPool:
         self._free: dict[int, list[Slot]] = {}
         self._nbytes = 0
         self._step = 0
-        # The roots that have ended a backward in this step.
+        # The roots that ended a backward in this step.
         self._ended: set[int] = set()
 
     @property
@@ -58,7 +58,7 @@ class BufferPool:
         return self._nbytes
 
     def key(self, *parts: Hashable) -> int:
-        """A key for buffers used as `parts` say: equal parts, equal key. Made once: hashing a layout is slow."""
+        """The key for `parts`: equal parts, equal key. Callers keep it, because hashing a layout is slow."""
         found = self._keys.get(parts)
         if found is None:
             if len(self._keys) >= _KNOWN_KEYS:
@@ -82,7 +82,7 @@ class BufferPool:
             return free.pop()
         make = torch.zeros if zeroed else torch.empty
         if torch.is_inference_mode_enabled():
-            # The first use may be an evaluation; a buffer made in inference mode could not be written in training.
+            # The first use may be an evaluation; training cannot write buffers made in inference mode.
             with torch.inference_mode(False):
                 slot = Slot(key, make(numel, dtype=dtype, device=device))
                 slot.views = [] if make_views is None else make_views(slot.tensor)
@@ -95,14 +95,14 @@ class BufferPool:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """The buffer may be overwritten by whoever takes it next."""
+        """Return the buffer; the next `take` may overwrite it."""
         if self._keep:
             slot.step = self._step
             self._free.setdefault(slot.key, []).append(slot)
 
     def end_of_backward(self, root: int) -> None:
-        """`root`, by a number of its own, has reduced its gradients. When it does so again a step is over, and what was
-        not used for longer than that is freed."""
+        """`root` (its number) has reduced its gradients. When it does so again, a new step begins, and buffers unused
+        for too long are freed."""
         if root not in self._ended:
             self._ended.add(root)
             return
@@ -111,7 +111,7 @@ class BufferPool:
         if not self._keep:
             return
         oldest = self._step - _KEPT_STEPS
-        # The one that was given back last is taken first: the oldest are in front.
+        # `take` pops the latest, so the oldest are in front.
         for key in [key for key, free in self._free.items() if free and free[0].step < oldest]:
             kept = [slot for slot in self._free[key] if slot.step >= oldest]
             self._nbytes -= sum(slot.tensor.nbytes for slot in self._free[key] if slot.step < oldest)

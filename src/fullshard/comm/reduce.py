@@ -1,4 +1,4 @@
-"""From every rank's full gradients to this rank's gradient shards: the mean over ranks.
+"""Reduces every rank's full gradients to this rank's gradient shards: the mean over ranks.
 
     strategy           messages                     sum                                      when
     LocalReduce        none                         none                                     one rank in all
@@ -13,12 +13,12 @@
                        gradients from where they
                        are, on NCCL
 
-What they make is a chunk, the sum over the ranks that share the parameters. Everything after that, an all-reduce over
-the ranks that replicate them before all else, is in `replicate`.
+Their result is a chunk: the sum over the shard ranks. Later steps, such as the all-reduce over the replicas, are in
+`replicate`.
 
-The send buffer (message.py) is that of `layout.ReduceLayout`: a chunk per receiving rank with the offsets of the
-shards, followed by one presence element per parameter. Missing gradients travel as zeros, so the size of a message
-never depends on which gradients a rank has; a parameter ends without gradient only when no rank produced one.
+The send buffer (message.py) has the layout of `layout.ReduceLayout`: a chunk per receiving rank with the offsets of the
+shards, followed by one presence element per parameter. Missing gradients are sent as zeros, so the size of a message
+never depends on which gradients a rank has; a parameter gets no gradient only if no rank produced one.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from .reduction import Dtypes, FirstStage, LocalReduce, ReduceChannel
 from .replicate import AfterSum
 
 # ---- pair reduce -----------------------------------------------------------------------------------------------------
-# A reduction whose large gradients are sent from where autograd left them.
+# A reduction that sends large gradients directly from autograd's memory.
 
 
 class PairReduce(MessageReduce):
-    """To every other rank its part of each large gradient, and one message with its part of the others and of presence;
-    then a sum in rank order in the sum dtype: bitwise what `ExchangeReduce` makes."""
+    """Sends every rank its part of each large gradient, and one message with the rest and presence; then sums in rank
+    order in the sum dtype. Bitwise equal to `ExchangeReduce`."""
 
     def __init__(
         self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum
@@ -58,7 +58,7 @@ class PairReduce(MessageReduce):
             [(rank * s.padded_numel, s.layout.local_numel(rank)) for s in segments] for rank in range(group.world)
         ]
         self._padded = [s.padded_numel for s in segments]
-        # (first element, elements) of the same parts of this rank in a chunk, and of the message; and the rest of it
+        # (first element, elements) in a chunk of this rank's parts and of the message; then the chunk's padding
         self.ranges = [(s.offset, n) for s, (_, n) in zip(segments, self._runs[group.rank], strict=True)]
         self.ranges.append((layout.message_start, layout.message_numel))
         self.padding = layout.unwritten(group.rank)
@@ -106,7 +106,7 @@ class _Pairs(FirstStage):
     ) -> None:
         self._channel = channel
         self._works = works
-        # Also keeps the gradients, which are being sent, from being freed.
+        # Also keeps the gradients alive while they are sent.
         self._mine = mine
         self._theirs = theirs
         self._slots = slots
@@ -114,7 +114,7 @@ class _Pairs(FirstStage):
 
     @property
     def held_nbytes(self) -> int:
-        # Among mine are the gradients, and views of the send buffer.
+        # `_mine` has the gradients, and last a view of the send buffer.
         gradients = sum(part.nbytes for parts in self._mine for part in parts[:-1])
         return gradients + sum(slot.tensor.nbytes for slot in self._slots)
 
@@ -150,7 +150,7 @@ class _Pairs(FirstStage):
         self._give_back()
 
     def _wait(self) -> None:
-        # Given up also where one of them raises: they are of no use to whoever tries again.
+        # Drop the works even if one of them raises: a retry must not wait for them again.
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -165,12 +165,12 @@ class _Pairs(FirstStage):
 
 
 class FlatReduce(MessageReduce):
-    """The gradients in one buffer, which is all there is to sum on this axis; scaled as DDP does it, before."""
+    """Nothing is sharded: the gradients in one buffer, divided before the all-reduce, as in DDP."""
 
     compares = False
 
     def send_dtype(self, accumulated: bool) -> torch.dtype:
-        # The other axis sums in this buffer, which is as large as the parameters: in the dtype that was asked for.
+        # The all-reduce runs in this buffer, which is as large as the parameters: use the requested dtype.
         return self.dtypes.reduce
 
     def send(
@@ -235,8 +235,8 @@ class _Exchange(BothEnds):
 
 
 class NativeReduce(MessageReduce):
-    """Reduce-scatters of the backend, in the reduce dtype: of each direct gradient from where it is (cast, where it has
-    another dtype), and of the message. The order of their sums is the backend's."""
+    """Reduce-scatters of the backend, in the reduce dtype: one per direct gradient, without a copy unless it needs a
+    cast, and one for the message. The backend chooses the order of summation."""
 
     compares = False
 
@@ -252,11 +252,11 @@ class NativeReduce(MessageReduce):
         adds_messages: bool,
     ) -> None:
         super().__init__(group, layout, dtypes, pool, scale, after)
-        # With "torch" there is one message and no other.
+        # "torch" allows one message only.
         self._adds_messages = adds_messages
         segments = [layout.pack.segments[index] for index in layout.direct]
         self._numels = [segment.layout.numel for segment in segments]
-        # [start, stop) in a chunk of what each message brings.
+        # [start, stop) in a chunk of each message's output.
         self._brings = [(s.offset, s.offset + s.layout.local_numel(group.rank)) for s in segments]
         self._brings.append((layout.message_start, layout.chunk_numel))
         self._padding = layout.unwritten(group.rank)
@@ -278,7 +278,7 @@ class NativeReduce(MessageReduce):
             for index, numel in zip(self.layout.direct, self._numels, strict=True)
         ]
         if self.scale.overflows and self.scale.before != 1:
-            # A sum of many float16 gradients overflows before the division; FSDP2 divides before the sum too.
+            # Divide first, as FSDP2 does: a sum of many float16 gradients overflows.
             send.tensor.div_(self.scale.before)
             large = [gradient / self.scale.before for gradient in large]
         out = self.group.empty(self.layout.chunk_numel, dtype)
@@ -304,7 +304,7 @@ class _Native(FirstStage):
     ) -> None:
         self._channel = channel
         self._works = works
-        # Kept from being freed while they are sent.
+        # Keeps the gradients alive while they are sent.
         self._large = large
         self._send = send
         self._out = out
@@ -337,13 +337,13 @@ class _Native(FirstStage):
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------
-# Gradients are exchanged within a node. Between nodes a flat exchange would send more than a reduce-scatter, which the
-# backend routes as its network wants it (ADR 0005).
+# Gradients use an all-to-all within a node. Between nodes it would send more than a reduce-scatter, which the backend
+# routes for its network (ADR 0005).
 
 
 def exchanges(links: Links, strategy: str) -> bool:
-    """Whether gradients are exchanged and summed on arrival, not reduced by the backend: as far as is known, where
-    nobody asked on which nodes the ranks are."""
+    """Whether gradients use an all-to-all and are summed on arrival, not reduced by the backend. Preliminary until
+    `Nodes.locate` ran."""
     if strategy == "torch" or links.on_several_nodes:
         return False
     return strategy == "all-to-all" or exchanges_gradients(links.reducing.backend)
@@ -352,8 +352,8 @@ def exchanges(links: Links, strategy: str) -> bool:
 def direct_of(
     links: Links, strategy: str, layouts: Sequence[ShardLayout], gathered: Collection[int], itemsize: int
 ) -> tuple[int, ...]:
-    """Positions of the parameters whose gradients are sent from where autograd left them. Arguments as for
-    `direct_gradients`; `gathered`: those that are gathered straight into place."""
+    """Positions of the parameters whose gradients are sent directly from autograd's memory. Arguments as for
+    `direct_gradients`; `gathered`: positions of parameters that are all-gathered directly into place."""
     group = links.reducing
     if strategy == "torch" or group.world == 1:
         return ()
@@ -361,21 +361,21 @@ def direct_of(
         return direct_gradients(layouts, itemsize, backend=group.backend)
     if not group.one_launch:
         return ()
-    # Whose parts are equal, so that the gradient is the message.
+    # Evenly sharded ones only, so that the gradient itself is the message.
     return tuple(i for i, layout in enumerate(layouts) if i in gathered and layout.padded_full_numel == layout.numel)
 
 
 class Nodes:
-    """Which groups of one root are on one node. Its ranks make the same calls in the same order."""
+    """Which groups of one root span several nodes. All ranks make the same calls in the same order."""
 
     def __init__(self) -> None:
-        # By the ranks of the mesh and of the group.
+        # Keyed by the ranks of the mesh and of the group.
         self._several: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def locate(self, links: Links, strategy: str) -> Links:
-        """`links` with what is to be known for `strategy`. Each group is asked once: two questions to the store.
+        """`links` with `on_several_nodes` set if `strategy` needs it. Once per group: two questions to the store.
 
-        Raises `ValueError`, on all ranks, where "all-to-all" is wanted between nodes.
+        Raises `ValueError` on all ranks for "all-to-all" between nodes.
         """
         if links.shard.world == 1 or not exchanges(links._replace(on_several_nodes=False), strategy):
             return links
@@ -391,7 +391,7 @@ class Nodes:
 
 
 def _on_several_nodes(links: Links) -> bool:
-    """The same in all groups of the mesh: what replicas sum has one dtype."""
+    """Equal in all groups of the mesh, because replicas must sum in one dtype."""
     shard, everyone = scope_of(links.shard.ranks), scope_of(links.everyone)
     if shard is None or everyone is None:
         return False
@@ -412,10 +412,10 @@ def reduce_channel(
     communication: str,
     controls: Controls,
 ) -> ReduceChannel:
-    """The strategy for this group: see the table above. Measured in benchmarks/ and ADR 0005.
+    """The strategy for this group: see the table in the module docstring. Measured in benchmarks/ and ADR 0005.
 
-    `direct`: the first parameters of the pack's order, which may travel by themselves. `communication`: what holds
-    where `controls` do not say.
+    `direct`: positions of the parameters whose gradients may be sent separately. `communication`: the default if
+    `controls` set none.
     """
     group = links.reducing
     strategy = controls.strategy(communication)

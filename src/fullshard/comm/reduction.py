@@ -1,6 +1,6 @@
-"""What a reduction of gradients is to those who order it, and the one that needs no message.
+"""The interface of gradient reductions, and the reduction for a single rank.
 
-`reduce` makes the others: `first stages` over the ranks that share parameters; `replicate` takes them from there.
+`reduce` implements the first stages over the shard ranks; `replicate` implements the later steps.
 """
 
 from __future__ import annotations
@@ -25,81 +25,80 @@ class Dtypes(NamedTuple):
 
 
 class FirstStage(ABC):
-    """The sum over the ranks that share the parameters, under way. Here: what one message brings."""
+    """The sum over the shard ranks, in flight."""
 
-    # Whether the sum is in a buffer that will be used again, so that what the caller gets has to be a copy.
+    # Whether the sum is in a buffer that will be reused, so that the caller must get a copy.
     reuses = False
 
     @property
     @abstractmethod
     def held_nbytes(self) -> int:
-        """Bytes of both ends of the messages that are under way."""
+        """Bytes of the send and receive buffers of messages in flight."""
 
     @abstractmethod
     def total(self) -> Tensor:
-        """Wait; this rank's chunk (chunk_numel,): the sum, scaled by `Scale.before`. May be written. Call it once."""
+        """Wait; return this rank's chunk (chunk_numel,): the sum, scaled by `Scale.before`; writable. Call it once."""
 
     def release(self) -> None:  # noqa: B027  (nor those that own their chunk)
         """The chunk is no longer needed."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """In the place of `total`: wait and throw away."""
+        """Instead of `total`: wait and discard the result."""
 
 
 class Reduction(Protocol):
-    """A reduction under way."""
+    """A reduction in flight."""
 
     @property
     def keeps(self) -> bool:
-        """Whether a partial sum comes of it."""
+        """Whether its result is a partial sum."""
         ...
 
     @property
     def is_replicating(self) -> bool:
-        """Whether what is under way goes among the ranks that hold the same shards: the second message, if any."""
+        """Whether the message in flight is the all-reduce over the replicas."""
         ...
 
     @property
     def has_next(self) -> bool:
-        """Whether another message follows it: where the shards are replicated."""
+        """Whether an all-reduce over the replicas follows."""
         ...
 
     @property
     def keeps_send_buffer(self) -> bool:
-        """Whether the send buffer is in use to the end, because the last message sums in it."""
+        """Whether the send buffer stays in use to the end, because the last message sums in it."""
         ...
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of both ends of the first message, or messages; 0 once it was received."""
+        """Bytes of the send and receive buffers of the first messages; 0 once they were received."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a later message that is under way: what replicas sum, when that is no send buffer. 0 while it is the
-        first one."""
+        """Bytes of the buffer that the replicas all-reduce, unless it is the send buffer; 0 during the first stage."""
         ...
 
     def advance(self) -> None:
-        """Wait for the message under way and send the next one, where there is one. Behind the last: nothing."""
+        """Wait for the message in flight and send the next one. Does nothing after the last."""
         ...
 
     def collect(self) -> list[Tensor | None]:
-        """Wait for all of it; per parameter what it became, None where no rank produced a gradient. Call it once.
+        """Wait for the result: one tensor per parameter, None if no rank produced a gradient. Call it once.
 
-        The mean gradient shard, unpadded local shape, storage dtype; or, of a reduction that was issued with `keep`,
-        the partial sum: (padded_local_numel,), reduce dtype. The tensors are new and belong to the caller.
+        The mean gradient shard, unpadded local shape, storage dtype; or, if issued with `keep`, the partial sum:
+        (padded_local_numel,), reduce dtype. The tensors are new and belong to the caller.
         """
         ...
 
     def abandon(self) -> None:
-        """Wait and throw the result away."""
+        """Wait and discard the result."""
         ...
 
 
 class ReduceChannel(Protocol):
-    """How the gradients of one group are reduced."""
+    """Reduces the gradients of one param group."""
 
     @property
     def carries(self) -> bool:
@@ -118,9 +117,9 @@ class ReduceChannel(Protocol):
         """Send `gradients`, one full gradient (unpadded shape) per parameter of the pack or None.
 
         `accumulated`: they are sums over several backwards in the reduce dtype. The gradients may be freed on return.
-        `partials`: what earlier reductions with `keep` left, per parameter; they are added, and stay the caller's.
-        `keep`: stop before the ranks that replicate the shards are asked.
-        `carried`: travels with the message, where the channel `carries`.
+        `partials`: results of earlier reductions with `keep`, per parameter; they are added, and stay the caller's.
+        `keep`: stop before the all-reduce over the replicas.
+        `carried`: sent with the message, if the channel `carries`.
         """
         ...
 
@@ -145,7 +144,7 @@ class LocalReduce:
     ) -> Reduction:
         if self._factor is not None:
             gradients = [None if g is None else g / self._factor for g in gradients]
-        # A zero that stands for a missing gradient has no memory to be written to.
+        # `contiguous`: an expanded zero for a missing gradient cannot be written.
         return _Local([None if g is None else g.to(self._storage).contiguous() for g in gradients])
 
 

@@ -1,17 +1,16 @@
-"""What follows when a chunk of gradients was summed over the ranks that share the parameters.
+"""The steps after a chunk of gradients was summed over the shard ranks.
 
     1  the partial sums of earlier backwards are added          after `set_requires_all_reduce(False)`
-    2  all-reduce over the ranks that hold the same shards      on a mesh with an axis that replicates
+    2  all-reduce over the replicas                             on a mesh with a replicate axis
     3  the hook, in the reduce dtype                            `set_all_reduce_hook`
     4  the last division, and the storage dtype
 
-All messages are asynchronous: a reduction goes from one to the next when its turn comes (`advance`), and that
-travels while the gradients of the next unit are computed and sent. Presence is summed with the gradients, so a
-gradient that one replica alone has still counts.
+All messages are asynchronous: `advance` sends the next one, which overlaps with the gradients of the next unit.
+Presence is summed with the gradients, so a gradient that only one replica has still counts.
 
 The all-reduce of a shard sums in the sum dtype: it is small, and rounding the partial sum to a narrow dtype would cost
-more than the bytes save. Where nothing is cut it is as large as the parameters, and sums in the reduce dtype; so does
-`communication="torch"`, as FSDP2. A backend may add in any order, but it gives every rank the same bits.
+more than the bytes save. If nothing is sharded it is as large as the parameters and sums in the reduce dtype; so does
+`communication="torch"`, as in FSDP2. A backend may add in any order, but gives every rank the same bits.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ class AfterSum(NamedTuple):
     dtypes: Dtypes
     hook: Callable[[Tensor], object] | None
     hook_stream: Any
-    # Reduced by the backend, so in the reduce dtype.
+    # The backend reduced the chunk, in the reduce dtype.
     native: bool
 
     @property
     def averages(self) -> bool:
-        """Whether backends take the mean, so that nothing is divided here."""
+        """Whether the backend takes the mean, so that nothing is divided here."""
         return self.native and self.scale.averages
 
 
 class StagedReduction:
-    """One reduction, through all of its messages. See `comm.reduction.Reduction`."""
+    """One reduction with all of its messages. See `comm.reduction.Reduction`."""
 
     def __init__(
         self,
@@ -74,13 +73,13 @@ class StagedReduction:
         self._first = first
         self._complete = complete
         self._partials = partials
-        # Without ranks that replicate there is nothing to wait for, and so nothing to keep.
+        # Without replicas the sum is complete, so there is no partial sum to keep.
         self.keeps = keep and after.replicate is not None
         self._carried = carried
         self._total: Tensor | None = None
         self._work: Work | None = None
         if first.reuses:
-            # There is nothing to wait for.
+            # The first stage sent nothing.
             self.advance()
 
     @property
@@ -149,7 +148,7 @@ class StagedReduction:
             if partial is not None:
                 offset = layout.pack.segments[index].offset
                 total.narrow(0, offset, partial.numel()).add_(partial)
-                # Wherever the shards of a parameter are, all of its ranks have a partial sum or none has.
+                # All ranks of a parameter have a partial sum, or none has.
                 total[layout.presence_offset + index].add_(1)
 
     def _kept(self, total: Tensor) -> list[Tensor | None]:
@@ -166,7 +165,7 @@ class StagedReduction:
         result = total
         if after.hook is not None:
             result = result.to(after.dtypes.reduce)
-            # The gradients alone: presence behind them is not the hook's to change.
+            # Without presence, which follows the gradients and which the hook must not change.
             _call(after.hook, result[: self._chunks.layout.presence_offset], after.hook_stream)
         if after.scale.after != 1:
             result = result / after.scale.after if self._first.reuses else result.div_(after.scale.after)

@@ -1,7 +1,7 @@
-"""From what modules and autograd report to what is done: `hooks` (reports), `root` (report -> event -> rules ->
-commands), `forming` (how a root comes to be), `executor` (commands -> tensors and messages), `unit` (one `fully_shard`
-call), `channels` (what carries its groups), `watch` (weights read where no output gradient announced it), `tree`
-(tensors in arguments and outputs).
+"""The runtime: module and autograd hooks in, collectives and tensors out.
+
+`hooks` reports events, `root` turns them into commands by the rules of `schedule`, and `executor` runs the commands.
+`unit` is one `fully_shard` call, `channels` carries its param groups, `saved_tensors` watches saved weights.
 """
 
 from .executor import Executor as Executor

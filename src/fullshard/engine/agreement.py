@@ -1,14 +1,13 @@
-"""Ranks agree at the beginning: what is about to be trained is the same on all of them, or an error says what is not.
+"""Compares the model across ranks before training: raises, and names the difference, if ranks disagree.
 
-    structure    when a root forms, before connections are made; of a unit that `unshard` gathers earlier
-    values       in the first forward of the root: the digests of full parameters that `fully_shard` noted
-                 (param/initial.py), but for those whose shards were written since, on any rank
-    buffers      in the first forward, where other numbers are an error, and other integers (indices, masks, which ranks
-                 may have of their own) a warning; and in the 2nd, 16th, 128th, ... that trains, until a warning was
-                 given
+    structure    when a root forms, before connections are made; for an early `unshard`, of that unit alone
+    values       in the first forward of the root: digests of the full parameters that `fully_shard` noted
+                 (param/initial.py), except parameters whose shards any rank has written since
+    buffers      in the first forward: floating-point differences raise, integer differences (indices, masks, which may
+                 be rank-specific) warn; again in the 2nd, 16th, 128th, ... training forward, until the first warning
 
-A question is one small message for each mesh (guard/scope.py: three requests to the store), the digest of everything;
-only where that differs do ranks tell more. All ranks of a mesh come to the same answer, so all of them raise or none.
+Each comparison sends one digest per mesh (guard/scope.py: three requests to the store). Ranks exchange details only if
+the digests differ. All ranks of a mesh get the same answer, so either all of them raise or none.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from .peers import Peers
 from .unit import AnyRoot, Unit, unit_of
 
 # ---- describe --------------------------------------------------------------------------------------------------------
-# A root as the list that its ranks compare before its first message (layout/structure.py), one for each mesh.
+# Describes a root as one list per mesh, which its ranks compare before the first message (guard/structure.py).
 #
-# What is on a mesh of its own (an expert) is compared among the ranks of that mesh alone: the others rightly have
-# something else there, under other names. Likewise stages of a pipeline, which have meshes and roots of their own.
+# Parameters on their own mesh (experts, pipeline stages) are compared among the ranks of that mesh only: other ranks
+# legitimately hold other parameters under other names.
 
-# By field, the names of those `Options` that decide which messages are sent, and in which order.
+# `Options` that decide which messages are sent and in which order: field -> name in errors.
 _SETTINGS = {
     "prefetch_depth": "prefetch_depth",
     "reductions_in_flight": "reductions_in_flight",
@@ -48,23 +47,22 @@ _SETTINGS = {
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks of `mesh` in the default group, lowest first: the scope of what is on it."""
+    """The global ranks of `mesh`, lowest first."""
     found: tuple[int, ...] | None = _ranks.get(mesh)
     if found is None:
         found = _ranks[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
     return found
 
 
-# torch computes the tensor of a mesh anew each time that it is asked for. By identity: equal parts of a mesh may be of
-# other ranks.
+# Cached because torch recomputes `mesh.mesh` on every access. Keyed by identity: equal submeshes may hold other ranks.
 _ranks: Any = WeakIdKeyDictionary()
 
 
 def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...], DeviceMesh]:
-    """The meshes, of `least` ranks or more, on which parameters of `units` are, by their ranks.
+    """The meshes with at least `least` ranks that hold parameters of `units`, by their ranks.
 
-    In one order on all ranks, so that nobody waits for somebody who waits elsewhere; small ones first, because ranks
-    that differ there may be a part of those who wait for them on a larger one.
+    The order is the same on all ranks, or comparisons would deadlock. Small meshes come first: ranks that disagree
+    there may be awaited on a larger mesh.
     """
     found: dict[tuple[int, ...], DeviceMesh] = {}
     for unit in units:
@@ -75,20 +73,20 @@ def meshes_of(units: Iterable[Unit], *, least: int = 2) -> dict[tuple[int, ...],
 
 
 def mesh_of(unit: Unit) -> DeviceMesh | None:
-    """The mesh of the unit itself; of one whose parameters all have their own, that of the first; None without any."""
+    """The mesh of `unit`, else that of its first parameter group; None for a unit without parameters."""
     meshes = [group.placing.mesh for group in unit.groups if group.placing.unit_mesh is None]
     meshes += [group.placing.mesh for group in unit.groups]
     return meshes[0] if meshes else None
 
 
 def describe(root: AnyRoot, ranks: tuple[int, ...]) -> list[Item]:
-    """What of `root` is on the mesh of these ranks: settings, units, then parameters in the order of the model."""
+    """Describe the part of `root` on the mesh of `ranks`: settings, units, then parameters in model order."""
     units = root.units
     own = [unit for unit in units if (mesh := mesh_of(unit)) is not None and ranks_of(mesh) == ranks]
     names = parameter_names(units[0].module, units)
     items = [Item(SETTINGS, "", _settings(root))]
     if root.guard_mode == "off":
-        return items  # its own setting is all that is compared
+        return items  # compare only the guard mode itself
     items += [Item(UNIT, unit.record.name, _unit_facts(unit, own)) for unit in own]
     for unit in units:
         for group in unit.groups:
@@ -162,11 +160,12 @@ def _parameter_facts(
 
 
 def signature(root: AnyRoot) -> tuple[str, str]:
-    """What `root` is whatever its meshes are, and its initial values: two digests, by which ranks know the same model
-    on another one. The second is "" where the values of some parameter are not known."""
+    """Digests of the structure of `root`, independent of its meshes, and of its initial values.
+
+    The second is "" if the initial value of any parameter is unknown."""
     first, params = root.units[0], [param for unit in root.units for param in unit.params]
     names = parameter_names(first.module, root.units)
-    # A teacher that is only evaluated is not the student of the same class.
+    # Tells an evaluated teacher from the trained student of the same class.
     modes = f"provisional {root.provisional}, grad {torch.is_grad_enabled()}, training {first.module.training}"
     lines = [type(first.module).__name__, modes]
     for unit in root.units:
@@ -186,7 +185,7 @@ def _digest(text: str) -> str:
 
 
 def mesh_text(mesh: DeviceMesh, *, names: bool = False) -> str:
-    """`mesh` as an error names it; with `names`, those of a single axis, too."""
+    """`mesh` for an error text; `names`: include the axis name of a 1-D mesh too."""
     sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
     axes = f" {tuple(mesh.mesh_dim_names)}" if mesh.mesh_dim_names and (names or mesh.ndim > 1) else ""
     return f"{mesh.device_type} {sizes}{axes} of ranks {mesh.mesh.flatten().tolist()}"
@@ -205,16 +204,16 @@ def _names_text(records: Sequence[UnitRecord], known: set[UnitRecord]) -> str:
 
 
 # ---- drift -----------------------------------------------------------------------------------------------------------
-# What several ranks have the same of, and have not any more: buffers, replicas of shards, unsharded parameters.
+# Tensors that should be equal on several ranks and have diverged: buffers, replicas of shards, unsharded parameters.
 #
-# Nothing brings them together: gradients are averaged, running statistics are not.
+# Training does not repair this: gradients are averaged, running statistics are not.
 
 _SHOWN = 8
 
 
 class Drift(NamedTuple):
-    """One tensor that differs: its dotted name, "buffer", "replica" or "unsharded parameter", and the ranks that agree
-    among each other, those of most ranks first."""
+    """One tensor that differs: its dotted name, its kind ("buffer", "replica" or "unsharded parameter"), and the groups
+    of ranks with equal values, largest first."""
 
     name: str
     kind: str
@@ -225,14 +224,14 @@ class Drift(NamedTuple):
 
 
 def buffers_on(top: nn.Module, ranks: tuple[int, ...]) -> dict[str, Tensor]:
-    """The buffers below `top` whose module is in a unit (or below one) on the mesh of `ranks`, by dotted name."""
+    """The buffers below `top` that belong to units on the mesh of `ranks`, by dotted name."""
     return {
         name: buffer for name, module, on in _modules(top) if on == ranks for name, buffer in _buffers(name, module)
     }
 
 
 def unsharded_on(top: nn.Module, ranks: tuple[int, ...]) -> dict[str, Tensor]:
-    """Likewise the parameters that no unit has (`ignored_params`)."""
+    """The parameters below `top` that no unit shards (`ignored_params`), on the mesh of `ranks`, by dotted name."""
     found: dict[str, Tensor] = {}
     for prefix, module, on in _modules(top):
         if on == ranks:
@@ -243,7 +242,7 @@ def unsharded_on(top: nn.Module, ranks: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def _modules(top: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
-    """Every module once, with its dotted name and the ranks of the nearest unit above it that has parameters."""
+    """Every module once, with its dotted name and the ranks of the nearest enclosing unit with parameters."""
     seen: set[nn.Module] = set()
 
     def walk(name: str, module: nn.Module, mesh: DeviceMesh | None) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
@@ -265,9 +264,9 @@ def _buffers(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Drift]:
-    """Those of `tensors` that have other values, shapes or dtypes on some rank of `scope`, all of which call this.
+    """The `tensors` whose values, shapes or dtypes differ between the ranks of `scope`. Collective over `scope`.
 
-    Names that some ranks do not have are left out. One question where all are equal, two otherwise.
+    Skips names that some ranks do not have. Asks once if all are equal, twice otherwise.
     """
     values = digests_of(tensors)
     text = json.dumps(values, separators=(",", ":"))
@@ -285,7 +284,7 @@ def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Dr
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of each, a text of its values, shape and dtype. One synchronisation for each device."""
+    """A text with digest, shape and dtype of each tensor. Synchronizes once per device."""
     digests = [digest(tensor) for tensor in tensors.values()]
     numbers = [0] * len(digests)
     by_device: dict[torch.device, list[int]] = {}
@@ -301,13 +300,13 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def shown(found: Sequence[Drift]) -> str:
-    """The first of many."""
+    """The first few of `found`, for an error."""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(map(str, found[:_SHOWN])) + more
 
 
 def find_drift(units: Sequence[Unit], top: nn.Module) -> list[Drift]:
-    """Everything that differs. Collective: every rank of every mesh of `units` calls it."""
+    """All tensors that drifted. Collective over every mesh of `units`."""
     meshes = meshes_of(units)
     questions = [(ranks, "buffer", buffers_on(top, ranks)) for ranks in meshes]
     questions += [(ranks, "unsharded parameter", unsharded_on(top, ranks)) for ranks in meshes]
@@ -322,7 +321,7 @@ def find_drift(units: Sequence[Unit], top: nn.Module) -> list[Drift]:
 
 
 def replicas_of(units: Sequence[Unit], top: nn.Module) -> dict[tuple[int, ...], dict[str, Tensor]]:
-    """This rank's shards of which other ranks have copies, by those ranks."""
+    """This rank's replicated shards, by the ranks that hold the replicas."""
     names = parameter_names(top, units)
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for unit in units:
@@ -338,12 +337,12 @@ def replicas_of(units: Sequence[Unit], top: nn.Module) -> dict[tuple[int, ...], 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------
 
-# Later looks at the buffers: the 2nd forward that trains, and then each time after eight times as many.
+# Buffers are compared again at the 2nd training forward, then at intervals that grow eightfold.
 _FIRST_LOOK, _LOOKS = 2, 8
 
 
 class _OnMesh(NamedTuple):
-    """A mesh of the root, and its ranks as those who answer."""
+    """A mesh of the root, its ranks, and the scope to ask them."""
 
     mesh: DeviceMesh
     ranks: tuple[int, ...]
@@ -351,8 +350,9 @@ class _OnMesh(NamedTuple):
 
 
 class _Looks:
-    """When the buffers of a scope are looked at again, at the same forward on all of its ranks: after a failure these
-    may have begun other numbers of forwards, and therefore count from their last meeting on."""
+    """Schedules the buffer comparisons of a scope, at the same forward on all of its ranks.
+
+    After a failure ranks may have run different numbers of forwards, so they restart the count when they meet."""
 
     def __init__(self, on: _OnMesh) -> None:
         self.on = on
@@ -360,7 +360,7 @@ class _Looks:
         self._trained, self._next = 0, _FIRST_LOOK
 
     def is_due(self) -> bool:
-        """A forward that trains begins; whether it is one of those."""
+        """Count a training forward; return whether buffers are to be compared in it."""
         if self._epoch != self.on.scope.epoch:
             self._epoch = self.on.scope.epoch
             self._trained, self._next = 0, _FIRST_LOOK
@@ -372,7 +372,7 @@ class _Looks:
 
 
 class Agreement:
-    """What one root still has to compare with its peers."""
+    """The comparisons that one root still has to make with its peers."""
 
     def __init__(self, root: AnyRoot, peers: Peers) -> None:
         self._root, self._peers = root, peers
@@ -380,18 +380,18 @@ class Agreement:
         found = ((mesh, ranks, scope_of(ranks)) for ranks, mesh in meshes.items())
         self._scopes = [_OnMesh(mesh, ranks, scope) for mesh, ranks, scope in found if scope is not None]
         self._values = kind == "full" and bool(self._scopes)
-        # Of those whose buffers were equal so far.
+        # Scopes whose buffers were equal so far.
         self._looks = [_Looks(scope) for scope in self._scopes] if kind == "full" else []
 
     def refuse_other_structure(self) -> None:
-        """Before anything is sent, and before connections are made. Raises `RanksDisagree` on all ranks of a mesh."""
+        """Compare the structure, before any connection or message. Raises `RanksDisagree` on all ranks of a mesh."""
         self._peers.meet()
         self._for_each_scope(_refuse_other_structure)
 
     def forward_begins(self, *, trains: bool) -> bool:
-        """A forward begins, and everything has a value; whether anything is left to be compared in later ones.
+        """Compare what is due in this forward; return whether later forwards have comparisons left.
 
-        trains: it is one of the whole model, in training mode, with gradients. Raises `RanksDisagree`.
+        trains: a forward of the whole model in training mode with gradients. Raises `RanksDisagree`.
         """
         if self._values:
             self._for_each_scope(_refuse_other_values)
@@ -436,9 +436,9 @@ class Agreement:
         if found:
             self._looks = [looks for looks in self._looks if looks.on is not scope]
             warnings.warn(
-                f"buffers differ between ranks {when}: {shown(found)}. If they should be equal: SyncBatchNorm in the "
-                f"place of BatchNorm, or fullshard.sync_module_states(model, buffers_only=True) before evaluation and "
-                f"before a checkpoint; fullshard.find_drift(model) looks again",
+                f"buffers differ between ranks {when}: {shown(found)}. If they should be equal, use SyncBatchNorm "
+                f"instead of BatchNorm, or call fullshard.sync_module_states(model, buffers_only=True) before "
+                f"evaluation and before a checkpoint; fullshard.find_drift(model) checks again",
                 stacklevel=2,
             )
 
@@ -448,7 +448,7 @@ def _refuse_other_structure(root: AnyRoot, scope: _OnMesh) -> None:
     digests = ask(scope.scope, "the units and parameters of the model", text)
     if digests is None:
         return
-    # One rank of each variant tells what it has.
+    # One rank per variant sends its description.
     tells = {ranks[0] for ranks in variants(digests).values()}
     told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
     items = {digests[rank]: structure.loads(told[rank]) for rank in tells}
@@ -472,12 +472,12 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
     noted = full_digests([param for param, _ in params])
     if ask(scope.scope, "the initial values of the model", repr(noted)) is None:
         return
-    # Not those that some rank wrote since, or had no value of: one without rows of a parameter sees nothing of it.
+    # Skip parameters that any rank has written since: a rank without rows of a parameter cannot see the write.
     mine = torch.tensor([is_written(param) for param, _ in params], dtype=torch.int32)
     written = sum_over(scope.mesh, mine).tolist()
     asked = [i for i, count in enumerate(written) if not count]
     if any(written):
-        # Values were loaded. What one rank has alone may have been given the value that it had, which leaves no trace.
+        # Values were loaded. A parameter held by one rank alone may have been loaded with the value it had, unnoticed.
         asked = [i for i in asked if not _is_one_rank_s(*params[i], len(scope.ranks))]
     text = ",".join(_hexadecimal(noted[i]) for i in asked)
     if ask(scope.scope, "initial values that nobody wrote since", text) is None:
@@ -490,7 +490,7 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
     found = "each rank's are others" if len(groups) == len(scope.ranks) > 2 else _unlike(groups)
     raise RanksDisagree(
         f"{name}: expected the same values on every rank when fully_shard cut it, found that {found} "
-        f"({len(differ)} of {len(params)} parameters differ): the model would be made of pieces of several; call "
+        f"({len(differ)} of {len(params)} parameters differ): the shards would come from different models; call "
         f"torch.manual_seed with the same number on all ranks before the model is built (with materialize: before "
         f"each init, which may not depend on the rank), or fullshard.sync_module_states(model) before fully_shard, or "
         f"load a checkpoint before the first forward (FULLSHARD_GUARD=structure: do not compare values)",
@@ -504,7 +504,7 @@ def _unlike(groups: Sequence[Sequence[int]]) -> str:
 
 
 def _is_one_rank_s(param: ShardedParam, world: int, ranks: int) -> bool:
-    """Whether one of the `ranks` of the mesh, `world` of which share it, has all rows of `param`."""
+    """Whether a single rank of the mesh (`ranks` ranks, `world` of them shard) holds all rows of `param`."""
     return world == ranks and sum(param.layout.rows(rank) > 0 for rank in range(world)) == 1
 
 

@@ -1,8 +1,8 @@
-"""Whether a backward of a root is running, and how it ended.
+"""Tracks whether a backward of a root is running, and how it ended.
 
-it ends      a callback of the engine
-it raises    the engine drops that callback: so whether a backward is *still* running is read off the callback's life,
-             and no flag of ours can survive a failed step (ADR 0008). Why it raised is not known here
+it ends      the autograd engine calls a callback
+it raises    the engine drops the callback without a call. The lifetime of the callback therefore says whether the
+             backward still runs, and no stale flag survives a failed step (ADR 0008). The exception is not known here
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 from .._torch import queue_backward_callback
 from .._torch.modules import outside_graphs
 
-# Of nothing: it gives None, as a reference to what is over does.
+# A dead reference: no backward is running.
 _NONE: Any = weakref.ref(set())
 
 
 class RunningBackward:
-    """Whether a backward of a root, whose model `thread` runs, is running: from its first report (`begin`) on.
+    """The running backward of a root whose model runs in `thread`, from its first report (`begin`) on.
 
-    `ended` is called by the engine at its end, `failed` when it dropped the callback instead: with what it raised, or
-    None where that is not known.
+    The engine calls `ended` when the backward is over. If it dropped the callback instead, `failed` is called with the
+    exception, or None if that is unknown.
     """
 
     def __init__(self, thread: int, ended: Callable[[], None], failed: Callable[[BaseException | None], None]) -> None:
         self._thread = thread
         self.ended, self._failed = ended, failed
         self._when_it_ends = outside_graphs(_End.report)
-        # Gives something while a backward is running.
+        # Alive while a backward is running.
         self.end: weakref.ref[_End] = _NONE
 
     def begin(self) -> None:
@@ -41,23 +41,24 @@ class RunningBackward:
         queue_backward_callback(partial(self._when_it_ends, end))
 
     def forget(self) -> None:
-        """It ended, or what it left was discarded."""
+        """The backward ended, or its leftovers were discarded."""
         self.end = _NONE
 
     def settle(self) -> None:
-        """Call `failed` for a backward that another thread of the engine dropped (on a device it runs there)."""
+        """Call `failed` for a backward whose callback was dropped in another thread (the engine's device thread)."""
         if self.end is not _NONE and self.end() is None:
             self.forget()
             self._failed(sys.exception())
 
     def _dropped(self, which: weakref.ref[_End]) -> None:
-        # Not in a thread of the engine's: the one that runs the model may be in its next forward. It calls `settle`.
+        # Only in the model's thread: from an engine thread, `failed` could run during the next forward. Otherwise the
+        # model's thread calls `settle` later.
         if self.end is which and threading.get_ident() == self._thread:
             self.settle()
 
 
 class _End:
-    """In what the engine calls when a backward is over. It lives exactly as long as the engine keeps that backward."""
+    """Held by the engine's end-of-backward callback, so it lives exactly as long as the engine keeps that backward."""
 
     __slots__ = ("__weakref__", "_of")
 

@@ -1,4 +1,4 @@
-"""Which channels carry a unit's parameter groups: decided here, from what the user set and where the shards live."""
+"""Chooses the channels that carry a unit's param groups, by the user's settings and the device of the shards."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from ..policy import Controls
 
 
 class Channels(NamedTuple):
-    """Makes channels whose buffers come from `pool`, for a unit that computes on `device`. `communication` is the
-    strategy's name; `host_link` is None unless the shards live on the host."""
+    """Factory for the channels of a unit that computes on `device`, with buffers from `pool`.
+
+    `communication` is the strategy's name; `host_link` is None unless the shards are on the host."""
 
     pool: BufferPool
     communication: str
@@ -46,7 +47,7 @@ class Channels(NamedTuple):
     host_link: HostLink | None
 
     def gather(self, group: ParamGroup, links: Links) -> GatherChannel:
-        """From the shards of `group` to its full parameters."""
+        """The all-gather from the shards of `group` to its full parameters."""
         if isinstance(group, ExtensionGroup):
             return ExtensionGather(links.shard, group)
         if group.shares_memory:
@@ -59,7 +60,7 @@ class Channels(NamedTuple):
         return OffloadedGather(inner, group.flat, shard, self.host_link)
 
     def widen(self, group: ParamGroup, part: NarrowedGroup, block: Block) -> GatherChannel:
-        """From what the ranks of `block` keep of `group` to its full parameters."""
+        """The all-gather from the parts of `group` that the ranks of `block` keep to its full parameters."""
         part.memory.allocate()
         channel = self._from(part.memory.flat, group, part.pack, block.group)
         part.memory.release()
@@ -77,7 +78,7 @@ class Channels(NamedTuple):
         return PlannedGather(shard, pack, plan, flat, group.memory, pool)
 
     def reduce(self, group: ParamGroup, links: Links) -> ReduceChannel:
-        """From gradients of the parameters of `group` that are trainable now to those of the shards."""
+        """The reduction from the gradients of the currently trainable parameters of `group` to their shards."""
         segments = [group.pack.segments[i] for i in group.trainable]
         layouts, names = [s.layout for s in segments], [s.name for s in segments]
         precision = group.precision
@@ -98,13 +99,13 @@ class Channels(NamedTuple):
 
 
 # ---- narrowing -------------------------------------------------------------------------------------------------------
-# What the groups of a unit keep between forward and backward, where `reshard_after_forward` is an integer.
+# The parts that groups keep between forward and backward with an integer `reshard_after_forward`.
 #
-# Groups without a block (all their ranks together are the k ranks) are freed in full, and gathered from all ranks.
+# A group without a block (its ranks are the k ranks) is freed completely and gathered from all ranks.
 
 
 class Narrowing:
-    """`parts[i]` is what `groups[i]` keeps; `widens[i]` gathers it from that, or from all ranks where that is None."""
+    """`groups[i]` keeps `parts[i]`, and `widens[i]` gathers it from there; from all ranks if the part is None."""
 
     def __init__(
         self,
@@ -124,15 +125,15 @@ class Narrowing:
                 gather = channels.widen(group, part, link.block)
             self.parts.append(part)
             self.widens.append(gather)
-        self._kept = [part for part in self.parts if part is not None]
+        self.kept = [part for part in self.parts if part is not None]
 
     @property
     def live_nbytes(self) -> int:
-        """Bytes of the parts that are there now."""
-        return sum(part.memory.live_nbytes for part in self._kept)
+        """Bytes of the parts currently in memory."""
+        return sum(part.memory.live_nbytes for part in self.kept)
 
     def keep(self) -> None:
-        """Keep this rank's part of the full parameters, which are given back."""
+        """Keep this rank's part of the full parameters and free the rest."""
         for group, part in zip(self._groups, self.parts, strict=True):
             if part is None:
                 group.show_shards()
@@ -142,30 +143,29 @@ class Narrowing:
             group.memory.release()
 
     def release(self) -> None:
-        """The parts were gathered, or are not needed."""
-        for part in self._kept:
+        """Free the parts: they were gathered, or are not needed."""
+        for part in self.kept:
             part.release()
 
     def show_shards(self) -> None:
-        """Put the sharded parameters back where kept parts stand."""
-        for part in self._kept:
+        """Replace the kept parts on the modules by the sharded parameters."""
+        for part in self.kept:
             part.show_shards()
 
     def is_aliased(self) -> bool:
-        """As `ParamGroup.is_aliased` for all groups, while kept parts or shards stand on the modules."""
+        """`ParamGroup.is_aliased` for all groups, while kept parts or shards are on the modules."""
         pairs = zip(self._groups, self.parts, strict=True)
         return all(group.is_aliased() if part is None else part.is_aliased() for group, part in pairs)
 
 
 # ---- channels of a unit ----------------------------------------------------------------------------------------------
 
-# Sets of trainable parameters for which the channel of their gradients is kept: a program may choose others in each
-# step.
+# Cached reduce channels per group, one per set of trainable parameters: a program may choose another set in each step.
 _REDUCE_CHANNELS = 8
 
 
 class UnitChannels:
-    """Those of one unit. `groups`: the unit's own list."""
+    """The channels of one unit. `groups`: the unit's own list."""
 
     def __init__(self, groups: Sequence[ParamGroup], device: torch.device, host_link: HostLink | None) -> None:
         self._groups, self._device, self._host_link = groups, device, host_link
@@ -174,31 +174,31 @@ class UnitChannels:
         self._factory: Channels | None = None
         self._links: Sequence[Links] = ()
         self.gathers: list[GatherChannel] = []
-        # What is kept between forward and backward, and how it is gathered from that.
+        # The parts kept between forward and backward.
         self.narrowing = Narrowing()
-        # Those of the gather that is under way, or was the last.
+        # Channels of the current or last gather.
         self.arriving: list[GatherChannel] = []
-        # By group, and by what is trainable.
+        # Per group: trainable positions -> channel.
         self._reduces: list[dict[tuple[int, ...], ReduceChannel]] = []
-        # A version: what was derived from the channels holds as long as it stays.
+        # Version of the channels; anything derived from them is valid while it stays the same.
         self.times_made = 0
 
     @property
     def are_used(self) -> bool:
-        """Whether there are any: a root formed."""
+        """Whether channels exist, because a root formed."""
         return self._pool is not None
 
     @property
     def arrive_from_parts(self) -> bool:
-        """Whether the last gather was one from kept parts."""
+        """Whether the last gather was from kept parts."""
         return self.arriving is self.narrowing.widens
 
     def use(self, pool: BufferPool, communication: str) -> None:
-        """Take buffers from `pool`; `communication` holds where the user did not choose for the unit."""
+        """Take buffers from `pool`; `communication` is the default strategy of the unit."""
         self._pool, self._communication = pool, communication
 
     def make(self, links: Sequence[Links], controls: Controls) -> None:
-        """Make them anew. `links`: by group."""
+        """Make all channels anew. `links`: one per group."""
         assert self._pool is not None
         factory = Channels(self._pool, self._communication, controls, self._device, self._host_link)
         with torch.inference_mode(False):
@@ -210,7 +210,7 @@ class UnitChannels:
         self._reduces = [{} for _ in self._groups]
 
     def reduce(self, position: int) -> ReduceChannel:
-        """The channel for the trainable parameters of group `position`, as they are now."""
+        """The channel for the currently trainable parameters of group `position`."""
         group = self._groups[position]
         known = self._reduces[position]
         channel = known.get(group.trainable)

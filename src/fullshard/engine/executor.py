@@ -1,7 +1,6 @@
-"""Commands to actions: one method per command, nothing decided. The only place where tensors and messages meet.
+"""Runs commands: one method per command, no decisions. The only place where tensors and messages meet.
 
-After `run` returned, the commands given to it have been done on this rank: messages are issued in the order of the
-commands, the same on every rank.
+`run` issues messages in the order of its commands, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from .stepping import Stepping
 from .unit import InFlight, Shared, Unit
 
 # ---- taken back ------------------------------------------------------------------------------------------------------
-# A hook of the user's raised when gradients had been handed over: what the backward brought is taken back.
+# Restores `.grad` when a user's post-accumulate hook raises.
 #
-# Post-accumulate hooks see `.grad` with what the backward brought, in all parameters. So they run behind everything,
-# when a window of accumulation has been added to. Where one raises, its caller tries the micro-batch again, or goes on
-# with the next step, and would have it twice. What earlier backwards left is therefore kept until the last hook
-# returned: a copy of the shards of `.grad`, where there are gradients to add to, and only in models with such hooks.
-# What a hook did itself (a step with its parameter) stays.
+# Post-accumulate hooks expect the new gradients on all parameters, so they run last, after the accumulation window was
+# updated. If one raises and the caller retries the micro-batch, its gradients would be added twice. A copy of the
+# previous `.grad` shards is therefore kept until the last hook returns, only in models with such hooks and where there
+# are gradients to add to. Side effects of a hook (a step with its parameter) stay.
 
 
 class TakenBack:
-    """Made before gradients are handed over; as a context manager it surrounds the hooks."""
+    """Created before gradients are written to `.grad`; as a context manager it wraps the hooks."""
 
     def __init__(self, units: Sequence[Unit], touched: Sequence[ShardedParam]) -> None:
         hooked = any(map(post_accumulate_grad_hooks, [param.sharded for param in touched]))
@@ -72,14 +70,14 @@ class Executor:
         check: bool,
         order: MessageOrder | None = None,
     ) -> None:
-        """`order`: asked before anything is sent; None: what this rank sends is trusted to be right."""
+        """`order`: checked before anything is sent; None: messages are sent unchecked."""
         self.units = list(units)
         self.shared = shared
         self._limit = reductions_in_flight
-        # Where the user did not choose for the unit: how many may exist when another one was made; None: no limit.
+        # Default limit on send buffers for units without their own setting; None: no limit.
         self._send_buffers = send_buffers
-        # Bytes of gradients and messages that may exist; None: no limit but that. And of the gradients that the running
-        # backward brought and that were not sent, by unit.
+        # Limit on the bytes of gradients and messages; None: no limit. Below, the bytes of gradients that the running
+        # backward brought and that are not sent yet, per unit and in total.
         self.gradient_nbytes: int | None = None
         self._waiting: dict[Unit, int] = {}
         self._waiting_nbytes = 0
@@ -90,13 +88,13 @@ class Executor:
         # Units whose partial sums are under way.
         self._carrying: dict[Unit, None] = {}
         self._checker = CommandChecker() if check else None
-        # Of all messages of these units; they are told what is being done, for when it fails.
+        # Scopes of all messages of these units; they know the running command, to name it in errors.
         self.scopes: list[Scope] = []
         self._order = order
         self.stepping = Stepping()
-        # What the others are told with the first reduction of a backward; set by the root.
+        # Facts that travel with the first reduction of a backward; set by the root.
         self.facts: StepFacts
-        # Whether more backwards were announced, so that gathers may be in flight when one of them ends.
+        # Whether this is not the last backward (`set_is_last_backward(False)`), so gathers may be in flight at its end.
         self.may_stay_pending: Callable[[], bool] = lambda: False
         self.listeners: list[Callable[[Command], None]] = []
         self._actions: dict[str, Callable[[Unit], None]] = {
@@ -115,7 +113,7 @@ class Executor:
         }
 
     def run(self, commands: Sequence[Command]) -> None:
-        """Do the commands, in order. Each is a range in the trace of a profiler that runs."""
+        """Run the commands in order, each in a profiler range if a profiler is active."""
         for position, command in enumerate(commands):
             if self._checker is not None and not (command.kind == "finish" and self.may_stay_pending()):
                 self._checker.command(command.kind, command.unit.name)
@@ -138,12 +136,12 @@ class Executor:
             scope.doing = ""
 
     def _unwind(self, commands: Sequence[Command]) -> None:
-        """The first of `commands` failed; the rules have noted all of them as done, and so does who checks them.
+        """Clean up after the first of `commands` failed: the rules already noted all of them as done.
 
-        A failed step is discarded by the next report, which goes by what was noted. So what is noted as given back is
-        given back, the first one too, which may have been refused because a peer failed; and of what is noted as
-        having arrived no message stays, which the next gather would wait for. The end of a backward has no other report
-        to wait for: for the rules that backward is over.
+        The next event discards the failed step according to those notes. So memory noted as freed must be freed, also
+        for the failed command, which may have been refused because a peer failed. Messages noted as arrived must be
+        dropped, or the next gather would wait for them. No event follows the end of a backward, so `finish` is
+        discarded here.
         """
         if self._checker is not None:
             for command in commands[1:]:
@@ -158,14 +156,14 @@ class Executor:
 
     @property
     def replicating_nbytes(self) -> int:
-        """Bytes of messages that are under way among ranks that replicate."""
+        """Bytes of messages in flight between replicas."""
         return sum(flight.reduction.nbytes for flight in self.shared.replicating if flight.owner is self)
 
     def must_send(self, unit: Unit) -> bool:
-        """Whether this rank has to send for `unit` though the running backward brought nothing that is not sent.
+        """Whether `unit` must be reduced although the running backward brought no unsent gradient to this rank.
 
-        Every rank answers alike: some rank may hold what earlier backwards left and no message of this one carries yet,
-        or the unit's gradients are never missing.
+        All ranks get the same answer. True if some rank may hold gradients or partial sums of earlier backwards that no
+        message carries yet, or if unused parameters are reduced as zeros.
         """
         return (
             (unit.gradients.window_open and unit not in self._closing)
@@ -194,8 +192,8 @@ class Executor:
         self._issue(unit, unit.channels.gathers)
 
     def _widen(self, unit: Unit) -> None:
-        # Made of the shards of the last gather, so its versions stay noted. Should this backward fail, users are to
-        # find shards, as while any other gather is under way.
+        # The kept parts stem from the last gather, so its noted versions stay valid. Modules show shards during the
+        # gather, so that users find shards if this backward fails.
         unit.channels.narrowing.show_shards()
         if self._order is not None:
             self._order.widen(unit)
@@ -211,19 +209,22 @@ class Executor:
         for channel in unit.channels.arriving:
             channel.complete()
         unit.show_full()
-        unit.channels.narrowing.release()
+        if unit.channels.narrowing.kept:
+            unit.channels.narrowing.release()
 
     def _free(self, unit: Unit) -> None:
         unit.show_shards()
         for group in unit.groups:
             group.memory.release()
-        unit.channels.narrowing.release()
+        if unit.channels.narrowing.kept:
+            unit.channels.narrowing.release()
 
     def _drop(self, unit: Unit) -> None:
         for channel in unit.channels.arriving:
             channel.cancel()
         if unit.channels.arrive_from_parts:
-            unit.channels.narrowing.release()
+            if unit.channels.narrowing.kept:
+                unit.channels.narrowing.release()
 
     def _shelve(self, unit: Unit) -> None:
         unit.show_shards()
@@ -239,7 +240,7 @@ class Executor:
     def _reduce(self, unit: Unit) -> None:
         self.stepping.sends(unit)
         self._touched[unit] = None
-        # Only the first message of a backward carries what earlier ones left. The window closes when it ends well.
+        # Only the first message of a backward carries held gradients. The window closes if the backward succeeds.
         accumulated = unit.gradients.window_open
         with_held = accumulated and unit not in self._closing
         if with_held:
@@ -252,7 +253,7 @@ class Executor:
         if self._order is not None:
             self._order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
         if self.gradient_nbytes is not None:
-            # What arrives for it takes as much again.
+            # The received message takes as much memory again.
             self._shrink(self.gradient_nbytes - self._waiting.get(unit, 0))
             self._waiting_nbytes -= self._waiting.pop(unit, 0)
         limit = unit.settings.controls.send_buffers or self._send_buffers
@@ -281,7 +282,7 @@ class Executor:
             self._shrink(self.gradient_nbytes)
 
     def _put(self, flight: InFlight) -> None:
-        """To those whose message it is that is under way."""
+        """Queue `flight` by the stage of its message: among the replicas, or over the shards."""
         if flight.reduction.is_replicating:
             self.shared.replicating.append(flight)
             self._advance_beyond(self.shared.replicating)
@@ -293,19 +294,19 @@ class Executor:
             self._advance_oldest(flights)
 
     def gradient_came(self, unit: Unit, nbytes: int) -> None:
-        """The running backward brought so many bytes of gradients to `unit`; called where there is a limit."""
+        """The running backward brought `nbytes` of gradients to `unit`. Called only if a byte limit is set."""
         if self.gradient_nbytes is not None and unit.record.sync:
             self._waiting[unit] = self._waiting.get(unit, 0) + nbytes
             self._waiting_nbytes += nbytes
             self.expect_gradient(unit)
 
     def expect_gradient(self, unit: Unit) -> None:
-        """Another gradient of `unit` may come next: make room for the largest of those that are missing."""
+        """Make room for the largest gradient of `unit` that may still come."""
         if self.gradient_nbytes is not None and unit.record.sync and self.shared.in_flight:
             self._shrink(self.gradient_nbytes - unit.gradients.largest_missing_nbytes())
 
     def _shrink(self, nbytes: int) -> None:
-        """Wait for the oldest messages until gradients and messages take `nbytes`, or nothing is left to wait for."""
+        """Wait for the oldest messages until gradients and messages fit in `nbytes`, or no message is left."""
         in_flight = self.shared.in_flight
         excess = self._waiting_nbytes - nbytes
         for flight in in_flight:
@@ -313,7 +314,7 @@ class Executor:
         if excess <= 0:
             return
         for flight in list(in_flight):
-            # A second message may not go before other ranks send theirs.
+            # Issuing a second message here could break the common order of messages.
             if flight is not in_flight[0] or flight.reduction.has_next:
                 return
             excess -= flight.reduction.held_nbytes
@@ -322,7 +323,7 @@ class Executor:
                 return
 
     def _make_room(self, send_buffers: int) -> None:
-        """Wait until one buffer less than `send_buffers` is in use."""
+        """Wait until fewer than `send_buffers` buffers are in use."""
         in_flight, replicating = self.shared.all_in_flight
         while len(in_flight) >= send_buffers:
             self._advance_oldest(in_flight)
@@ -335,7 +336,7 @@ class Executor:
         unit.gradients.arrived = 0
 
     def _advance_oldest(self, flights: deque[InFlight]) -> None:
-        """Wait for the oldest message of `flights`; it is followed by the next one, or what it brings is collected."""
+        """Wait for the oldest message of `flights`; issue the next message of its reduction, or collect the result."""
         flight = flights.popleft()
         if flight.reduction.has_next:
             flight.reduction.advance()
@@ -350,7 +351,7 @@ class Executor:
         flight.collected(flight)
 
     def _finish(self, root: Unit) -> None:
-        # What follows a message is behind it.
+        # Follow-up messages move to the second queue, so one pass in this order drains both.
         for flights in self.shared.all_in_flight:
             while self._has_own(flights):
                 self._advance_oldest(flights)
@@ -364,7 +365,7 @@ class Executor:
             for position, group in enumerate(unit.groups)
             for i in group.trainable
         ]
-        # Before anything is handed over: one that raises leaves the step as if it had not been tried.
+        # Before any gradient is committed: if a hook raises, the step leaves no trace.
         for i in with_tensor_hooks([param.sharded for _, _, param in touched]):
             unit, position, param = touched[i]
             if param.run_tensor_hooks():
@@ -387,10 +388,10 @@ class Executor:
             note_window(unit, is_open=any(unit.gradients.windows))
         self._closing.clear()
         self._carrying.clear()
-        # Micro-batches that keep their gradients are no step: what sends the last one's would be freed meanwhile.
+        # Not after micro-batches that hold their gradients: that would free the buffers the last micro-batch needs.
         if any(not unit.gradients.window_open and not unit.gradients.partial_open for unit in reduced):
             self.shared.pool.end_of_backward(id(self))
-        # Last: they are the user's and may read any gradient, and raise.
+        # User hooks run last: they may read any gradient, and may raise.
         with undo:
             for unit, params in arrived.items():
                 for position, param in params:

@@ -1,13 +1,12 @@
-"""Gathers that a program makes by hand: `full_params`, and `full_tensor()` or `redistribute()` of a sharded parameter.
+"""Explicit gathers: `full_params`, and `full_tensor()` or `redistribute()` of a sharded parameter.
 
-DTensor sends these over the mesh's own process groups, which wait for ever where a rank does not come. So they are
-compared as the messages of a step are (order.py), each before it is sent: a rank that makes one alone is told, and so
-are those that continue in a step. And an optimizer's step is told to the order of those whose parameters it has.
+DTensor sends these over the process groups of the mesh, which hang if a rank does not take part. So each is compared
+before it is sent, like the messages of a step (order.py): a gather that one rank makes alone raises on all ranks. The
+steps of an optimizer are reported to the order of the ranks that share its parameters.
 
-Who holds a parameter takes part, whatever became of its model: when Python collects that is no matter of the ranks.
+This works as long as a parameter is held, even after its model is gone: garbage collection differs between ranks.
 
-Compared are those in which all ranks take part that share an order. Not so where only the ranks of one replica do (2-D
-meshes): each replica may gather as it likes.
+Only gathers over all ranks of an order are compared. On 2-D meshes each replica may gather independently.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from .unit import AnyRoot, Unit
 
 
 class _Formed:
-    """What of a root counts as long as one of its parameters is held: the thread that runs it, and its scopes."""
+    """The thread that runs a root, and its scopes: kept as long as any of its parameters is held."""
 
     def __init__(self, thread: int, scopes: Iterable[Scope]) -> None:
         self.thread = thread
-        # Kept by the watch of their process group, as long as that is there.
+        # Weak: the watch of their process group keeps them as long as it exists.
         self.scopes = [weakref.ref(scope) for scope in scopes]
 
 
 class _Owned(Owner):
-    """Of a parameter of a unit, which it does not keep: who holds a parameter does not hold the model."""
+    """The owner of one parameter of a unit. Holds the unit weakly: holding a parameter must not hold the model."""
 
     def __init__(self, unit: Unit, position: int, param: ShardedParam) -> None:
-        # For what a failed step left in it, of which the other ranks know nothing.
+        # To clean up after a failed step before the gather.
         self._unit = weakref.ref(unit)
         self.ranks = unit.links[position].everyone
         self.dotted = param.name
@@ -65,7 +64,7 @@ class _Owned(Owner):
 
 
 def own_parameters(unit: Unit) -> None:
-    """Let the sharded parameters of `unit` know whose they are."""
+    """Attach an owner to each sharded parameter of `unit`."""
     for position, group in enumerate(unit.groups):
         for param in group.params:
             param.owner = _Owned(unit, position, param)
@@ -73,8 +72,8 @@ def own_parameters(unit: Unit) -> None:
 
 
 def own_by_root(root: AnyRoot, *, compares_order: bool) -> None:
-    """`root` formed: from now on its parameters are known by their names in its model, and their optimizer's steps
-    count where ranks compare what they are about to send."""
+    """`root` formed: name its parameters as its model does. `compares_order`: report their optimizer steps to the
+    order of messages."""
     names = parameter_names(root.units[0].module, root.units)
     formed = _Formed(root.thread, root.scopes)
     for param, name in names.items():
@@ -98,7 +97,7 @@ def _optimizer_stepped(optimizer: Optimizer) -> None:
 
 
 def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
-    """`units`, of `model`, are about to be gathered for `full_params`, on every rank. Raises as `compare`."""
+    """All ranks are about to gather `units` of `model` for `full_params`. Raises like `compare`."""
     names = {module: clean_name(name) or "root" for name, module in model.named_modules()}
     opened: dict[Scope, list[Unit]] = {}
     for unit in units:
@@ -123,8 +122,8 @@ def _ranks_over(parameter: DTensor, axes: Sequence[int]) -> set[int]:
 
 
 def _compare(unit: Unit | None, scope: Scope, thread: int | None, action: Action) -> None:
-    """`thread`: runs the model. `unit`: of the model, if that is still there."""
-    # Another thread's messages have no place in the order of those of the one that runs the model.
+    """`thread`: runs the model. `unit`: of the model, if it still exists."""
+    # Messages of other threads are not part of the order of the model's thread.
     if scope.watch.settings.mode == "off" or thread not in (None, threading.get_ident()):
         return
     if current_backward() == -1 and scope.must_meet:

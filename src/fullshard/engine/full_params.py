@@ -1,13 +1,13 @@
-"""A unit whose modules hold plain full parameters for a while, outside of any step (`full_params`).
+"""Units opened by `full_params`: their modules hold plain full parameters, outside of any step.
 
-The lifecycle knows nothing of it: for the rules the unit stays sharded, and while it is open no event of it is
-reported. The full parameters are in the *storage* dtype (they are looked at, edited and saved, not computed with in
-lower precision), each with memory of its own; the engine's memory of full parameters is not used.
+For the rules an open unit stays sharded, and it reports no events. The full parameters have the *storage* dtype (users
+inspect, edit and save them) and own their memory, separate from the engine's buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,37 +26,32 @@ from .unit import Unit
 
 
 class Opening(NamedTuple):
-    """How parameters are opened."""
+    """The options of `full_params`."""
 
     rank0_only: bool
     offload_to_cpu: bool
 
     def keeps(self, units: Iterable[Unit]) -> bool:
-        """Whether this rank gets full parameters: with `rank0_only`, if it is the first on each mesh of `units`."""
+        """Whether this rank gets full parameters: with `rank0_only`, only the first rank of each mesh of `units`."""
         meshes = {param.spec.mesh for unit in units for param in unit.params}
         return not self.rank0_only or not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 
 
-def opened_of(unit: Unit) -> OpenUnit | None:
-    """The full parameters that `full_params` put on the modules of `unit`, if it did."""
-    return cast("OpenUnit | None", unit.opened)
-
-
 class OpenUnit:
-    """The full parameters of one unit, which stand on its modules until `close`. Making it gathers: every rank must."""
+    """The full parameters of one unit, on its modules until `close`. The constructor all-gathers: collective."""
 
     def __init__(self, unit: Unit, opening: Opening, *, keep: bool) -> None:
         """keep: this rank gets full parameters."""
         self.unit = unit
         self.opening = opening
         self._keep = keep
-        # By group, one per parameter; empty where this rank keeps none.
+        # Per group, one per parameter; empty if this rank keeps none.
         self._full: list[list[nn.Parameter]] = []
         if unit.root is not None:
             unit.root.reshard(unit)
         unit.repair()
         _refuse_meta(unit)
-        # Tensors that the user may edit and keep in training are none of inference mode's.
+        # Inference tensors could not be edited or kept for training.
         with torch.inference_mode(False), torch.no_grad():
             for group in unit.groups:
                 gathered = [self._gather(param) for param in group.params]
@@ -69,8 +64,8 @@ class OpenUnit:
 
     def _gather(self, param: ShardedParam) -> nn.Parameter | None:
         shard = _dtensor(param)
-        # One parameter at a time: beside what is kept, never more than that is held on the device.
-        # Shards on the host (CPUOffloadPolicy) travel by way of the device.
+        # One parameter at a time, to bound the extra device memory.
+        # Shards on the host (CPUOffloadPolicy) are copied to the device first.
         local = local_of(shard)
         full = whole_of(dtensor_like(shard, local.to(self.unit.device)), f"full_params of {self.unit.record.name}")
         if not self._keep:
@@ -85,14 +80,14 @@ class OpenUnit:
         name = self.unit.record.name
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{name}: expected no forward with gradients inside full_params, found one: these parameters belong to "
-                f"no training step; put it under torch.no_grad(), or leave the context first"
+                f"{name}: expected no forward with gradients inside full_params, found one: these full parameters are "
+                f"not trained; run it under torch.no_grad(), or leave the context first"
             )
         parallel = [param.name for param in self.unit.params if isinstance(param.full, DTensor)]
         if parallel:
             raise RuntimeError(
                 f"{name}: expected a forward with plain parameters, found {parallel[0]}, whose module computes with "
-                f"DTensors (tensor or expert parallelism): full parameters are of no use to it; leave full_params first"
+                f"DTensors (tensor or expert parallelism), not with full parameters; leave full_params first"
             )
         if not self.opening.rank0_only:
             return
@@ -101,8 +96,8 @@ class OpenUnit:
         if sharded or not self._keep:
             raise RuntimeError(
                 f"{name}: expected a forward only where all parameters are full, found full_params(rank0_only=True) "
-                f"{f'without {sharded[0]}' if sharded else 'on another rank than the first'}; run it with "
-                f"rank0_only=False, or open the whole model and run it on the first rank alone"
+                f"{f'without {sharded[0]}' if sharded else 'on another rank than the first'}; use "
+                f"rank0_only=False, or open the whole model and run the forward on the first rank only"
             )
 
     def write_back(self) -> None:
@@ -111,10 +106,10 @@ class OpenUnit:
         if self._shard_versions() != self._versions:
             raise RuntimeError(
                 f"{name}: expected sharded parameters that nobody writes inside full_params(writeback=True), found "
-                f"them changed: nothing was written back here; edit the full parameters, or leave the context first"
+                f"them changed, so nothing was written back; edit the full parameters, or leave the context first"
             )
         ours = [parameter for made in self._full for parameter in made]
-        # All are looked at before one is written.
+        # Check all before writing any.
         standing = [_standing(param, full) for param, full in zip(self.unit.params, ours, strict=True)]
         with torch.inference_mode(False), torch.no_grad():
             for param, value in zip(self.unit.params, standing, strict=True):
@@ -122,7 +117,7 @@ class OpenUnit:
         self._versions = self._shard_versions()
 
     def close(self, *, writeback: bool) -> None:
-        """Put the shards back on the modules, with what was written to the full parameters if `writeback`."""
+        """Put the shards back on the modules; `writeback`: with the edits of the full parameters."""
         try:
             if writeback:
                 self.write_back()
@@ -132,11 +127,15 @@ class OpenUnit:
                 if self._keep:
                     group.take_back()
             if self._keep:
-                # Of those that somebody still holds.
+                # An optimizer may still hold some of them.
                 note_lent(self.unit, self.unit.params, [parameter for made in self._full for parameter in made])
 
     def _shard_versions(self) -> list[tuple[int, ...]]:
         return [group.versions() for group in self.unit.groups]
+
+
+# The full parameters that `full_params` put on the modules of a unit, if it did.
+opened_of = cast("Callable[[Unit], OpenUnit | None]", attrgetter("opened"))
 
 
 def refuse_in_step(units: Iterable[Unit]) -> None:
@@ -165,7 +164,7 @@ def refuse_opened(unit: Unit, what: str) -> None:
 
 
 class NoSteps:
-    """While it is entered, optimizers may not step the shards of `units`: what is written back would undo the step."""
+    """Context in which optimizers may not step the shards of `units`: the write-back would undo the step."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._shards = {id(param.sharded) for unit in units for param in unit.params}
@@ -199,7 +198,7 @@ def _dtensor(param: ShardedParam) -> DTensor:
 
 
 def _standing(param: ShardedParam, ours: nn.Parameter) -> Tensor:
-    """The tensor to write back: ours, or the one that the user put in its place."""
+    """The tensor to write back: `ours`, or the one that the user assigned instead."""
     others = {id(found): found for slot in param.slots if (found := slot.get()) is not ours}
     found = next(iter(others.values()), ours)
     if len(others) > 1 or found is None or isinstance(found, DTensor) or found.shape != param.sharded.shape:
@@ -212,7 +211,7 @@ def _standing(param: ShardedParam, ours: nn.Parameter) -> Tensor:
 
 
 def _own_memory(full: Tensor, local: Tensor) -> Tensor:
-    """`full` with a storage that holds it alone: saving it takes its bytes, and writing it writes no shard."""
+    """`full` in a storage of its own: saving it saves no other bytes, and writing it writes no shard."""
     storage = full.untyped_storage()
     alone = storage.nbytes() == full.numel() * full.element_size() and full.is_contiguous()
     if alone and storage.data_ptr() != local.untyped_storage().data_ptr():

@@ -1,4 +1,4 @@
-"""Which gradients of a unit came in the running backward, which are still to come, and what earlier backwards left."""
+"""Gradient bookkeeping of a unit: arrived and missing in the running backward, and held from earlier backwards."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from ..schedule import UnitRecord
 
 
 class Stepper(Protocol):
-    """An optimizer that takes gradients in backward, for the parameters it has (extras/step_in_backward.py). `backward`
-    is whatever tells one running backward from another."""
+    """An optimizer-in-backward (extras/step_in_backward.py). `backward` identifies one running backward."""
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether it is one of the optimizer's."""
+        """Whether the optimizer holds `parameter`."""
         ...
 
     def stepped_any(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether some of `parameters` were stepped since the user's last `optimizer.step()`."""
+        """Whether any of `parameters` was stepped since the user's last `optimizer.step()`."""
         ...
 
     def begin(self, backward: object, unit_name: str) -> None:
-        """The parameters of a unit are stepped, in a backward that is running."""
+        """A step of a unit's parameters begins in the running backward."""
         ...
 
     def step(self, params: Sequence[ShardedParam]) -> None:
-        """Take the optimizer's step with these parameters, and drop their gradients."""
+        """Step these parameters and free their gradients."""
         ...
 
     def end(self, backward: object) -> None:
-        """That backward ended well."""
+        """The backward succeeded."""
         ...
 
     def refuse_half_a_step(self) -> None:
-        """Raise `RuntimeError` when a backward failed after a part of the parameters was stepped."""
+        """Raise `RuntimeError` if a backward failed after it stepped some of the parameters."""
         ...
 
 
@@ -48,28 +47,28 @@ class UnitGradients:
 
     def __init__(self, groups: Sequence[ParamGroup], record: UnitRecord) -> None:
         self._groups, self._record = groups, record
-        # Bits of the running backward: those that came, and all.
+        # Bits of the running backward: arrived, and all.
         self.arrived = 0
         self.expected = 0
-        # Those that one run of the autograd engine brought (its number, bits): each brings a parameter's once.
+        # (graph task id, bits that it brought): one run of the autograd engine brings each gradient once.
         self.came = (-1, 0)
-        # Called with a parameter and its bit, each time its gradient came.
+        # Called with a parameter and its bit whenever its gradient arrives.
         self.on_arrival: Callable[[ShardedParam, int], None] | None = None
-        # Takes them in backward.
+        # The optimizer-in-backward, if any.
         self.stepper: Stepper | None = None
-        # A backward ended with unreduced gradients, on every rank alike: the next message is in the reduce dtype.
+        # A backward left unreduced gradients, on every rank: the next message is in the reduce dtype.
         self.window_open = False
-        # A backward ended with partial sums, which the next message that is all-reduced carries.
+        # A backward left partial sums, which the next all-reduced message carries.
         self.partial_open = False
-        # Whether hooks are on what is trainable now.
+        # Whether the hooks match the currently trainable parameters.
         self.is_known = False
         self._hooks: list[RemovableHandle] = []
-        # By what has arrived: bytes of the largest gradient that has not.
+        # Arrived bits -> bytes of the largest missing gradient.
         self._largest_missing: dict[int, int] = {}
 
     @property
     def windows(self) -> tuple[bool, bool]:
-        """Whether a window of unreduced gradients, and one of partial sums, is open; may be put back."""
+        """Whether an accumulation window of unreduced gradients, and one of partial sums, is open. Settable."""
         return self.window_open, self.partial_open
 
     @windows.setter
@@ -77,7 +76,7 @@ class UnitGradients:
         self.window_open, self.partial_open = windows
 
     def learn(self) -> None:
-        """The full parameters are on the modules: note which are trainable, and hook these."""
+        """Hook the trainable full parameters, which are on the modules now."""
         self.forget()
         bit, frozen = 0, False
         for group in self._groups:
@@ -93,14 +92,14 @@ class UnitGradients:
         self.is_known = True
 
     def forget(self) -> None:
-        """Parameters were replaced: `learn` has to be called again."""
+        """Remove the hooks: parameters were replaced, so `learn` must be called again."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         self.is_known = False
 
     def came_again(self, backward: int, bit: int) -> bool:
-        """The gradient of `bit` came, in that run of the engine; whether this run brought all of them."""
+        """Note that `backward` brought the gradient of `bit`; return whether it has brought all gradients."""
         self.arrived |= bit
         self.came = backward, bit | (self.came[1] if self.came[0] == backward else 0)
         return self.came[1] == self.expected
@@ -115,7 +114,7 @@ class UnitGradients:
         return known
 
     def take_assigned(self) -> None:
-        """Take the gradients that somebody put on full parameters by hand: no hook reports them."""
+        """Take gradients that were assigned to full parameters by hand, which no hook reports."""
         for group in self._groups if self.is_known else ():
             for param in (group.params[i] for i in group.trainable):
                 if param.full.grad is not None:
@@ -123,15 +122,15 @@ class UnitGradients:
                     self.arrived |= 1
 
     def are_held(self) -> bool:
-        """Whether earlier backwards left gradients that were not reduced."""
+        """Whether earlier backwards left unreduced gradients."""
         return any(param.live_held() is not None for group in self._groups for param in group.params)
 
 
 def _hook(gradients: UnitGradients, param: ShardedParam, bit: int) -> RemovableHandle:
-    """Call `gradients.on_arrival` each time a backward brought the gradient of `param` to its full parameter.
+    """Call `gradients.on_arrival` whenever a backward accumulates the gradient of the full parameter of `param`.
 
-    Keeps neither of them. Python's collector does not see that a tensor keeps its hooks: one that kept what keeps the
-    tensor would keep both for ever, and the model with them.
+    Holds both weakly. The garbage collector cannot see that a tensor holds its hooks, so a strong reference would be a
+    cycle that leaks the model.
     """
     its_unit, itself, name = weakref.ref(gradients), weakref.ref(param), param.name
 
@@ -139,8 +138,8 @@ def _hook(gradients: UnitGradients, param: ShardedParam, bit: int) -> RemovableH
         here, reached = its_unit(), itself()
         if here is None or reached is None or here.on_arrival is None:
             raise RuntimeError(
-                f"{name}: expected the module that computed this to exist when a backward goes through it, found that "
-                f"it is gone; keep the model until its backwards are over"
+                f"{name}: expected the module that computed this to exist during its backward, found that it is gone; "
+                f"keep the model until its backwards are over"
             )
         here.on_arrival(reached, bit)
 

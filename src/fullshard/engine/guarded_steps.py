@@ -1,10 +1,10 @@
-"""The steps of optimizers inside of a guarded block: all ranks begin them together, and know where one was left.
+"""Optimizer steps inside a guarded block: all ranks begin them together, and an interrupted step is recorded.
 
-    before the first step of each optimizer   all ranks come together: who failed until there prevents it everywhere
-    a step that does not end                  may have written: told where ranks meet again (optimizer_facts.py)
+    before the first step of each optimizer   all ranks synchronize, so a rank that failed earlier prevents the step
+    a step that raises                        may have written; reported at the next meeting (optimizer_facts.py)
 
-What can be seen of a step that raised: versions of parameters and of the optimizer's state. Where these say nothing
-(torch's list operations, `foreach` and `fused`, write DTensors without raising any), it counts as one that wrote.
+Version counters of parameters and optimizer state show whether a step that raised has written. `foreach` and `fused`
+steps write DTensors without bumping versions, so such a step counts as one that wrote.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .root import Root
 
 
 class _Begun(NamedTuple):
-    """A step that has begun. `versions`: of what it may write; None: they would say nothing."""
+    """A step that has begun. `versions`: of the tensors it may write; None if version counters do not show writes."""
 
     optimizer: Optimizer
     versions: list[int] | None
 
 
 class GuardedSteps:
-    """Those of `optimizers`, in one block on all ranks of `peers`, which train `roots`. Use it in a `with` block."""
+    """Context manager: the steps of `optimizers` in one block on all ranks of `peers`, which train `roots`."""
 
     def __init__(self, peers: Peers, roots: Sequence[Root], optimizers: Sequence[Optimizer]) -> None:
         self._peers, self._roots, self._optimizers = peers, roots, list(dict.fromkeys(optimizers))
-        # Before this block somebody failed.
+        # Some rank failed before this block.
         self._after_a_failure = any(scope.must_meet for scope in peers.scopes)
         self._handles: list[RemovableHandle] = []
-        # Those before whose first step all ranks came together; names of those that took one.
+        # Optimizers before whose first step all ranks met; names of optimizers that finished a step.
         self._met: list[Optimizer] = []
         self._taken: list[str] = []
         self._begun: _Begun | None = None
@@ -48,7 +48,7 @@ class GuardedSteps:
     def __enter__(self) -> None:
         before, behind = outside_graphs(self._begins), outside_graphs(self._ends)
         for optimizer in self._optimizers:
-            # After the hooks that are there: what one of them raises comes before anything is written.
+            # After existing hooks: if one of them raises, nothing is written yet.
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(behind))
 
@@ -57,9 +57,9 @@ class GuardedSteps:
             handle.remove()
 
     def come_together(self, what: str) -> None:
-        """Wait for all ranks, which are in the same block."""
+        """Wait for all ranks to reach this point of the block."""
         if self._after_a_failure and any(scope.must_meet for scope in self._peers.scopes):
-            # No forward came in between, which does this: of a closure it comes later.
+            # Normally a forward does this; with a closure the forward comes later.
             renewed = self._peers.meet()
             for root in self._roots:
                 root.met_by_hand(renewed=renewed)
@@ -77,13 +77,13 @@ class GuardedSteps:
 
     @property
     def where(self) -> str:
-        """Where the block is."""
+        """The current position in the block, for errors."""
         if self._begun is not None:
             return f"the step of {_name(self._begun.optimizer)}"
         return f"a guarded block, after the step of {self._taken[-1]}" if self._taken else "a guarded block"
 
     def failed(self, error: BaseException) -> BaseException:
-        """The block ended with `error`; what to raise."""
+        """The block ended with `error`; return the exception to raise."""
         if not self._met:
             return error
         wrote = self._begun is not None and self._begun.versions != _versions(self._begun.optimizer)
@@ -95,8 +95,8 @@ class GuardedSteps:
         if wrote:
             here = "was left in the middle of it"
         told = (
-            f"ranks had begun the step of {_name(self._met[-1])}, and this one {here}: where they are not all alike, "
-            f"nobody can put that back, and every forward raises; then load a checkpoint"
+            f"ranks had begun the step of {_name(self._met[-1])}, and this one {here}: if ranks differ in this, it "
+            f"cannot be undone, and every forward raises until you load a checkpoint"
         )
         if type(error) is PeerFailed:
             made = PeerFailed(f"{error}; {told}", rank=error.rank, step=error.step, unit=error.unit, text=error.text)
@@ -116,7 +116,7 @@ def _versions(optimizer: Optimizer) -> list[int] | None:
         if group.get("foreach") or group.get("fused"):
             return None
         for parameter in group["params"]:
-            # None says that torch may choose list operations, as it does on a device.
+            # `foreach=None` lets torch choose list operations, as it does on a device.
             if parameter.device.type != "cpu" and group.get("foreach", False) is None:
                 return None
             state = optimizer.state.get(parameter, {})

@@ -1,4 +1,4 @@
-"""What modules and autograd report, and nothing else: no decision about sharding is taken here.
+"""Module and autograd hooks that report events. No decision about sharding is made here.
 
     module pre-hook    (first)  -> pre_forward; inputs are cast, hooks put on those that require a gradient
     module hook        (last)   -> post_forward; hooks put on the nodes of outputs that require a gradient
@@ -6,9 +6,9 @@
     input tensor, when its gradient is complete -> inputs_reached
     full parameter, when its gradient is accumulated (unit.py) -> grads_ready
 
-The hook of an output is put on its autograd *node*, which an in-place edit of the output leaves in the graph. The hook
-of an input is a hook of the *tensor*: those run before the hooks of its node, so the end of this unit's backward is
-reported before the beginning of that of the unit which made the input.
+Output hooks are on the autograd *node*, which stays in the graph after an in-place edit of the output. Input hooks are
+on the *tensor*: they run before the hooks of its node, so the end of this unit's backward is reported before the
+backward of the unit that produced the input begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import current_backward
-from .._torch.modules import outside_graphs
+from .._torch.modules import call, outside_graphs
 from ..schedule import Use
 from .full_params import opened_of
 from .root import Root, formed, module_units, root_of
@@ -33,16 +33,16 @@ from .saved_tensors import State, refuse_writes, state_before
 from .unit import Unit
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
-# Tensors inside arguments and outputs: tuples, lists, dicts, named tuples and dataclasses, nested; as FSDP2.
+# Tensors in arguments and outputs: nested tuples, lists, dicts, named tuples and dataclasses, as in FSDP2.
 #
-# Sets and other objects are not looked into. What holds no tensor that changes is returned as it is, so that identity
-# and subclasses survive.
+# Sets and other objects are not searched. A container without changed tensors is returned as is, which keeps its
+# identity and subclass.
 
 _MAX_DEPTH = 64
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0) -> Any:
-    """`value` with `function` applied to its tensors; the same object where nothing changed."""
+    """`value` with `function` applied to its tensors; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return function(value)
     if value is None or isinstance(value, (str, bytes, int, float)):
@@ -113,20 +113,19 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class _Running(NamedTuple):
-    """One forward of the unit that has begun."""
+    """A running forward of the unit."""
 
-    # The exception that was being handled when it began; another one at its end is its own.
+    # The exception being handled when the forward began; a different one at its end was raised by the forward.
     handling: BaseException | None
-    # Not a repetition in backward.
+    # False for recomputation in backward.
     own_use: bool
     # Inside another forward of the unit.
     nested: bool
-    # A registered method, whose end is noticed whatever ends it; that of a forward is not, after a KeyboardInterrupt.
+    # A registered method: its end is always noticed. A forward's end is missed after a KeyboardInterrupt.
     method: bool
     watched: bool
-    # The hooks of its inputs.
     inputs: Sequence[_InputHook]
-    # How the full parameters were.
+    # State of the full parameters when the forward began.
     before: State | None
 
 
@@ -136,7 +135,7 @@ def hooks_of(unit: Unit) -> UnitHooks:
 
 
 class UnitHooks:
-    """The hooks of one unit's modules. Holds the forwards that are running, innermost last."""
+    """The hooks on one unit's modules, and the running forwards, innermost last."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -144,23 +143,24 @@ class UnitHooks:
         self._generation = 0
         # No forward ran yet.
         self._first = True
-        # Of the open pass over several modules: those that did not run, and its inputs.
+        # The open pass over several modules: modules that did not run yet, and its inputs.
         self._left: set[nn.Module] = set()
         self._inputs: _InputsReached | None = None
-        # Everything that torch calls, made once.
+        # The callbacks for torch, created once.
+        self.outside = outside_graphs(call)
         self._before = before = outside_graphs(self._forward_begins)
         self._after = after = outside_graphs(self._forward_ends)
         self._on_outputs = outside_graphs(_outputs_needed)
         self._on_input = outside_graphs(_InputsReached.one)
         for module in unit.modules:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            # always_call: a forward that raises must give back the saved-tensor hooks it pushed.
+            # always_call: a forward that raises must pop the saved-tensor hooks it pushed.
             module.register_forward_hook(after, prepend=False, with_kwargs=True, always_call=True)
         unit.hooks = self
 
     def call(self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`method(*args, **kwargs)` of `module` as if it were its forward."""
-        # The method itself may be compiled.
+        """Run `method(*args, **kwargs)` of `module` like its forward."""
+        # Not in `outside_graphs`: the method itself may be compiled.
         args, kwargs = self._before(module, args, kwargs, method=True)
         try:
             output = method(*args, **kwargs)
@@ -176,8 +176,8 @@ class UnitHooks:
         return any(running.method for running in self._running)
 
     def running(self, generation: int) -> bool:
-        """Whether a forward of the unit is running. What a step of another generation left running ended without its
-        hook (KeyboardInterrupt)."""
+        """Whether a forward of the unit is running. Forwards left from another generation ended without their hook
+        (KeyboardInterrupt) and are dropped."""
         if generation != self._generation:
             self._generation = generation
             self._running.clear()
@@ -192,12 +192,12 @@ class UnitHooks:
         if opened is not None:
             opened.check_forward()
             if all(below.opened is not None for below in module_units(unit.module)):
-                # Plain modules, until full_params ends: of one rank alone, perhaps, so no root forms.
+                # Plain modules until full_params ends. Perhaps only this rank runs them, so no root may form.
                 return args, kwargs
         if root is None or root.provisional:
             root = root_of(unit)
         if unit.opened is not None:
-            return args, kwargs  # that alone is a plain module; what is below sends as ever
+            return args, kwargs  # only this unit is a plain module; the units below communicate as usual
         if unit.record.index == 0 and unit.device.type != "cpu":
             args, kwargs = to_device(args, unit.device), to_device(kwargs, unit.device)
         policy = unit.settings.policy
@@ -207,8 +207,8 @@ class UnitHooks:
         watched = False
         inputs: Sequence[_InputHook] = ()
         if own_use and torch.is_grad_enabled():
-            # What a nested forward gets was made inside, or belongs to the forward around it: the gradients of its
-            # inputs say nothing about the end of the unit's backward.
+            # Inputs of a nested forward come from inside the unit or from the outer forward: their gradients do not
+            # mark the end of the unit's backward.
             inputs = () if nested else self._hook_inputs(root, args, kwargs)
             watched = root.watch.begin(unit)
         before = None
@@ -222,7 +222,7 @@ class UnitHooks:
         unit = self._unit
         root = formed(unit)
         if root is None or not self._running or unit.opened is not None:
-            return None  # the pre-hook itself raised, or nothing was begun
+            return None  # the pre-hook raised, or nothing began
         running = self._running.pop()
         if running.watched:
             root.watch.end()
@@ -246,7 +246,7 @@ class UnitHooks:
         return output
 
     def _ran(self, module: nn.Module) -> bool:
-        """Note that `module` ran; whether others of the unit did not, in this pass over all of them."""
+        """Note that `module` ran; return whether other modules of the unit did not run yet in this pass."""
         if len(self._unit.modules) == 1:
             return False
         if not self._unit.record.pass_open:
@@ -255,8 +255,8 @@ class UnitHooks:
         return bool(self._left)
 
     def _hook_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_InputHook]:
-        # A leaf keeps its hooks from step to step, and nothing runs in backward behind it: the end of the backward
-        # serves for it.
+        # A leaf would keep its hooks from step to step, and nothing runs after it in backward: the end of the backward
+        # is reported instead.
         inputs = [t for t in tensors_requiring_grad(args) if not t.is_leaf]
         if kwargs:
             inputs += [t for t in tensors_requiring_grad(kwargs) if not t.is_leaf]
@@ -273,33 +273,33 @@ class UnitHooks:
             for hook in returned:
                 hook.handle.remove()
             if returned and recomputed:
-                continue  # a node of the graph outside, which knows of the forward that is repeated
+                continue  # a node of the outer graph, which has the hook of the original forward
             notes: dict[str, Any] = cast("Any", node).metadata  # torch's stub has a method where there is a property
             waiting = notes.get(_WAITING)
             if waiting is None:
                 waiting = notes[_WAITING] = []
                 node.register_prehook(partial(self._on_outputs, waiting))
-            # Not the hooks: they name the node, and Python's collector does not see that the node holds this list.
+            # Not the hooks themselves: they reference the node, a cycle that the garbage collector cannot see.
             waiting.append((self._unit, use, [hook.reached for hook in returned]))
 
 
 class _InputHook(NamedTuple):
-    """What tells that the gradient of one input is complete."""
+    """The hook that reports that the gradient of one input is complete."""
 
     node: Any
     handle: RemovableHandle
     reached: _InputsReached
 
 
-# Of an autograd node: the uses whose output it made, oldest first: (unit, use, inputs that it returned as they are).
+# Key in a node's metadata: the uses whose output it produced, oldest first: (unit, use, inputs returned unchanged).
 _WAITING = "fullshard: uses"
 
 
 def _outputs_needed(waiting: Sequence[tuple[Unit, Use | None, Sequence[_InputsReached]]], gradients: object) -> None:
     """The node of an output of these uses is about to run in backward.
 
-    There is more than one where a unit returned what it was given, as a layer does that is skipped. On other ranks it
-    may have computed something: the backwards come youngest first, and end before an older one begins, as there.
+    A node has several uses if a unit returned its input unchanged, like a skipped layer. Other ranks may have run that
+    layer, so backwards are reported as there: youngest first, each one ended before an older one begins.
     """
     for unit, use, returned in reversed(waiting):
         root = formed(unit)
@@ -310,10 +310,10 @@ def _outputs_needed(waiting: Sequence[tuple[Unit, Use | None, Sequence[_InputsRe
 
 
 class _InputsReached:
-    """Told when the gradient of an input of one use is complete; reports when that holds for all of them.
+    """Counts the complete input gradients of one use; reports when all of them are complete.
 
-    The use of a unit of several modules has the inputs of all these. One that ran without inputs that require a
-    gradient has an end of its backward that no input tells, and so has the use: it never reports.
+    A use of a unit of several modules has the inputs of all of them. If one of these ran without inputs that require a
+    gradient, the inputs cannot show the end of the backward, and the use never reports.
     """
 
     __slots__ = ("_count", "_left", "_root", "_silent", "_unit")
@@ -325,15 +325,15 @@ class _InputsReached:
         self._silent = False
 
     def expect(self, count: int) -> None:
-        """So many more inputs; 0: a module ran without any."""
+        """Add `count` inputs; 0: a module ran without any."""
         self._count += count
         self._left += count
         self._silent = self._silent or not count
 
     def one(self, _gradient: object) -> None:
-        """The gradient of one of them is complete."""
+        """The gradient of one input is complete."""
         self._left -= 1
         if self._left == 0:
-            self._left = self._count  # a retained graph may be run through again
+            self._left = self._count  # a retained graph may run again
             if not self._silent:
                 self._root.inputs_reached(self._unit)

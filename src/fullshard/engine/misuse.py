@@ -1,9 +1,10 @@
-"""Misuse that only an optimizer's step can show: each is an error with names. Another one is in state_dict.py: an
-optimizer holds parameters that were replaced.
+"""Misuse detected at `optimizer.step()`; each case raises an error that names the parameters.
 
-full parameters    an optimizer holds those that stand on modules for a while, and would step on them
-open windows       a step would leave out what an accumulation window holds
-named refusals     DTensor's complaint about an operation gets the parameter's name
+full parameters    the optimizer holds temporary full parameters instead of shards
+open windows       the step would ignore gradients held by an open accumulation window
+no backward        no backward brought gradients after a forward
+
+state_dict.py detects a further case: the optimizer holds parameters that were replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .optimizer_steps import refuses_steps
 
 
 class NamedUnit(Protocol):
-    """A unit, as far as errors name its parameters: `module` is its own, `model` that of its root once that formed."""
+    """The part of a unit that errors need. `module`: its own; `model`: the module of its root, once that formed."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -41,7 +42,7 @@ class _Trained(Protocol):
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
-# Dotted names of modules and parameters, as the user's own code spells them.
+# Dotted names of modules and parameters, as in the user's code.
 
 _SHOWN = 4
 # Names that wrappers insert into dotted names.
@@ -49,14 +50,14 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.
 
 
 def clean_name(name: str) -> str:
-    """`name` without what recomputation and compile wrappers insert into it."""
+    """`name` without the components that checkpoint and compile wrappers insert."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
     return name
 
 
 def dotted_name(unit: NamedUnit, name: str) -> str:
-    """The parameter that is `name` below `unit`, as the user's model spells it once its root is known."""
+    """The dotted name in the user's model of the parameter `name` of `unit`."""
     for param, dotted in parameter_names(unit.model, [unit]).items():
         if param.name == name:
             return dotted
@@ -64,13 +65,13 @@ def dotted_name(unit: NamedUnit, name: str) -> str:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """The first of many names, for an error."""
+    """The first few of `names`, for an error."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def parameter_names(model: nn.Module, units: Sequence[NamedUnit]) -> dict[ShardedParam, str]:
-    """The dotted names below `model` of the parameters of `units`; relative to their unit for those outside of it."""
+    """The dotted names of the parameters of `units` below `model`; relative to their unit if outside of `model`."""
     prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
     names = {}
     for unit in units:
@@ -81,32 +82,31 @@ def parameter_names(model: nn.Module, units: Sequence[NamedUnit]) -> dict[Sharde
 
 
 # ---- full in optimizers ----------------------------------------------------------------------------------------------
-# Optimizers that hold full parameters: those that stand on the modules while they compute, or inside `full_params`.
+# Optimizers that hold full parameters instead of shards.
 #
-# An optimizer built from `model.parameters()` at such a moment (after `unshard()`, between forward and backward, inside
-# `full_params`) holds tensors that are filled, emptied or thrown away. Gradients go to the sharded parameters, so its
-# steps would train nothing and say nothing: the first one is refused.
+# An optimizer built from `model.parameters()` after `unshard()`, between forward and backward, or inside `full_params`
+# holds temporary tensors. Gradients go to the sharded parameters, so its steps would silently train nothing: the first
+# step raises.
 #
-# Somebody may train the parameters of `full_params` on purpose, with gradients of their own on them: that is left
-# alone.
+# Full parameters with gradients of their own are allowed: a user may train the parameters of `full_params` on purpose.
 
 
 class _Full(NamedTuple):
     parameter: weakref.ref[Tensor]
     unit: weakref.ref[NamedUnit]
-    # Below the unit, as `ShardedParam` has it.
+    # Relative to the unit, as in `ShardedParam`.
     name: str
-    # When it stands, or stood, on the modules.
+    # When the parameter is on the modules.
     when: str
 
 
-_full: dict[int, _Full] = {}  # by identity; an entry goes with its parameter
-# Optimizers without such parameters, by the lengths of their groups: they are looked at once, and when they get more.
+_full: dict[int, _Full] = {}  # by id; removed when the parameter dies
+# Checked optimizers without such parameters, and the lengths of their groups: a new length triggers another check.
 _looked_at: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 
 def note_full(unit: NamedUnit) -> None:
-    """Remember what stands on the modules of `unit` while it computes, and between forward and backward."""
+    """Remember the full parameters of `unit`, on its modules in compute and between forward and backward."""
     for param in unit.params:
         for full in (param.full, param.kept):
             if full is not None:
@@ -114,7 +114,7 @@ def note_full(unit: NamedUnit) -> None:
 
 
 def note_lent(unit: NamedUnit, params: Iterable[ShardedParam], lent: Iterable[nn.Parameter]) -> None:
-    """`lent`, one for each of `params`, stood there for `full_params`, which is over."""
+    """Remember `lent`, one for each of `params`: the full parameters of a `full_params` that ended."""
     for param, full in zip(params, lent, strict=True):
         _note(unit, full, param, "full_params is open")
 
@@ -142,15 +142,15 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             if entry is None or not parameter.requires_grad:
                 continue
             if parameter.grad is not None:
-                return  # somebody trains full parameters
+                return  # full parameters are trained on purpose
             entries.append(entry)
     units = [(entry.unit(), entry) for entry in entries]
     names = [dotted_name(unit, entry.name) for unit, entry in units if unit is not None]
     if names:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: expected the sharded parameters of the model, found full ones, which "
-            f"stand on its modules while {entries[0].when}: {first_few(names)}; no gradient reaches them, so the step "
-            f"would train nothing. Build the optimizer from model.parameters() before the first forward, or behind "
+            f"are on its modules while {entries[0].when}: {first_few(names)}; no gradient reaches them, so the step "
+            f"would train nothing. Build the optimizer from model.parameters() before the first forward, or after "
             f"model.reshard(), outside of full_params"
         )
     if not entries:
@@ -158,19 +158,18 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 # ---- open windows ----------------------------------------------------------------------------------------------------
-# Steps with a part of the gradients: a window of accumulation is open, and what it holds is not in `.grad`.
+# Steps during an open accumulation window, whose held gradients are not in `.grad`.
 #
-# A backward without synchronisation, or without all-reduce, keeps what it brought on each rank. Where `.grad` was empty
-# a `PendingGrad` stands there, which refuses to be used; where an earlier backward was reduced, `.grad` has that part,
-# and a step would take it for the whole. So would an optimizer that steps parameter by parameter go half its way before
-# it meets a `PendingGrad`. The step is refused before it begins, if the optimizer has such parameters. With a closure
-# the backward that closes the window may still come.
+# After a backward without gradient sync, or without all-reduce, `.grad` is a `PendingGrad`, which raises when used, or
+# the reduced part of an earlier backward, which a step would take for the whole gradient. Without this check, an
+# optimizer could also step half of its parameters before it meets a `PendingGrad`. So the step raises before it begins.
+# A step with a closure is allowed: its backward may close the window.
 
-_open: dict[int, weakref.ref[NamedUnit]] = {}  # by identity
+_open: dict[int, weakref.ref[NamedUnit]] = {}  # by id
 
 
 def note_window(unit: NamedUnit, *, is_open: bool) -> None:
-    """A backward ended; `unit` holds gradients, or partial sums, now: or not any more."""
+    """A backward ended; `is_open`: `unit` holds gradients or partial sums."""
     if is_open:
         key = id(unit)
         _open[key] = weakref.ref(unit, lambda _: _open.pop(key, None))
@@ -195,28 +194,27 @@ def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: expected gradients that are reduced, found some that were only "
             f"accumulated on each rank, of {first_few(waiting)}: the last backward ran with "
-            f"set_requires_gradient_sync(False) or set_requires_all_reduce(False), and the step would leave out what "
-            f"it brought. Run the last micro-batch of the step with both True, or clear the gradients (zero_grad) to "
-            f"give the window up"
+            f"set_requires_gradient_sync(False) or set_requires_all_reduce(False), and the step would ignore its "
+            f"gradients. Run the last micro-batch of the step with both True, or discard the gradients (zero_grad)"
         )
 
 
 # ---- no backward -----------------------------------------------------------------------------------------------------
-# `backward(inputs=parameters)` asks for gradients of shards, the graph was made of full parameters, and autograd trains
-# nothing and is silent. Nothing of ours hears of such a backward, so the step says it: a forward recorded a graph, no
-# backward of any model brought a gradient since, and no parameter of the optimizer has one.
+# `backward(inputs=parameters)` asks for gradients of shards, but the graph contains the full parameters, so autograd
+# silently computes nothing and no hook runs. The step raises instead if a forward recorded a graph, no backward of any
+# model brought a gradient since, and no parameter of the optimizer has one.
 
 # By the thread that runs the model.
 _untrained: dict[int, weakref.WeakSet[_Trained]] = {}
 
 
 def expect_backward(root: _Trained) -> None:
-    """A forward of `root` begins that records a graph."""
+    """A forward of `root` that records a graph begins."""
     _untrained.setdefault(root.thread, weakref.WeakSet()).add(root)
 
 
 def note_backward(root: _Trained) -> None:
-    """A backward brought gradients of `root`. What others ran forward may be left out of it on purpose."""
+    """A backward brought gradients of `root`. Other roots of the thread may be left out of it on purpose."""
     _untrained.pop(root.thread, None)
 
 
@@ -234,8 +232,7 @@ def _refuse_untrained(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[
         if names:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: expected gradients, found none after a forward, of "
-                f"{first_few(names)}: no backward brought any. One for parameters alone (backward(inputs=...)) "
-                f"does not, because the graph is made of the full parameters. Call loss.backward() without inputs, and "
-                f"requires_grad_(False) before the forward on what is to get no gradient; where no backward is wanted, "
-                f"leave out the step"
+                f"{first_few(names)}: no backward brought any. backward(inputs=parameters) brings none, because the "
+                f"graph contains the full parameters. Call loss.backward() without inputs, and requires_grad_(False) "
+                f"before the forward on parameters that are to get no gradient; without a backward, skip the step"
             )

@@ -1,7 +1,6 @@
-"""What one optimizer did to the parameters of one root, as a deed of each mesh that has some of them (guard/facts.py).
+"""Describes the steps of an optimizer to the parameters of one root, as one deed per mesh (guard/facts.py).
 
-Everything is compared with what it was a step before; texts are made only of what changed. A rate on a device is not
-read, because that would wait for the device.
+Only changes since the previous step are turned into text. Values on a device are not read, to avoid a synchronization.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from .unit import Unit
 
 # ---- optimizer facts -------------------------------------------------------------------------------------------------
 
-# Options that say how a step is computed and not what.
+# Options that affect how a step is computed, not its result.
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 _SHOWN = 4
 _UNKNOWN = object()
 _PLAIN = (int, float, bool, str, complex, type(None))
 
-# Where a parameter belongs: the key of its mesh, and its dotted name.
+# id of a parameter -> key of its mesh, dotted name.
 Places = Mapping[int, tuple[Any, str]]
 
 
 class _Part:
-    """Of one optimizer, what is on one mesh."""
+    """The parameters of one optimizer on one mesh."""
 
     def __init__(self, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]) -> None:
-        """`groups` and `names`: of each of `params`, the position of its group and its name."""
+        """`groups` and `names`: for each of `params`, the position of its group and its name."""
         by_name = sorted(zip(names, groups, strict=True))
-        # The order of groups, and of parameters in them, changes nothing: groups are numbered by their first name.
+        # Ranks may order groups, and parameters in them, differently: number groups by their first name.
         ordered = list(dict.fromkeys(position for _, position in by_name))
         self.groups = {position: place for place, position in enumerate(ordered)}
         self.params = list(params)
@@ -51,13 +50,13 @@ class _Part:
         self.counter: float | None = None
         self.deed: Deed | None = None
         self.made_of: tuple[str, str] | None = None
-        # Writes to the gradients, all together, and in words.
+        # Total version of the gradients, and its text.
         self._written = -1, -1
         self._written_text = ""
 
     @property
     def written(self) -> str:
-        """How often gradients were written until the step took them; texts are made where that changed."""
+        """How often gradients were written before the step, as text; rebuilt only when the versions changed."""
         versions = gradient_versions(self.params)
         if versions != self._written:
             self._written = versions
@@ -71,18 +70,18 @@ class _Part:
 
 
 class OptimizerFacts:
-    """One optimizer, as of its last step. Holds its parameters, as it does itself."""
+    """One optimizer, as of its last step. Holds its parameters strongly, like the optimizer."""
 
     def __init__(self, optimizer: Optimizer, places: Places) -> None:
         self._name = type(optimizer).__name__
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
-        # Options of all groups as they were, and (position of the group, key) of each.
+        # Options of all groups at the last step, and (position of the group, key) of each.
         self._raw: list[Any] | None = None
         self._names: list[tuple[int, str]] = []
         self._states = -1
         self._state = optimizer.state
         found: dict[Any, tuple[list[Tensor], list[int], list[str]]] = {}
-        # Of what is no parameter of the root: by the name that the optimizer was given, or by a number.
+        # Parameters outside of the root, by the name that the optimizer was given, or by a number.
         self.strangers: dict[str, Tensor] = {}
         for position, params in enumerate(self._lists):
             given = optimizer.param_groups[position].get("param_names", ())
@@ -99,7 +98,7 @@ class OptimizerFacts:
         self.parts = {key: _Part(*part) for key, part in found.items()}
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether it is still about the parameters that `optimizer` has."""
+        """Whether `optimizer` still has the same parameters."""
         groups = optimizer.param_groups
         return len(groups) == len(self._lists) and all(
             len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
@@ -107,7 +106,7 @@ class OptimizerFacts:
         )
 
     def stepped(self, optimizer: Optimizer, do: Callable[[Any, Deed], None]) -> None:
-        """It took a step: `do(key of a mesh, deed)` for each mesh."""
+        """The optimizer took a step: call `do(key of a mesh, deed)` for each mesh."""
         groups = optimizer.param_groups
         raw = [
             value if isinstance(value, _PLAIN) else _number_of(value)
@@ -131,7 +130,7 @@ class OptimizerFacts:
             do(key, part.deed)
 
     def _note_options(self, groups: Sequence[Mapping[str, Any]], raw: list[Any]) -> None:
-        """Some option changed: a schedule does that in each step, to one of many."""
+        """Some option changed. A learning-rate schedule changes one of many in each step, so only changes are noted."""
         before, self._raw = self._raw, raw
         names = [(position, key) for position, group in enumerate(groups) for key in group if key not in _HOW]
         if before is None or names != self._names:
@@ -159,7 +158,7 @@ class OptimizerFacts:
         return Deed(STEP, facts)
 
     def _state_text(self, part: _Part, replaced: bool) -> str:
-        """How much state there is, and how its counter of steps went on; the same in each step of a training."""
+        """The size of the optimizer state and the change of its step counter; constant during normal training."""
         counter = None
         if part.states:
             first = next((param for param in part.params if param in self._state), None)
@@ -175,14 +174,14 @@ class OptimizerFacts:
 
 
 def _number_of(value: Any) -> Any:
-    """A rate that is a tensor on the host counts as the number in it."""
+    """The number in a one-element CPU tensor (a learning rate), else a text."""
     is_number = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() == 1
     return value.item() if is_number and value.device.type == "cpu" else text_of(value)
 
 
 def _changes_nothing(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """A step with a rate of zero, as torch takes it to make the state of an optimizer that has none: on some ranks
-    alone, where a checkpoint is loaded or written."""
+    """Whether all learning rates are zero. torch takes such a step to create missing optimizer state when a checkpoint
+    is loaded or saved, possibly on some ranks only."""
     return all(_is_zero(group.get("lr")) for group in groups)
 
 
@@ -197,7 +196,7 @@ def _writes(versions: tuple[int, ...]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """`names` in an order of ours, shortened; a digest tells the rest apart."""
+    """`names`, sorted and shortened; a digest covers the rest."""
     names = sorted(names)
     more = f" and {len(names) - _SHOWN} more ({digest_of(chr(10).join(names)):016x})" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
@@ -211,7 +210,7 @@ def _counter(state: Mapping[str, Any]) -> float | None:
 
 
 def text_of(value: Any) -> str:
-    """A value that ranks compare; what is on a device is not read."""
+    """The text of a value that ranks compare; tensors on a device are not read."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or value.numel() > 16 or isinstance(value, DTensor):
             return f"a tensor on {value.device.type}"
@@ -222,31 +221,30 @@ def text_of(value: Any) -> str:
 
 
 # ---- steps taken -----------------------------------------------------------------------------------------------------
-# Optimizer steps that the shards of one mesh took, as every rank counts them: they have to be as many on all ranks.
+# Counts the optimizer steps of the shards of one mesh; all ranks must have the same count.
 #
-# Nothing compares them in a step that goes well: what follows would not fit. But a rank that raises in its
-# `optimizer.step()`, where others took theirs, is a step behind for ever once all have caught that and continue. So
-# ranks tell each other how many they have when they come together after a failure; and whether one of them was left in
-# the middle, which nobody can put back. Then every forward of the model raises, on all ranks, until they have a state
-# again that was one: by a load, or because the user says so.
+# If one rank raises in `optimizer.step()` while others complete theirs, and all catch the error and continue, that rank
+# stays one step behind. So ranks exchange their counts when they meet after a failure, and whether a step was
+# interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
+# consistent state is loaded, or the user declares the state consistent.
 
 _HALF = "+"
 
 
 class StepsTaken:
-    """On one mesh, since a state was loaded there. `half`: the optimizer that was left in the middle of a step.
-    `source`: what was loaded, where somebody said so."""
+    """Steps on one mesh since the last load. `half`: the optimizer whose step was interrupted halfway. `source`: the
+    loaded state, if known."""
 
     def __init__(self) -> None:
         self.count = 0
         self.half = self.source = ""
 
     def word(self) -> str:
-        """For `Scope.state`."""
+        """The text for `Scope.state`."""
         return f"{self.count}{_HALF}{self.half}" if self.half else str(self.count)
 
     def forget(self, source: str) -> None:
-        """A whole state is there."""
+        """Restart: a consistent state is there."""
         self.count, self.half, self.source = 0, "", source or self.source
 
 
@@ -254,7 +252,7 @@ _taken: weakref.WeakKeyDictionary[Scope, StepsTaken] = weakref.WeakKeyDictionary
 
 
 def steps_taken(scope: Scope) -> StepsTaken:
-    """Those of the mesh of `scope`."""
+    """The steps taken on the mesh of `scope`."""
     found = _taken.get(scope)
     if found is None:
         found = _taken[scope] = StepsTaken()
@@ -263,8 +261,8 @@ def steps_taken(scope: Scope) -> StepsTaken:
 
 
 def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
-    """Raise `RanksDisagree` on all ranks of a scope that had not all taken the same steps when they met the last time.
-    They meet again before the next forward."""
+    """Raise `RanksDisagree` on all ranks of a scope whose steps differed at the last meeting. The ranks meet again
+    before the next forward."""
     for scope in scopes:
         if len(scope.states) > 1 or any(_HALF in state for state in scope.states):
             scope.must_meet = True
@@ -279,21 +277,21 @@ def _error(states: Mapping[str, list[int]]) -> RanksDisagree:
         told.append(f"{count or '0'}{middle} on {shown_ranks(ranks)}")
     return RanksDisagree(
         f"expected all ranks to have taken the same optimizer steps since the last load, found {' and '.join(told)}: a "
-        f"rank raised where others took their step, and the parameters are those of several steps; load a checkpoint "
-        f"on all ranks (fullshard.checkpoint.load, or load_state_dict of the model), or bring back the state yourself "
-        f"and say so with fullshard.mark_restored(model)",
+        f"rank raised where others took their step, so the shards are from different steps; load a checkpoint "
+        f"on all ranks (fullshard.checkpoint.load, or load_state_dict of the model), or restore the state yourself "
+        f"and call fullshard.mark_restored(model)",
         what="optimizer steps",
         by_rank={rank: state for state, ranks in states.items() for rank in ranks},
     )
 
 
 def units_restored(units: Iterable[Unit], source: str = "") -> None:
-    """The shards of `units` were loaded, or are whole for another reason."""
+    """The shards of `units` were loaded, or are consistent again for another reason."""
     _forget((links.everyone for unit in units for links in unit.links), source)
 
 
 def tensors_restored(tensors: Iterable[Tensor], source: str = "") -> int:
-    """Those of `tensors` that are sharded parameters, or values of a state dict of theirs, were loaded; how many."""
+    """`tensors` were loaded. Returns how many are sharded parameters or values of their state dict."""
     owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
     _forget((owner.ranks for owner in owners), source)
     return len(owners)

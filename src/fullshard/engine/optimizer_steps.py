@@ -1,15 +1,14 @@
-"""What happens before and after each step of any optimizer of the process.
+"""Global hooks around each optimizer step of the process.
 
-    before    what may refuse the step (`refuses_steps`; who may hold, write and step what is in misuse.py)
-    after     the step is counted, for its thread; and those who want to know are told which optimizer it was
+    before    checks that may refuse the step (`refuses_steps`; the checks are in misuse.py)
+    after     the step is counted for its thread, and listeners are notified
 
-torch has one public, global hook for each; both are registered once, by the first `fully_shard`.
+torch has a public, global hook for each; the first `fully_shard` registers both.
 
-The count is one of the two signs that shards were written. The other is the version of the sharded parameters. It is
-not enough: torch's list operations (`foreach=True`, `fused=True`) write DTensors without raising any version. Where
-neither sign is given (a direct `torch._foreach_copy_` on the parameters), full parameters that the user asked to keep
-are used as they were gathered; see ADR 0007. By thread, because the ranks of a test may be threads of one process; a
-model is stepped by the thread that runs its forward.
+Step counts and version counters of sharded parameters show that shards were written. Versions alone are not enough:
+`foreach=True` and `fused=True` steps write DTensors without bumping versions. A write that shows in neither (a direct
+`torch._foreach_copy_` on the parameters) leaves kept full parameters stale; see ADR 0007. Counts are per thread: the
+ranks of a test may be threads, and the thread that runs a model's forward also steps it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _registrations = itertools.count()
 
 
 def follow_steps() -> int:
-    """From now on it is so, once in a process; the identifier of this thread."""
+    """Register the hooks, once per process. Returns the identifier of this thread."""
     if next(_registrations) == 0:
         register_optimizer_step_pre_hook(outside_graphs(_before))
         register_optimizer_step_post_hook(outside_graphs(_after))
@@ -42,7 +41,7 @@ def follow_steps() -> int:
 
 
 def refuses_steps(check: Check) -> Check:
-    """A function that is called with each optimizer before it steps, its arguments and its keywords, and may raise."""
+    """Decorator: call `check(optimizer, args, kwargs)` before each optimizer step; it may raise."""
     _checks.append(check)
     return check
 
@@ -50,9 +49,9 @@ def refuses_steps(check: Check) -> Check:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for check in _checks:
         check(optimizer, args, kwargs)
-    # Operations of a step pass by us: they are many, and mix nothing (ADR 0010). A step in another thread is one beside
-    # a program that goes on meanwhile, and what that reads must not depend on when it asks. A step that raised leaves
-    # names out until the next one is over.
+    # The many operations of a step skip the check for mixed tensors, which they cannot trip (ADR 0010). Only in the
+    # main thread: the flag is global, and a step in another thread must not change the errors of the main program. A
+    # step that raises leaves names out of these errors until the next step ends.
     if threading.current_thread() is threading.main_thread():
         name_mixed(False)
 
@@ -73,7 +72,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class Listener(Protocol):
-    """Somebody who wants to know of each step."""
+    """Notified of each step."""
 
     def optimizer_stepped(self, optimizer: Optimizer) -> bool: ...
 
@@ -89,16 +88,16 @@ def optimizer_steps(thread: int) -> int:
 
 
 def tell_optimizer_steps(thread: int, listener: Listener) -> None:
-    """Tell `listener`, as long as it exists, of the steps that the thread with this identifier takes."""
+    """Notify `listener` (held weakly) of the steps of the thread with this identifier."""
     _listeners.setdefault(thread, weakref.WeakSet()).add(listener)
 
 
 def tell_each_step(function: Callable[[Optimizer], None]) -> None:
-    """Call `function` with each optimizer that took a step, in whatever thread. Once for each function."""
+    """Call `function` with each optimizer that took a step, in any thread. Registers each function once."""
     if function not in _told:
         _told.append(function)
 
 
 def note_optimizer_step(thread: int) -> None:
-    """A step that ran no hooks: one in backward."""
+    """Count a step that ran no hooks: optimizer-in-backward."""
     _steps[thread] += 1

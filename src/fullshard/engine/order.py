@@ -1,8 +1,8 @@
-"""What the units of one root are about to send, compared with what its ranks agreed on before it is sent.
+"""Compares each message of a root with the order that its ranks agreed on, before it is sent.
 
-`guard/order.py` decides what is expected; here actions are made of units, and the others are asked. Each mesh has
-an order of its own: the ranks of a pipeline stage, or of an expert, agree among themselves alone. Roots on one mesh
-share its order, because a message of one waits for those of the other.
+`guard/order.py` decides which message is expected; this module describes the messages of units and asks the other
+ranks. Each mesh has its own order: the ranks of a pipeline stage or an expert agree among themselves. Roots on one mesh
+share its order, because their messages wait for one another.
 
 In the steady state a message costs about a microsecond here, and nothing is sent.
 """
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-# How many actions and sizes are kept of a root; a program that makes more of them makes them again.
+# Cached actions and sizes per root; the cache is cleared beyond that.
 _REMEMBERED = 50_000
-# A program with so many forwards and no optimizer step begins anew with each: it may update its parameters by hand.
+# After so many forwards without an optimizer step, each forward starts a new program: it may update parameters by hand.
 _FORWARDS = 64
-# More optimizer steps than these between two messages are not told apart.
+# More optimizer steps than this between two messages count as this many.
 _MOST_STEPS = 16
 
 
 class _ScopeOrder:
-    """The order of one scope: that of this epoch, and what the next action has to say. Does not keep its scope."""
+    """The order of one scope in its current epoch, and the flags of the next action. Does not hold its scope."""
 
     def __init__(self, scope: Scope) -> None:
         scope.explained_by["order"] = _while_waiting
@@ -50,17 +50,17 @@ class _ScopeOrder:
         # Optimizer steps since the last action.
         self.stepped = 0
         self.last_step = -1
-        # An outermost forward began, with or without gradients, and sent nothing yet.
+        # An outermost forward began and sent nothing yet: with gradients or not; None: no such forward.
         self.begun: bool | None = None
-        # Forwards with gradients since the program began anew.
+        # Forwards with gradients since the program was restarted.
         self.forwards = 0
-        # Roots whose last forward that sent something was one with gradients.
+        # Roots whose last forward with messages had gradients.
         self.trained: set[int] = set()
-        # The last reduction was of gradients that are added to others.
+        # The last reduction was added to existing gradients.
         self.added = False
 
     def current(self, epoch: int) -> Order:
-        """The order of the epoch that is now. After a failure ranks begin anew: some were further than others."""
+        """The order of the current epoch. After a failure ranks restart: some were further than others."""
         if self._epoch != epoch:
             self._epoch = epoch
             self.order = Order()
@@ -70,7 +70,7 @@ class _ScopeOrder:
         return self.order
 
     def flags(self, family: int) -> tuple[str, ...]:
-        """What the next action says of the program around it. Once."""
+        """The flags that describe the program around the next action. Consumed by the call."""
         flags: tuple[str, ...] = ("stepped",) * min(self.stepped, _MOST_STEPS)
         if self.begun is False:
             flags += ("eval",)
@@ -86,7 +86,7 @@ class _ScopeOrder:
         return flags
 
     def grad_flag(self, added: bool) -> tuple[str, ...]:
-        """What a reduction says of the `.grad` that its sums are `added` to, or not: something where that changed."""
+        """The flag of a reduction if it differs from the last one in whether it is `added` to an existing `.grad`."""
         if added is self.added:
             return ()
         self.added = added
@@ -96,7 +96,7 @@ class _ScopeOrder:
 def _explained(answers: dict[int, str]) -> str:
     ordered = {rank: text.removeprefix("order: ") for rank, text in answers.items() if text.startswith("order: ")}
     others = [rank for rank in answers if rank not in ordered]
-    if ordered and others:  # these ask for something else than the order of messages
+    if ordered and others:  # the others ask about something else than the order of messages
         asked = next(iter(ordered.values()))
         return _while_waiting(asked, [rank for rank, text in ordered.items() if text == asked], others[0])
     return disagreement({rank: parse_question(text) for rank, text in answers.items()})
@@ -121,9 +121,10 @@ def _compare(
     in_band: bool = True,
     later: Callable[[Scope, int, Action], None] | None = None,
 ) -> None:
-    """Compare `action`, which is not expected, with what the others are about to do; `RanksDisagree` on all. `in_band`
-    off: by no message, for programs that count them. `later`: takes what is compared when a reduction arrives, where
-    the host would have to wait for a device."""
+    """Compare an unexpected `action` with the other ranks; raises `RanksDisagree` on all if they differ.
+
+    `in_band=False`: use no collective, for programs that count them. `later`: takes actions that are compared when a
+    reduction arrives, so that the host need not wait for a device."""
     if later is not None and order.expected is None:
         later(scope, order.place, action)
         order.enter(action)
@@ -139,14 +140,14 @@ def _compare(
     if answers is None:
         order.enter(action)
         return
-    # Some may have sent what others did not.
+    # Some ranks may have sent messages that others did not.
     scope.must_meet = True
     raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
 
 
 def compare(scope: Scope, action: Action) -> None:
-    """`action`, of no root, is about to be sent. Raises `RanksDisagree` on all ranks of `scope` when one of them is
-    about to send something else, and `PeerFailed` when one does not come because it failed."""
+    """Compare `action`, which belongs to no root, before it is sent. Raises `RanksDisagree` on all ranks of `scope` if
+    one of them is about to send something else, and `PeerFailed` if a rank failed."""
     order = _shared_order(scope).current(scope.epoch)
     if not order.follows(action):
         _compare(scope, order, action)
@@ -158,20 +159,20 @@ class _Lane:
     def __init__(self, scope: Scope, first: Unit, members: dict[Unit, list[int]]) -> None:
         self.scope = scope
         self.shared = _shared_order(scope)
-        # Of the root.
+        # The root's own unit.
         self._first = first
         self._in_band = not all(_is_native(unit) for unit in members)
         self.later: Callable[[Scope, int, Action], None] | None = None
         self._members = members
         self._family = -1
-        # In which it was introduced.
+        # The order in which the lane was introduced.
         self._order: Order | None = None
-        # What is sent, "" for nothing, and the actions: made once.
+        # Caches: sizes ("" if nothing is sent) and actions.
         self._sizes: dict[tuple[object, ...], str] = {}
         self._actions: dict[tuple[object, ...], Action] = {}
 
     def before(self, unit: Unit, kind: str, flags: tuple[str, ...] = (), layout: tuple[object, ...] = ()) -> None:
-        """`unit` is about to send. `layout`: beside the channels of the unit, what decides about sizes."""
+        """`unit` is about to send. `layout`: what determines the sizes besides the unit's channels."""
         key = (kind, unit, layout, unit.channels.times_made)
         sizes = self._sizes.get(key)
         if sizes is None:
@@ -185,8 +186,8 @@ class _Lane:
             self._next(kind, unit.record.index, unit.record.name, sizes, flags)
 
     def _is_added(self, unit: Unit) -> bool:
-        """Whether its gradients will be added to those of earlier backwards. Which exist is equal on all ranks that
-        did the same: presence travels with messages. So one for each group is looked at."""
+        """Whether the unit's gradients will be added to those of earlier backwards. Messages carry the presence of
+        gradients, so it is the same on all ranks, and one parameter per group is representative."""
         for position in self._members[unit]:
             group = unit.groups[position]
             if group.trainable and not isinstance(
@@ -196,7 +197,7 @@ class _Lane:
         return False
 
     def announce(self, kind: str, sizes: str) -> None:
-        """The root is about to send something that is none of a unit's parameters or gradients."""
+        """The root is about to send something other than parameters or gradients of a unit."""
         self._next(kind, 0, self._first.record.name, sizes, ())
 
     def _next(self, kind: str, index: int, name: str, sizes: str, flags: tuple[str, ...]) -> None:
@@ -231,8 +232,9 @@ class _Lane:
 
 
 def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = False, now: bool = True) -> str:
-    """What `unit` sends, by group: dtype and elements of one rank's part. "": nothing. `now` off: what it would send
-    with the parameters that require gradients, before it was full for the first time."""
+    """The message sizes of `unit`, by group: dtype and elements of one rank's part; "" if nothing is sent.
+
+    `now=False`: predict from `requires_grad`, before the unit was unsharded for the first time."""
     texts = []
     for position in positions:
         group, links = unit.groups[position], unit.links[position]
@@ -254,7 +256,7 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
 
 
 def _way(unit: Unit, links: Links) -> str:
-    """How gradients are reduced, where that is not in one exchange."""
+    """The suffix for how gradients are reduced, unless in one exchange."""
     assert unit.root is not None
     strategy = unit.settings.controls.strategy(unit.root.options.communication)
     if strategy == "torch":
@@ -263,7 +265,7 @@ def _way(unit: Unit, links: Links) -> str:
 
 
 def _is_native(unit: Unit) -> bool:
-    """Whether its messages are those of torch's FSDP2, one for one."""
+    """Whether the messages of `unit` equal those of torch's FSDP2, one for one."""
     options = unit.root.options if unit.root is not None else Options.current()
     return unit.settings.controls.strategy(options.communication) == "torch"
 
@@ -277,10 +279,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class MessageOrder:
-    """What the units of one root are about to send, for all of their scopes. Call each method before it is sent.
+    """The message order of one root, in all of its scopes. Call the method of a message before it is sent.
 
-    Raises `RanksDisagree` on every rank of a scope when one of them is about to send something else, and `PeerFailed`
-    when one does not come because it failed. Where nobody is to be asked nothing is done.
+    Raises `RanksDisagree` on every rank of a scope if one of them is about to send something else, and `PeerFailed` if
+    a rank failed. Does nothing without other ranks.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -290,7 +292,7 @@ class MessageOrder:
                 scope = scope_of(links.everyone)
                 if scope is not None:
                     members.setdefault(scope, {}).setdefault(unit, []).append(position)
-        # Runs the model, and steps it. What a backward reports may come from a thread of the engine.
+        # Runs and steps the model. Events of a backward may come from a thread of the autograd engine.
         self._thread = threading.get_ident()
         self._lanes = [_Lane(scope, units[0], here) for scope, here in members.items()]
         self._of = {
@@ -299,22 +301,22 @@ class MessageOrder:
         }
 
     def compare_later(self, facts: StepFacts) -> None:
-        """On a device: what no script is known for is compared with the facts of a step (guard/facts.py)."""
+        """On a device: compare messages without a known order together with the facts of a step (guard/facts.py)."""
         for lane in self._lanes:
             lane.later = facts.sent
 
     def gather(self, unit: Unit) -> None:
-        """The parameters of `unit` are about to be gathered."""
+        """The all-gather of `unit` is about to be issued."""
         for lane in self._of[unit]:
             lane.before(unit, "gather")
 
     def widen(self, unit: Unit) -> None:
-        """What is kept of them is."""
+        """The all-gather of the kept parts of `unit` is about to be issued."""
         for lane in self._of[unit]:
             lane.before(unit, "widen")
 
     def reduce(self, unit: Unit, *, accumulated: bool, partials: bool, keep: bool) -> None:
-        """The gradients of `unit` are about to be sent."""
+        """The reduction of `unit` is about to be issued."""
         lanes = self._of[unit]
         if not lanes:
             return
@@ -326,30 +328,30 @@ class MessageOrder:
             lane.before(unit, "reduce", flags, layout)
 
     def announce(self, kind: str, sizes: str) -> None:
-        """Something else is about to be sent, over every mesh of the root; `kind` and `sizes` are words."""
+        """Another message is about to be sent over every mesh of the root; `kind` and `sizes` are words."""
         for lane in self._lanes:
             lane.announce(kind, sizes)
 
     def forward_begins(self, *, grad: bool) -> None:
-        """An outermost forward does; `grad`: a backward may follow."""
+        """An outermost forward begins; `grad`: a backward may follow."""
         for lane in self._lanes:
             lane.shared.current(lane.scope.epoch)
             lane.shared.begun = grad
 
     def forward_ends(self) -> None:
-        """It is over. When it sent nothing it is no matter of the others: what is full already may be evaluated by one
-        rank alone."""
+        """The outermost forward is over. One that sent nothing is not compared: one rank alone may evaluate a model
+        that is already unsharded."""
         for lane in self._lanes:
             lane.shared.begun = None
 
     def stepped(self) -> None:
-        """Parameters of the root took an optimizer step, the last one of the thread that runs it."""
+        """The last optimizer step of the root's thread changed parameters of the root."""
         for lane in self._lanes:
             note_stepped(lane.scope, self._thread)
 
 
 def note_stepped(scope: Scope, thread: int) -> None:
-    """Parameters on the mesh of `scope` took an optimizer step, the last one of `thread`, which runs their model."""
+    """The last optimizer step of `thread`, which runs the model, changed parameters on the mesh of `scope`."""
     shared, step = _shared_order(scope), optimizer_steps(thread)
     shared.current(scope.epoch)
     # An optimizer may have parameters of several roots on one mesh.
@@ -360,9 +362,9 @@ def note_stepped(scope: Scope, thread: int) -> None:
 
 
 def changes_parameters(optimizer: Optimizer) -> bool:
-    """Whether its steps do. torch makes the state of an optimizer that has none by a step with a rate of zero, when a
-    checkpoint is loaded into it or written from it: on those ranks alone that have none."""
+    """Whether steps of `optimizer` change parameters. torch creates missing optimizer state by a step with a zero
+    learning rate when a checkpoint is loaded or saved, only on ranks that lack the state."""
     rates = [group.get("lr") for group in optimizer.param_groups]
-    # A rate that lives on a device is not asked for: that would wait for the device.
+    # Do not read a rate on a device: that would synchronize.
     known = [rate for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu")]
     return len(known) < len(rates) or any(rate is None or float(rate) != 0.0 for rate in known)

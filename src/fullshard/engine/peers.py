@@ -1,4 +1,4 @@
-"""The other ranks of a root: connections to them that can be cut, and what they are told when a step fails."""
+"""The other ranks of a root: connections to them that can be aborted, and failure reports when a step fails."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .optimizer_facts import refuse_mixed_states
 from .optimizer_steps import optimizer_steps
 from .unit import Unit, unit_of
 
-# What ranks ask each other where they come together without messages.
+# The question of ranks that synchronize through the store.
 _TOGETHER = "what ranks come together for"
 
 
 class Peers:
-    """The scopes of `units`, whose root is run by `thread`. `open` connects them."""
+    """The scopes of `units`, whose root runs in `thread`. `open` connects them."""
 
     def __init__(self, units: Iterable[Unit], thread: int) -> None:
         self.scopes: list[Scope] = []
@@ -30,15 +30,15 @@ class Peers:
                 self.scopes.append(scope)
 
     def open(self, unit: Unit) -> None:
-        """Connections for the groups of `unit` that have none yet; every rank of each of them makes this call."""
+        """Open missing connections for the groups of `unit`. Collective over each group."""
         for links in unit.links:
             scope = scope_of(links.everyone)
             if scope is not None:
                 links.open(scope)
 
     def publish(self, error: BaseException | None, where: str) -> None:
-        """Tell that this rank failed: the others raise when they wait for what it has not sent. Nothing is said of what
-        only followed from another rank's failure: that one is known."""
+        """Report that this rank failed: the others raise when they wait for its messages. An error that only follows
+        from another rank's failure is not reported again."""
         text = f"{where} ended with an exception" if error is None else f"{type(error).__name__}: {error}"
         for scope in self.scopes:
             scope.must_meet = scope.has_raised = True
@@ -52,36 +52,36 @@ class Peers:
                 scope.doing = doing
 
     def _follows(self, error: BaseException | None) -> bool:
-        # Those who wait in a scope where nobody was told have to hear of it.
+        # If any scope has no report yet, ranks that wait there need one.
         known = all(scope.causes() for scope in self.scopes)
         return known and (error is None or isinstance(error, PeerFailed | RanksDisagree))
 
     def disagree_on(self, scope: Scope, error: RanksDisagree) -> None:
-        """`error` was raised on the mesh of `scope`. Those of the other meshes have nothing to object to, and wait."""
+        """`error` was raised on the mesh of `scope`. Report it on the other meshes, whose ranks would wait forever."""
         for other in self.scopes:
             if other is not scope:
                 if not other.must_meet:
                     other.publish("disagree", str(error))
-                # Once: they tell this rank the same.
+                # Report once: the other ranks of `scope` report the same.
                 other.has_raised = True
 
     def attempt_failed(self, error: BaseException, where: str) -> None:
-        """`publish` for a block that all ranks enter equally often."""
+        """`publish` for a guarded block, which all ranks enter equally often."""
         for scope in self.scopes:
             scope.attempts += 1
         self.publish(error, where)
 
     def come_together(self, what: str) -> None:
-        """Wait until all ranks are here. Raises `PeerFailed` when one of them will not come, and `RanksDisagree` when
-        one is somewhere else.
+        """Wait until all ranks are here. Raises `PeerFailed` if a rank failed, and `RanksDisagree` if a rank is
+        elsewhere.
 
-        Twice: an exception that reaches a rank while it waits (Ctrl-C) may come when its message has gone, and the
-        others have it. They then miss its second one, for which nobody waits long.
+        Done twice: an exception (Ctrl-C) may interrupt a rank after its first message was sent. The others then notice
+        that its second message is missing.
         """
         for scope in self.scopes * 2:
             doing, scope.doing = scope.doing, what
             try:
-                # By messages where there are connections on the host, else through the store.
+                # By a collective if there are connections on the host, else through the store.
                 if not alike(scope, what):
                     answers = scope.agree(_TOGETHER, what)
                     if answers is not None:
@@ -90,10 +90,10 @@ class Peers:
                 scope.doing = doing
 
     def compare(self, what: str, said: str, weight: Callable[[str], int]) -> dict[int, str]:
-        """What every rank says of `what`, by rank. Of ranks in several scopes the rest hears the heaviest. Every rank
-        makes this call. Raises `PeerFailed` when one of them will not come."""
+        """The answers of all ranks to `what`, by rank. With several scopes, the answer of the highest `weight` is
+        passed on. Collective. Raises `PeerFailed` if a rank failed."""
         found: dict[int, str] = {}
-        # Twice, so that what is said in one scope comes to the ranks of the others.
+        # Twice, so that answers from one scope reach the ranks of the others.
         for scope in self.scopes * min(len(self.scopes), 2):
             answers = scope.agree(what, said) or dict.fromkeys(scope.ranks, said)
             found |= {rank: answer for rank, answer in answers.items() if weight(answer) >= weight(found.get(rank, ""))}
@@ -101,7 +101,7 @@ class Peers:
         return found
 
     def meet(self) -> bool:
-        """After a failure all ranks come together before anything is sent. Whether they were not equally far."""
+        """After a failure, wait for all ranks before anything is sent. Returns whether ranks had diverged."""
         for scope in self.scopes:
             try:
                 scope.refuse_failure()
@@ -114,7 +114,7 @@ class Peers:
 
 
 def _elsewhere(what: str, answers: dict[int, str]) -> str:
-    # "what is asked: what it is asked for"; of others, a digest.
+    # An answer reads "question: text"; the text may be a digest.
     asked = variants({rank: answer.partition(": ")[0] for rank, answer in answers.items()})
     found = " and ".join(f"{shown_ranks(ranks)} at {what if one == _TOGETHER else one}" for one, ranks in asked.items())
     return f"expected all ranks at {what}, found {found}; make all ranks take the same calls in the same order"
@@ -125,10 +125,7 @@ def _steps_since(before: int, thread: int) -> int:
 
 
 def peers_below(*models: nn.Module) -> Peers:
-    """Those of all units of `models`: of roots that formed, and of units that did not run yet.
-
-    Raises `ValueError` for a model without units.
-    """
+    """The peers of all units of `models`, with or without a root yet. Raises `ValueError` for a model without units."""
     units = []
     for model in models:
         below = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
@@ -141,7 +138,7 @@ def peers_below(*models: nn.Module) -> Peers:
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
     found = Peers((), threading.get_ident())
     scopes = [scope for root in roots for scope in root.scopes]
-    if not scopes:  # nothing ran yet
+    if not scopes:  # no root formed yet
         scopes = [scope for unit in units for links in unit.links if (scope := scope_of(links.everyone))]
     found.scopes = list(dict.fromkeys(scopes))
     return found

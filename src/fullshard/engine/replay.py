@@ -1,8 +1,8 @@
-"""What went through one step on this rank, as numbers to compare with those of the same step once more.
+"""Records checksums of one step on this rank, to compare with a repetition of the same step.
 
-In the order of the commands: the shards that were sent, full parameters after use, full gradients before they are
-reduced, and what the optimizer finds on `.grad`. So a bit that was wrong on one rank shows there first, and on the
-others when a message has brought it.
+In command order: shards before the all-gather, full parameters after use, full gradients before the reduce-scatter, and
+`.grad` before the optimizer step. A wrong bit therefore shows first on the rank that produced it, and on the others
+once a message carried it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .root import Root, formed
 from .staleness import sum_of_bits
 from .unit import Unit
 
-# (what it is, number of its kind and name in this step).
+# (description, how often it occurred in this step).
 Moment = tuple[str, int]
 
 _SHARDS = frozenset({"gather"})
@@ -31,10 +31,10 @@ _GRADIENTS = frozenset({"reduce", "hold"})
 
 
 class Recorder:
-    """While it is entered, `found` gets an entry for each moment, in order. Roots that form meanwhile are not heard."""
+    """Context manager that fills `found` with an entry for each moment, in order. Ignores roots that form inside."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
-        # When it was, counted by commands, which are the same on all ranks; and the sum of its bits.
+        # Position, counted in commands, which are the same on all ranks; sum of bits.
         self.found: dict[Moment, tuple[int, int]] = {}
         self._position = 0
         self._counts: Counter[str] = Counter()
@@ -95,9 +95,9 @@ class Recorder:
 def first_difference(
     first: dict[Moment, tuple[int, int]], second: dict[Moment, tuple[int, int]]
 ) -> tuple[int, str] | None:
-    """(position in the step, what it is) of the first sum that differs; None where none does.
+    """(position in the step, description) of the first sum that differs, or None.
 
-    What one of them alone has is passed over: the order of prefetching may still be settling.
+    Ignores moments of only one of them: the prefetch order may still be settling.
     """
     for moment, (position, bits) in first.items():
         again = second.get(moment)

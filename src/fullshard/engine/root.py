@@ -1,9 +1,9 @@
-"""The units below one root, and the way from what modules and autograd report to what is done about it.
+"""The root of a model: turns reports of modules and autograd into commands for its units.
 
     report (hooks.py)  ->  event + what the rules must know  ->  schedule.rules  ->  commands  ->  executor
 
-How a root forms: `root_of`, below. A backward is noticed by its first report, and its end by backward.py. No flag of
-ours can survive a failed step; what survives is found by the next report and discarded (`abandon`), see ADR 0008.
+`root_of` forms a root. The first report of a backward marks its begin, backward.py its end. The next report after a
+failed step discards its leftovers (`abandon`), so no stale flag survives; see ADR 0008.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -44,12 +45,12 @@ class Root:
 
     def __init__(self, units: Sequence[Unit], names: Sequence[str], *, provisional: bool) -> None:
         self.units = list(units)
-        # Made for one unit by an early `unshard`; gives way to the real one.
+        # Made for one unit by an early `unshard`; replaced by the real root.
         self.provisional = provisional
         self.options = options = Options.current()
         device = self.units[0].device
         self.shared = self.units[0].settings.shared or Shared(keep=device.type == "cpu")
-        # What ranks compare: `Settings` of the guard.
+        # How much ranks compare: `Settings` of the guard.
         self.guard_mode = mode()
         self.order = MessageOrder(self.units) if self.guard_mode != "off" else None
         self.executor = Executor(
@@ -67,9 +68,9 @@ class Root:
         self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
         self.watch = Watch(self._weight_needed, always=options.watch == "always")
         self._watches_left = 8
-        # Held units that backwards reached in which no weight got a gradient.
+        # Units without gradient sync, reached by backwards in which no weight got a gradient.
         self._inputs_only: set[Unit] = set()
-        # Of the running backward: its graph goes with it; some parameter got a gradient.
+        # Of the running backward: it frees its graph; some parameter got a gradient.
         self._spends, self._brought = True, False
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
@@ -81,7 +82,7 @@ class Root:
             unit.record.index = index
             unit.record.name = name
         self.peers = Peers(self.units, self.thread)
-        # What is to be compared with the other ranks; None when nothing is left.
+        # Pending comparisons with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self, self.peers)
         self.agreement.refuse_other_structure()
         self._nodes = Nodes()
@@ -98,22 +99,22 @@ class Root:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool, options.communication)
             self.watch.learn(unit)
-        # Some of what stands on the modules may never have been written; looked at in the next forward.
+        # Parameters or buffers may be uninitialized; checked in the next forward.
         self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
         self._agreed = False
         own_by_root(self, compares_order=self.order is not None)
 
     def repaired(self, unit: Unit) -> None:
-        """The full parameters of `unit` may be new objects."""
+        """Register the full parameters of `unit`, which may be new objects."""
         self.watch.learn(unit)
 
     @property
     def scopes(self) -> list[Scope]:
-        """Those of all of its meshes."""
+        """The scopes of all meshes of the root."""
         return self.peers.scopes
 
     def met_by_hand(self, *, renewed: bool) -> None:
-        """Outside of a step, and after a failure, all ranks came together: as they do at a forward."""
+        """All ranks met after a failure, outside of a step, as they otherwise do at a forward."""
         self._backward.settle()
         if renewed or self.run.has_leftovers:
             self.abandon()
@@ -121,17 +122,19 @@ class Root:
     # ---- forward -------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit, running: Callable[[int], bool], *, in_method: bool) -> tuple[bool, bool]:
-        """Report that a forward of `unit` begins. `running`: whether another one is, in this generation of the root;
-        `in_method`: whether a registered method is. Whether this is a use of its own, not a repetition in backward; and
-        whether another forward of `unit` is running."""
+        """Report that a forward of `unit` begins. `running`: whether another forward of the unit is running in a given
+        generation of the root; `in_method`: whether a registered method is running.
+
+        Returns whether this is a new use, not recomputation in backward; and whether another forward of `unit` is
+        running."""
         self._backward.settle()
         if not self._agreed and not self.provisional:
-            # Where a peer failed since, it waits for all to come together.
+            # If a peer failed since, wait for all ranks to meet.
             if self.peers.meet():
                 self.abandon()
-            # Which of them look has to be the same on all ranks: some may have memory without values, others values.
+            # All ranks must make the same checks, but some may have memory without values while others have values.
             self.unproven = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven)
-            self._agreed = True  # behind it: when a peer fails before it comes here, all ask again
+            self._agreed = True  # only now: if a peer fails before it gets here, all ranks ask again
         if self.unproven:
             prove_initialized(self.units)
             self.unproven = False
@@ -139,7 +142,7 @@ class Root:
         in_backward = current_backward() != -1
         outermost = run.forward_root in (None, record) or record.index == 0
         if not in_backward and outermost and not in_method:
-            # Also what a rank has left of a forward that went well is nothing that the others can count on.
+            # After a meeting also discard what a successful forward left: other ranks may not have it.
             if self.peers.meet() or run.has_leftovers:
                 self.abandon()
         nested = running(run.generation)
@@ -167,15 +170,15 @@ class Root:
     def post_forward(
         self, unit: Unit, ran: Callable[[], bool], *, nested: bool, inputs: bool, outputs: bool
     ) -> Use | None:
-        """Report that a forward of a module of `unit` is over. `ran` notes that it was one of its own, and answers
-        whether other modules of the unit did not run yet. `outputs`: some output requires a gradient; `inputs`:
-        the end of its backward will be reported by its inputs; `nested`: another forward of the unit is running.
+        """Report that a forward of a module of `unit` is over. `ran`: notes that the module ran, and returns whether
+        other modules of the unit did not run yet. `outputs`: some output requires a gradient; `inputs`: input hooks
+        will report the end of its backward; `nested`: another forward of the unit is running.
 
-        Returns the use of the unit that ended with it, if one did."""
+        Returns the use of the unit that ended, if any."""
         in_backward = current_backward() != -1
         repeated = in_backward and unit.record.in_backward
         more = not nested and not repeated and ran()
-        # Where saved tensors may not be watched, weights may be read by nodes that nothing announces.
+        # Without saved-tensor hooks, nodes may read weights without a report.
         opaque = outputs and not saved_tensor_hooks_allowed()
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
         flags["opaque"] = opaque
@@ -191,7 +194,7 @@ class Root:
         if not flags["in_backward"] and not nested and self.run.forward_root is unit.record:
             if self.order is not None:
                 self.order.forward_ends()
-            # An evaluation of what is nowhere cut sends nothing, and no peer waits for it.
+            # An evaluation without sharded parameters sends nothing, so no peer waits for it.
             if torch.is_grad_enabled() or any(links.shard.world > 1 for other in self.units for links in other.links):
                 self.peers.publish(sys.exception(), f"the forward of {unit.record.name}")
         self._do("forward_failed", unit.record, rules.forward_failed(self.run, unit.record, **flags), **flags)
@@ -199,7 +202,7 @@ class Root:
     # ---- backward ------------------------------------------------------------------------------------------
 
     def pre_backward(self, unit: Unit, use: Use | None = None, *, needed: bool = False) -> None:
-        """Report that a gradient reached an output of `use` of `unit`, or that one of its saved weights is `needed`."""
+        """Report that a gradient reached an output of `use` of `unit`; `needed`: one of its saved weights is read."""
         if self._backward.end() is None:
             self._notice_backward()
         self.executor.expect_gradient(unit)
@@ -215,18 +218,18 @@ class Root:
     def _gradient_arrived(self, unit: Unit, param: ShardedParam, bit: int) -> None:
         record = unit.record
         if record.full is Full.PENDING and not record.in_backward and unit.may_read_early:
-            # The memory exists and its message is still arriving: whether the weights were read is not known.
+            # The all-gather into this memory is in flight: the weights may have been read too early.
             unit.watching.is_irregular = True
             raise RuntimeError(
                 f"{record.name}: expected the gradient of an output of this module before that of its parameter "
                 f"{param.name}, found the parameter's alone while its weights were being gathered; run the step again: "
-                f"from now on this module's weights are watched, and such a backward is right"
+                f"from now on this module's weights are watched, and such a backward is correct"
             )
         if self._backward.end() is None:
             self._notice_backward()
         self._brought = True
         param.take_fresh()
-        # Re-entrant recomputation runs a backward inside of the backward for each use of the unit.
+        # Reentrant checkpointing runs a nested backward for each use of the unit.
         all_came = unit.gradients.came_again(current_backward(), bit)
         if self.executor.gradient_nbytes is not None and param.fresh is not None:
             self.executor.gradient_came(unit, param.fresh.nbytes)
@@ -243,7 +246,7 @@ class Root:
         self.pre_backward(unit, needed=True)
 
     def _notice_backward(self) -> None:
-        """The first report of a backward: make sure that its end will be noticed."""
+        """The first report of a backward: register the callback for its end."""
         self._backward.settle()
         if self.run.in_backward:
             self.abandon()
@@ -261,30 +264,30 @@ class Root:
             held = (unit for unit in self.units if not unit.record.sync)
             self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.gradients.expected)
         spent = self._spends and self._brought
-        # Said in a trace only where it matters: most backwards are.
+        # Most backwards are spent: record the flag in traces only if it matters.
         matters = any(unit.record.pins for unit in self.units)
         commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
         try:
             self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
         except BaseException as error:
-            # For the rules the backward is over: nobody else will notice. Hooks of the user's run here, too.
+            # No later report would publish this: for the rules the backward is over. User hooks run here, too.
             self.peers.publish(error, "the end of the backward")
             raise
 
     def _backward_failed(self, error: BaseException | None) -> None:
-        """The running backward raised: `error`, or what is not known."""
-        # Who caught that knows that there are no gradients.
+        """The running backward raised `error`, or an unknown exception if None."""
+        # The caller got an exception, so the missing gradients need no second error.
         note_backward(self)
         self.peers.publish(error, "its backward")
         if self.run.in_backward:
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
 
     def reduce_held(self) -> None:
-        """Reduce what backwards without synchronisation left, outside of a backward (pipeline schedules).
+        """Reduce the gradients held from no_sync backwards, outside of a backward (pipeline schedules).
 
-        Zero-bubble schedules split a backward, and put the gradients of weights on the full parameters themselves. They
-        look for those before the backward begins: where a unit was freed after forward they find shards, and would
-        leave it without gradients. That is a `RuntimeError`.
+        Zero-bubble schedules split the backward and assign weight gradients to the full parameters themselves. They
+        look up these parameters before the backward: a unit that was resharded after forward shows shards and would get
+        no gradients, which raises `RuntimeError`.
         """
         if current_backward() != -1:
             raise RuntimeError(
@@ -310,19 +313,19 @@ class Root:
         self.backward_end()
 
     def abandon(self) -> None:
-        """Discard what a step left that did not come to its end."""
+        """Discard the leftovers of an unfinished step."""
         failed_in_backward = self.run.in_backward
         self.watch.reset()
         self._backward.forget()
         self._do("abandon", self.run.units[0], rules.abandon(self.run, self.run.units[0]))
         if failed_in_backward and self.options.watch == "auto":
-            # It may have failed because weights were read that nothing announced: watch for that.
+            # The backward may have failed on weights read without a report: watch for that.
             for unit in self.units:
                 unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
 
     def _watch_again(self) -> None:
-        """A forward follows a forward. A backward between them may have failed before it reported anything, because it
-        read a weight that nothing announced; so watch this one. Programs that run two forwards pay a few times."""
+        """Watch saved weights in a forward that follows a forward: a backward in between may have failed before its
+        first report, on a weight read without a report. Bounded, for programs that run two forwards per step."""
         if self.options.watch == "auto" and self._watches_left:
             self._watches_left -= 1
             for unit in self.units:
@@ -331,7 +334,7 @@ class Root:
     # ---- the user's calls ----------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit) -> None:
-        """Issue the gather of `unit`."""
+        """Issue the all-gather of `unit`."""
         if current_backward() == -1:
             self._backward.settle()
             self.peers.meet()
@@ -348,7 +351,7 @@ class Root:
         self._do("reshard", unit.record, rules.reshard(self.run, unit.record))
 
     def limit_bytes(self) -> None:
-        """Take over what the user set on the root (`set_memory_budget`)."""
+        """Apply the user's `set_memory_budget` on the root."""
         first, *below = self.units
         set_ = [u for u in below if (u.settings.prefetch_nbytes, u.settings.gradient_nbytes) != (None, None)]
         if set_:
@@ -360,7 +363,7 @@ class Root:
         self.executor.gradient_nbytes = first.settings.gradient_nbytes
 
     def share(self, shared: Shared) -> None:
-        """Use the buffers and the limit of `shared` from now on."""
+        """Use the buffers and the in-flight queues of `shared` from now on."""
         if shared is self.shared:
             return
         if self.executor.has_in_flight or any(unit.record.full is Full.PENDING for unit in self.units):
@@ -373,18 +376,18 @@ class Root:
             unit.attach(self, shared.pool, self.options.communication)
 
     def settings_change(self, unit: Unit, controls: Controls) -> None:
-        """`unit` is to reduce, and gather, as `controls` say; every rank of the root makes this call."""
+        """Reduce and gather `unit` as `controls` say. Collective over the root."""
         self.settle_links(unit, controls)
         self.facts.settings_changed()
 
     def settle_links(self, unit: Unit, controls: Controls) -> None:
-        """Between which ranks the messages of `unit` go under `controls`; every rank of the root makes this call."""
+        """Choose the links of `unit` under `controls` and connect them. Collective over the root."""
         strategy = controls.strategy(self.options.communication)
         unit.links = [self._nodes.locate(links, strategy) for links in unit.links]
         self.peers.open(unit)
 
     def _wait_for_optimizer(self) -> None:
-        """What `set_post_optim_event` announced: gathers, issued in the order of this stream, come after it."""
+        """Wait for the event of `set_post_optim_event`: gathers are issued on this stream and come after it."""
         first = self.units[0]
         event, first.settings.post_optim_event = first.settings.post_optim_event, None
         if event is not None and first.device.type != "cpu":
@@ -400,7 +403,7 @@ class Root:
         if not commands:
             return
         if in_transform():
-            # Full parameters are filled behind the back of a transform, which would take that for a part of the model.
+            # Otherwise a torch.func transform would treat the writes to full parameters as part of the model.
             with without_transforms():
                 self.executor.run(commands)
         else:
@@ -408,27 +411,26 @@ class Root:
 
 
 # ---- forming ---------------------------------------------------------------------------------------------------------
-# How a root forms: at the first forward (or `unshard`) of a module, out of that module and every unit below it.
+# A root forms at the first forward (or `unshard`) of a module, from that module and every unit below it.
 
 
-def formed(unit: Unit) -> Root | None:
-    """The root that runs `unit`, if one formed."""
-    return cast("Root | None", unit.root)
+# The root that runs a unit, if one formed. A C function: hooks call it dozens of times a step.
+formed = cast("Callable[[Unit], Root | None]", attrgetter("root"))
 
 
 def root_of(unit: Unit) -> Root:
-    """The root `unit` belongs to; formed from its module and what is below it when there is none yet.
+    """The root of `unit`; if there is none yet, it forms from the module of `unit` and everything below.
 
-    Raises `RuntimeError` when parameters are still on the meta device, and `ValueError` when a parameter belongs to
-    two units.
+    Raises `RuntimeError` if parameters are still on the meta device, and `ValueError` if a parameter belongs to two
+    units.
     """
     root = formed(unit)
     if root is not None and not root.provisional:
         return root
     if len(unit.modules) > 1:
         raise RuntimeError(
-            f"expected a single module as the root, found the list {[type(m).__name__ for m in unit.modules]} that was "
-            f"given to fully_shard; apply fully_shard to the model that contains them, and run that first"
+            f"expected a single module as the root, found the list {[type(m).__name__ for m in unit.modules]} passed "
+            f"to fully_shard; apply fully_shard to the model that contains them, and run that first"
         )
     names: dict[Unit, str] = {}
     for name, module in unit.module.named_modules():
@@ -454,7 +456,7 @@ def root_of(unit: Unit) -> Root:
 
 
 def early_root_of(unit: Unit) -> Root:
-    """The root of `unit`, or a provisional one of its own: `unshard` may come before the root is known."""
+    """The root of `unit`, or a provisional one for this unit: `unshard` may be called before the root is known."""
     root = formed(unit)
     if root is not None:
         return root
@@ -463,7 +465,7 @@ def early_root_of(unit: Unit) -> Root:
 
 
 def _settle(unit: Unit) -> None:
-    """What was gathered under a provisional root is complete before the buffers change hands."""
+    """Complete a gather of the provisional root before its buffers are replaced."""
     if unit.root is not None and unit.record.full is Full.PENDING:
         unit.root.wait_unshard(unit)
 
@@ -485,7 +487,7 @@ def _refuse_meta(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def refuse_off_host(unit: Unit) -> None:
-    """With offload, shards are on the host: `RuntimeError` (torch's type) when something put them elsewhere."""
+    """Raise `RuntimeError` (as torch does) if shards with CPU offload are not on the host."""
     elsewhere = {param.name: param.local.device for param in unit.params if param.local.device.type != "cpu"}
     if unit.host_link is not None and elsewhere:
         raise RuntimeError(
@@ -496,5 +498,5 @@ def refuse_off_host(unit: Unit) -> None:
 
 
 def module_units(module: nn.Module) -> list[Unit]:
-    """The units of `module` and of everything below it, each once."""
+    """The units of `module` and its submodules, each once."""
     return list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))

@@ -1,4 +1,4 @@
-"""Full parameters between a forward and its backward: read where no gradient of an output announced it, or written."""
+"""Detects unusual access to full parameters: reads in backward before any output gradient, and writes in forward."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from .staleness import sum_of_bits
 from .unit import Unit
 
 # ---- watch -----------------------------------------------------------------------------------------------------------
-# Weights that are read in backward although no gradient of a unit's output announced it.
+# Unshards weights that backward reads before a gradient reaches any output of the unit.
 #
-# Usually the first thing a backward does with a unit is to bring a gradient to one of its outputs, and a hook there
-# gathers the parameters in time. Valid programs do otherwise: a loss on an intermediate, an output hidden in an object,
-# an output edited in place. What every program has in common is that the saved weight is *unpacked*. So during a unit's
-# first forwards its saved tensors go through hooks: weights become tokens, and unpacking a token gathers the unit. A
-# unit for which this was ever needed stays watched; the others go without, because the hooks cost about ten
-# microseconds for each saved tensor, as much as everything else together (ADR 0006).
+# Usually backward first brings a gradient to an output of the unit, and a hook there unshards it in time. Some valid
+# programs do not: a loss on an intermediate, an output hidden in an object, an output edited in place. But every
+# program *unpacks* the saved weight. So in the first forwards of a unit, saved-tensor hooks replace weights by tokens,
+# and unpacking a token unshards the unit. A unit that ever needed this stays watched. Others are not, because the hooks
+# cost about ten microseconds per saved tensor, as much as everything else together (ADR 0006).
 #
-# Someone else's hooks (recomputation, offloading of activations) are never hidden: while they are active, nothing is
-# watched. Recomputation runs the unit's forward again, which gathers.
+# Other saved-tensor hooks (checkpointing, activation offload) are never hidden: while they are active, nothing is
+# watched. Checkpointing runs the unit's forward again, which unshards it.
 
 
 class _Weight(NamedTuple):
@@ -45,29 +44,29 @@ class _Weight(NamedTuple):
 
 
 class _Activation(NamedTuple):
-    """Any other saved tensor. Hooks switch off autograd's check for later edits, so the version is kept here."""
+    """Any other saved tensor, with its version: saved-tensor hooks disable autograd's check for in-place edits."""
 
     tensor: Tensor
     version: int
 
 
 class Watch:
-    """The saved-tensor hooks of one root. `needed(unit)`, a method, is called when a token of `unit` is unpacked.
+    """The saved-tensor hooks of one root. Calls the method `needed(unit)` when a token of `unit` is unpacked.
 
-    Keeps neither the root nor its units: a message that is issued while hooks are active keeps them, as gloo has it,
-    and what keeps the message would never be collected.
+    Holds the root and its units weakly: a gloo message issued while hooks are active holds the hooks, and a strong
+    reference would be a leaked cycle.
     """
 
     def __init__(self, needed: Callable[[Unit], None], *, always: bool) -> None:
         self._needed = weakref.WeakMethod(needed)
         self._always = always
-        # One pair of objects, so that it can be recognised on torch's stack of hooks.
+        # A fixed pair of objects, recognisable on torch's stack of hooks.
         self._hooks = (outside_graphs(self._pack), outside_graphs(self._unpack))
         self._owner: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._active = 0
 
     def learn(self, unit: Unit) -> None:
-        """`unit`'s full parameters may be new objects."""
+        """Register the full parameters of `unit`, which may be new objects."""
         for key in [key for key, owner in self._owner.items() if owner is unit]:
             del self._owner[key]
         for group in unit.groups:
@@ -75,7 +74,7 @@ class Watch:
                 self._owner[key] = unit
 
     def begin(self, unit: Unit) -> bool:
-        """A forward of `unit` with gradients begins; whether `end` has to be called after it."""
+        """A forward of `unit` with gradients begins. Returns whether `end` must be called after it."""
         unit.watching.is_on = False
         if unit.watching.left <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
             return False
@@ -83,7 +82,7 @@ class Watch:
             unit.watching.left -= 1
         top = top_saved_tensor_hooks()
         if top is not None:
-            # Our own of an enclosing unit know the weights of all units; somebody else's are not to be hidden.
+            # The hooks of an enclosing unit know the weights of all units; other hooks must not be hidden.
             unit.watching.is_on = top[0] is self._hooks[0]
             return False
         unit.watching.is_on = True
@@ -92,24 +91,24 @@ class Watch:
         return True
 
     def end(self) -> None:
-        """The forward is over, also when it raised."""
+        """The forward returned or raised."""
         pop_saved_tensor_hooks()
         self._active -= 1
 
     def reset(self) -> None:
-        """A forward ended without its hooks (KeyboardInterrupt): take back what it left."""
+        """Pop the hooks of forwards that ended without notice (KeyboardInterrupt)."""
         while self._active:
             self.end()
 
     def _pack(self, tensor: Tensor) -> object:
-        # A view made without gradients, as functions with a backward of their own and compiled ones do, is a leaf too.
+        # Custom autograd functions and compiled code save views made without gradients, which are leaves too.
         base = base_of(tensor)
         unit = self._owner.get(id(tensor if base is None else base))
         if unit is not None:
             return _Weight(unit, tensor if tensor.is_leaf else tensor.detach())
         if tensor.is_leaf:
             return _Activation(tensor, version_of(tensor))
-        # Detached, or an output saved by its own node would keep that node and all before it alive.
+        # Detached: an output saved by its own node would keep the node and its history alive.
         return _Activation(tensor.detach(), version_of(tensor))
 
     def _unpack(self, saved: object) -> Tensor:
@@ -130,30 +129,28 @@ class Watch:
 
 
 # ---- writes ----------------------------------------------------------------------------------------------------------
-# Writes to full parameters inside a forward: they reach no shard, so they are an error instead of being lost.
+# Writes to full parameters inside a forward raise: they do not reach the shards and would be lost.
 #
-# Two signs, each parameter by itself:
+# Two checks per parameter:
 #
-#     versions     count writes through the parameter and its views (`add_`, `clamp_` under no_grad): in every forward
-#     sums         of the bits; also writes through `.data`, which no version counts: in the first forward of a unit, in
-#                  every one with FULLSHARD_CHECK=1. Not seen: a write that only permutes values, and one through
-# `.data`
-#                  that begins later.
+#     versions     in every forward: writes through the parameter and its views (`add_`, `clamp_` under no_grad)
+#     bit sums     in the first forward of a unit, in every one with FULLSHARD_CHECK=1: also writes through `.data`,
+#                  which no version counts. Misses permuted values, and writes through `.data` that begin later
 #
-# Nothing is looked at where full parameters are the shards (one rank, one dtype): there a write lasts.
+# Not checked where full parameters are the shards (one rank, one dtype): there a write persists.
 
 State = tuple[list[int], list[int] | None]
 
 
 def state_before(unit: Unit, *, sums: bool) -> State | None:
-    """How the full parameters are when a forward begins; None where nothing is to be compared."""
+    """The state of the full parameters when a forward begins; None if they need no check."""
     if not unit.releases:
         return None
     return _versions(unit), _sums(unit) if sums and not in_transform() else None
 
 
 def refuse_writes(unit: Unit, before: State) -> None:
-    """Raise `RuntimeError` when the forward that began with `before` wrote to a full parameter."""
+    """Raise `RuntimeError` if the forward that began with `before` wrote to a full parameter."""
     versions, sums = before
     now = _versions(unit)
     written = [a != b for a, b in zip(versions, now, strict=True)] if now != versions else [False] * len(now)
@@ -163,9 +160,9 @@ def refuse_writes(unit: Unit, before: State) -> None:
     if names:
         raise RuntimeError(
             f"{unit.record.name}: expected a forward that only reads its parameters, found {', '.join(names)} written: "
-            f"what stands there is a gathered copy, and what is written to it is lost when it is freed; write the "
-            f"sharded parameter between steps, or under fullshard.full_params(model, writeback=True), or keep what "
-            f"forward changes in a buffer"
+            f"a full parameter is a gathered copy, and the write is lost when it is freed; write the sharded parameter "
+            f"between steps, or under fullshard.full_params(model, writeback=True), or keep state that forward "
+            f"changes in a buffer"
         )
 
 
@@ -177,7 +174,7 @@ def _versions(unit: Unit) -> list[int]:
     fulls = [param.full for param in _params(unit)]
     try:
         return list(map(version_of, fulls))
-    except RuntimeError:  # some are of inference mode, and count nothing
+    except RuntimeError:  # inference tensors have no version
         return [0 if full.is_inference() else version_of(full) for full in fulls]
 
 

@@ -1,14 +1,13 @@
-"""What happens to sharded parameters when a state dict is taken or loaded.
+"""State dict hooks: saving and loading sharded parameters.
 
-Taking one needs no message and changes nothing: its values are the sharded parameters, which take the place of full
-ones, or of parts kept after forward, for just that long. (FSDP2 frees what stood there. A rank that takes a state dict
-alone is then one gather behind the others, and the run hangs or crashes.)
+Saving sends no message and changes nothing: modules show the sharded parameters only while the state dict is taken.
+(FSDP2 reshards instead. A rank that takes a state dict alone then needs an extra all-gather, and the run hangs.)
 
-Loading keeps the parameter *objects* of the model, also with `assign=True`, so that an optimizer built before goes on
-and ties hold; and a plain full tensor is accepted for a sharded parameter: each rank takes its own part of it. What is
-cut along another dim of the same mesh is cut anew (a collective, as DTensor's own copy is).
+Loading keeps the parameter *objects*, also with `assign=True`, so existing optimizers and ties stay valid. A sharded
+parameter accepts a plain full tensor: each rank takes its part. A DTensor sharded along another dim of the same mesh is
+redistributed (a collective, like DTensor's own copy).
 
-The hooks are on every module that holds a parameter of the unit, so that the state dict of a part is right, too.
+Every module that holds a parameter of the unit has the hooks, so the state dict of a submodule is correct, too.
 """
 
 from __future__ import annotations
@@ -34,44 +33,45 @@ from .root import formed
 from .unit import Unit
 
 # ---- replaced --------------------------------------------------------------------------------------------------------
-# Parameters that `fully_shard`, loading or `to_empty` took off their modules, while somebody still holds them.
+# Parameters that `fully_shard`, loading or `to_empty` replaced on their modules, while something still holds them.
 #
-# An optimizer that was built before holds them. No gradient reaches them any more, so its steps would train
-# nothing and say nothing: the first one is refused instead. Handing it the new parameters silently would be no better:
-# what it already keeps for the old ones (momentum, master weights, groups by shape) is of whole parameters.
+# An optimizer that was built before may hold them. No gradient reaches them, so its steps would silently train nothing:
+# the first step raises. Replacing them in the optimizer would not help: its state (momentum, master weights, groups by
+# shape) belongs to whole parameters.
 #
-# Usually nobody holds one. Then there is nothing to remember, and a step costs one look at an empty dict.
+# Usually nothing holds one, and a step only checks an empty dict.
 
 
 class _Replaced(NamedTuple):
     parameter: weakref.ref[Tensor]
     unit: weakref.ref[Unit]
-    # Below the unit, as `ShardedParam` has it.
+    # Relative to the unit, as in `ShardedParam`.
     name: str
-    # The one it had then, of training before it was replaced.
+    # Its gradient when it was replaced.
     gradient: weakref.ref[Tensor] | None
-    # What replaced it, and by what.
+    # How it was replaced, for the error.
     how: str
 
 
-_replaced: dict[int, _Replaced] = {}  # by identity; an entry goes with its parameter
+_replaced: dict[int, _Replaced] = {}  # by id; removed when the parameter dies
 
 
 def note_replaced(unit: Unit, found: Iterable[Found]) -> None:
-    """`found` stood on the modules of `unit` before its shards did."""
+    """The shards of `unit` replaced the parameters `found` on its modules."""
     for item in found:
         _note(unit, item.parameter, item.name, "fully_shard replaced by shards")
 
 
 def note_assigned(unit: Unit, old: Tensor, name: str) -> None:
-    """Another parameter was assigned to the place of `old`, which is `name` below `unit`."""
+    """Another parameter was assigned instead of `old`, which is `name` below `unit`."""
     _note(unit, old, name, "load_state_dict(assign=True) replaced")
 
 
 @contextmanager
 def noting_emptied(unit: Unit | None, module: nn.Module, *, name: str = "", recurse: bool = False) -> Iterator[None]:
-    """Inside, what is on the meta device gets memory. Sharded parameters stay the same objects; instead of plain
-    ones (ignored, or of no unit) torch makes new ones. `module` is `name` below the module of `unit`."""
+    """Surrounds `to_empty`: note the plain meta parameters (ignored, or of no unit) that torch replaces by new objects.
+
+    Sharded parameters stay the same objects. `module` is `name` below the module of `unit`."""
     before = [
         (part, own_name, f"{prefix}.{own_name}" if prefix else own_name, parameter)
         for prefix, part in (module.named_modules(prefix=name) if recurse else ((name, module),))
@@ -103,7 +103,7 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entry = _replaced.get(id(parameter))
-            # With a new gradient it is in use elsewhere: another model shared it. Frozen, no step was wanted.
+            # With a new gradient, another model shares it. Without requires_grad, the optimizer does not step it.
             if entry is None or not parameter.requires_grad or _has_new_gradient(parameter, entry):
                 continue
             unit = entry.unit()
@@ -145,7 +145,7 @@ def hook_state_dict(unit: Unit) -> None:
 class _Place(NamedTuple):
     slot: Slot
     param: ShardedParam
-    # Where its shards belong.
+    # The device of its shards.
     device: torch.device
 
 
@@ -155,12 +155,11 @@ class _ModuleHooks:
     def __init__(self, unit: Unit, places: list[_Place]) -> None:
         self._unit = unit
         self._places = places
-        # While a state dict is taken: what stood where. While one is loaded: what stood there before.
+        # While saving: parameters hidden by shards. While loading: parameters before the load.
         self._hidden: list[tuple[Slot, nn.Parameter]] = []
         self._before: list[tuple[Slot, nn.Parameter | None]] = []
-        # Of the keys in the dict that is loaded.
+        # While loading: prefix of the keys, and the full tensors in the dict.
         self._prefix = ""
-        # Whole values in it.
         self._values: dict[str, Tensor] = {}
 
     def before_saving(self, *_: object) -> None:
@@ -179,7 +178,7 @@ class _ModuleHooks:
 
     def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         if self._unit.opened is not None:
-            return  # full parameters stand there and are loaded as those of any model
+            return  # full parameters are on the module; torch loads them as usual
         if self._unit.root is not None:
             self._unit.root.reshard(self._unit)
         self._prefix = prefix
@@ -192,11 +191,11 @@ class _ModuleHooks:
         for (slot, parameter), place in zip(self._before, self._places, strict=True):
             value = state_dict.get(prefix + slot.name)
             if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
-                continue  # another shape is torch's to refuse, by name
+                continue  # torch raises for another shape, with the name
             if not isinstance(value, DTensor):
                 state_dict[prefix + slot.name] = _sharded_as(parameter, value.detach(), place.device)
             elif value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
-                # Cut along another dim. DTensor's own copy_ refuses some uneven ones, and assigning would not look.
+                # Sharded along another dim. DTensor's copy_ refuses some uneven shards; assign would not check at all.
                 state_dict[prefix + slot.name] = value.detach().redistribute(placements=parameter.placements)
 
     def after_loading(self, *_: object) -> None:
@@ -218,14 +217,14 @@ class _ModuleHooks:
             warnings.warn(
                 f"load_state_dict(assign=True): expected parameters that nobody else holds, so that they can take "
                 f"another dtype or device, found {', '.join(f'{name}: {held}' for name, held in strangers.items())}; "
-                f"the model has other parameters there now. An optimizer that holds the old ones would train nothing, "
-                f"and its step is refused: build it after this, or end the weak reference or the graph before",
+                f"the model has new parameters there now. An optimizer that holds the old ones would train nothing, "
+                f"and its step is refused: build it after this call, or drop the weak reference or graph before it",
                 UserWarning,
                 stacklevel=2,
             )
 
     def _tell(self, values: dict[str, Tensor]) -> None:
-        """What was loaded, to those who compare it with other ranks."""
+        """Record the loaded values for the comparison with other ranks."""
         root = formed(self._unit)
         if root is not None and not root.provisional:
             names = [self._prefix + place.slot.name for place in self._places]
@@ -247,14 +246,14 @@ def _sharded_as(parameter: DTensor, value: Tensor, device: torch.device) -> DTen
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    # `from_local` brings everything to the device of the mesh, where shards are not when they are offloaded.
+    # `from_local` moves the shard to the device of the mesh; offloaded shards belong on the host.
     return made if part.is_meta else dtensor_like(made, part.to(device))
 
 
 def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> str | None:
-    """Let `old`, which optimizers may hold, have the value (and dtype and device) of `new`, which was assigned.
+    """Give `old`, which optimizers may hold, the value, dtype and device of `new`, which was assigned.
 
-    Returns what keeps torch from exchanging the two, where something does: then the new one stays, as in torch.
+    If torch cannot swap the two, returns the reason, and the new parameter stays, as in torch.
     """
     here, there = local_of(old), local_of(new)
     with torch.inference_mode(False), torch.no_grad():
@@ -265,7 +264,7 @@ def _adopt(slot: Slot, old: nn.Parameter, new: nn.Parameter) -> str | None:
                 torch.utils.swap_tensors(old, new)
             except RuntimeError as error:
                 return str(error)
-            # What callers left on the parameter stays with it.
+            # Keep attributes and hooks that callers set on the parameter.
             old.__dict__.update(new.__dict__)
             hand_over_hooks(new, old)
     slot.put(old)

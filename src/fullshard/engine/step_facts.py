@@ -1,15 +1,15 @@
-"""What this rank did to the shards of one root since the last comparison, and the comparison (guard/facts.py).
+"""Records operations on the shards of one root and compares them across ranks (guard/facts.py).
 
-    optimizer_stepped, clipped, scaled, hooked, loaded     what users do: deeds
-    carry      the first reduction of a backward, on each mesh: everything that holds is put together, and its digest
-               travels with that reduction (comm/comparison.py)
-    compare    the end of the backward, before a gradient is handed over: where digests differ, all ranks of the mesh
-               know it, tell each other what they have, and raise `RanksDisagree`
-    forward_begins   where no message of ours can carry a digest (`communication="torch"`): ranks ask each other at the
-               first, 2nd, 16th, 128th, ... forward that trains, and after a load or a change
+    optimizer_stepped, clipped, scaled, hooked, loaded     user operations, recorded as deeds
+    carry      the first reduction of a backward, on each mesh: the digest of all recorded facts travels with that
+               reduction (comm/comparison.py)
+    compare    the end of the backward, before gradients are written: if digests differ, all ranks of the mesh exchange
+               their facts and raise `RanksDisagree`
+    forward_begins   if no message can carry a digest (`communication="torch"`): ranks compare at the first, 2nd, 16th,
+               128th, ... training forward, and after a load or a change of settings
 
-Each mesh has a ledger of its own: the ranks of a pipeline stage or of an expert compare among themselves. On a device
-the answer is looked at a step later, at the same place on all ranks, when its event is done.
+Each mesh has its own ledger: the ranks of a pipeline stage or an expert compare among themselves. On a device the
+result is read one step later, at the same place on all ranks, when its event is done.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from .optimizer_steps import tell_optimizer_steps
 from .peers import Peers
 from .unit import AnyRoot, Unit
 
-# Values outside of units are looked at with the first comparison, with the second, and then each time after eight times
-# as many.
+# Values outside of units join the first and second comparison, then at intervals that grow eightfold.
 _SECOND_LOOK, _LOOKS = 2, 8
 _QUESTION = "facts"
 _log = logging.getLogger("fullshard")
@@ -44,50 +43,50 @@ _by_thread: dict[int, weakref.WeakSet[StepFacts]] = {}
 
 
 class _Sent(NamedTuple):
-    """A comparison under way, and what was compared."""
+    """A comparison in flight, and the facts it covers."""
 
     comparison: Comparison
     sealed: Sealed
 
 
 class _Mesh:
-    """What is on one mesh of the root."""
+    """The facts of one mesh of the root."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.scope: Scope | None = scope_of(ranks)
         self.epoch = -1 if self.scope is None else self.scope.epoch
         self.ledger = Ledger()
-        # Groups of units that are on it, by unit.
+        # Positions of the groups on this mesh, by unit.
         self.members: dict[Unit, list[int]] = {}
-        # Of the running backward, and of earlier ones whose answer was not looked at.
+        # Comparison of the running backward, and earlier ones whose result was not read yet.
         self.sent: _Sent | None = None
         self.earlier: deque[_Sent] = deque()
-        # Comparisons so far, and which one looks at values outside of units again.
+        # Comparisons so far, and the next one that includes values outside of units.
         self.count, self.next_look = 0, 1
-        # Likewise where ranks ask at forwards.
+        # Training forwards so far, and the next one at which ranks compare (`forward_begins`).
         self.forwards, self.next_question = 0, 1
         self.values_asked = True
-        # Gradients that hooks of the user's changed since the last deed.
+        # Gradients changed by user hooks since the last deed.
         self.hooked: list[str] = []
         self.digits: dict[tuple[object, int], Digits] = {}
-        # Of each unit, versions of its parameters at the last comparison, and how many writes there were before it.
+        # By unit: versions of its parameters at the last comparison, and the writes up to it.
         self.written: dict[Unit, int] = {}
         self.writes: dict[Unit, int] = {}
-        # Ignored parameters that ranks had other values of from the beginning, as they may.
+        # Ignored parameters that are rank-specific from the start, which is allowed.
         self.own: set[str] = set()
-        # Plain parameters beside ours in optimizers, by name.
+        # Unsharded parameters in the optimizers, by name.
         self.beside: dict[str, Tensor] = {}
 
     def note_hooks(self) -> None:
-        """What hooks changed is one deed, at its place among the others."""
+        """Record the gradients that hooks changed as one deed."""
         if self.hooked:
             names = f"{', '.join(self.hooked[:4])} ({len(self.hooked)}, {digest_of(chr(10).join(self.hooked)):016x})"
             self.ledger.do(Deed("hooks", (Fact("hooks", "gradients that hooks changed", names),)))
             self.hooked = []
 
     def begin_anew(self) -> None:
-        """After a failure some ranks were further than others: what was done before is no matter."""
+        """Forget everything: after a failure some ranks were further than others."""
         self.ledger.forget()
         self.hooked = []
         self.earlier.clear()
@@ -97,7 +96,7 @@ class _Mesh:
 
 
 class StepFacts:
-    """Of one root. Costs nothing where nobody is asked."""
+    """The facts of one root. Free of cost without other ranks."""
 
     def __init__(self, root: AnyRoot, peers: Peers) -> None:
         self._root, self._peers = root, peers
@@ -107,7 +106,7 @@ class StepFacts:
         self._known: weakref.WeakKeyDictionary[Optimizer, OptimizerFacts] = weakref.WeakKeyDictionary()
         self._places: dict[int, tuple[tuple[int, ...], str]] = {}
         self._placed: list[Tensor] = []
-        # By the identities of parameters, what a fact says of them on each mesh.
+        # ids of parameters -> their text in a fact, on each mesh.
         self._listed_places: dict[tuple[int, ...], dict[tuple[int, ...], str]] = {}
         self._channels = -1
         self._settings_changed = True
@@ -133,7 +132,7 @@ class StepFacts:
     # ---- deeds ---------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, optimizer: Optimizer) -> bool:
-        """`optimizer` took a step. Whether later ones are of interest."""
+        """`optimizer` took a step. Returns whether to report later steps."""
         scope = next(iter(self._meshes.values())).scope
         if scope is not None and not is_current(scope.watch):
             return False
@@ -153,7 +152,7 @@ class StepFacts:
         mesh.ledger.do(deed)
 
     def done_to(self, parameters: Iterable[Tensor], name: str, facts: Sequence[Fact]) -> None:
-        """Something was done to `parameters`, some of which may be ours."""
+        """Record the operation `name` on `parameters`, some of which may belong to the root."""
         places = self._placed_now()
         done_to = tuple(map(id, parameters))
         if done_to not in self._listed_places:
@@ -167,13 +166,13 @@ class StepFacts:
             self._do(ranks, Deed(name, (*facts, Fact(facts[0].kind, f"parameters of {name}", text))))
 
     def hooked(self, unit: Unit, position: int, name: str) -> None:
-        """A hook of the user's changed the gradient of a parameter, or the parameter."""
+        """A user hook changed a parameter or its gradient."""
         mesh = self._mesh_of(unit, position)
         if mesh is not None:
             mesh.hooked.append(f"{unit.record.name}.{name}".lstrip("."))
 
     def loaded(self, unit: Unit, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Parameters of `unit` were loaded; `values`: the whole ones, of those that came whole."""
+        """Parameters of `unit` were loaded; `values`: those loaded from full tensors."""
         for mesh in dict.fromkeys(self._of.get(unit, ())):
             if mesh is not None:
                 mesh.values_asked = True
@@ -182,13 +181,13 @@ class StepFacts:
                 mesh.ledger.do(Deed("load_state_dict", tuple(facts)))
 
     def sent(self, scope: Scope, place: int, action: Action) -> None:
-        """A message of which no order is known yet is about to be sent, on a device: nobody waits for a comparison."""
+        """A message without a known order is about to be sent on a device: compare it later, without waiting."""
         for mesh in self._meshes.values():
             if mesh.scope is scope:
                 mesh.ledger.do(Deed("a message", (Fact("order", f"message {place}", str(action)),)))
 
     def settings_changed(self) -> None:
-        """The user set something about reductions."""
+        """The user changed a setting of reductions."""
         self._settings_changed = True
 
     def _mesh_of(self, unit: Unit, position: int) -> _Mesh | None:
@@ -197,7 +196,7 @@ class StepFacts:
     # ---- the comparison ------------------------------------------------------------------------------------
 
     def carry(self, unit: Unit, position: int, channel: ReduceChannel, *, keep: bool) -> Comparison | None:
-        """A reduction of a group is about to be sent; what it is to carry, if anything."""
+        """A reduction of a group is about to be sent. Returns the comparison that it carries, if any."""
         mesh = self._mesh_of(unit, position)
         if mesh is None or mesh.sent is not None or keep or not channel.carries:
             return None
@@ -212,7 +211,7 @@ class StepFacts:
         return mesh.sent.comparison
 
     def compare(self) -> None:
-        """All messages of the backward arrived. Raises `RanksDisagree` on all ranks of a mesh that differ in a fact."""
+        """All messages of the backward arrived. Raises `RanksDisagree` on all ranks of a mesh if a fact differs."""
         for mesh in self._meshes.values():
             while mesh.earlier:
                 self._look(mesh, mesh.earlier.popleft())
@@ -224,13 +223,13 @@ class StepFacts:
                     mesh.earlier.append(sent)
 
     def discard(self) -> None:
-        """The backward failed."""
+        """The backward failed: drop its comparisons."""
         for mesh in self._meshes.values():
             mesh.sent = None
 
     def forward_begins(self, *, trains: bool) -> None:
-        """A forward does; `trains`: one of the whole model, with gradients. Where no message of ours can carry a
-        digest, ranks ask each other at some of them. Raises `RanksDisagree` on all ranks of a mesh."""
+        """A forward begins; `trains`: of the whole model, with gradients. If no message can carry a digest, ranks
+        compare at some forwards. Raises `RanksDisagree` on all ranks of a mesh."""
         for mesh in self._meshes.values():
             if mesh.scope is None or not self._only_native(mesh):
                 continue
@@ -250,7 +249,7 @@ class StepFacts:
             self._refuse(mesh, mesh.scope, sent.sealed.text)
 
     def _refuse(self, mesh: _Mesh, scope: Scope, text: str) -> None:
-        """Ask the others what they have, and raise what differs, if it may not."""
+        """Exchange facts with the other ranks, and raise for a difference that is not allowed."""
         answers = scope.agree(_QUESTION, text)
         if answers is None:
             return
@@ -259,13 +258,12 @@ class StepFacts:
             raise RanksDisagree(f"expected all ranks to compare facts, found {elsewhere}", by_rank=answers)
         for difference in differences(answers):
             fact = difference.fact
-            # What some ranks do not have under this name is their own, and so is what the user told us to leave alone
-            # and differs from the beginning.
+            # Allowed: names that some ranks do not have, and ignored parameters that differ from the start.
             some_lack = fact.kind == "outside" and any(value == "none" for value, _ in difference.values)
             if fact.kind == "ignored" or some_lack:
                 mesh.own.add(fact.name)
                 if fact.kind == "ignored" and scope.rank == scope.ranks[0]:
-                    # No warning, which may be an error: experts of each rank's own are like that.
+                    # Only logged: rank-specific experts are legitimate, and a warning may be turned into an error.
                     _log.warning("ignored_params: %s", difference.text)
                 continue
             said = difference.text
@@ -305,10 +303,10 @@ class StepFacts:
         return mesh.ledger.seal()
 
     def _note_written(self, mesh: _Mesh) -> None:
-        """How often the parameters of each unit were written since the last time.
+        """Record the change in the number of writes to each unit's parameters between comparisons.
 
-        An optimizer's own writes depend on how it steps (foreach, fused), which may differ: what counts is that they
-        change from one comparison to the next. After a failure only some of the ranks had made the last comparison.
+        The number itself depends on how the optimizer steps (foreach, fused), which may differ between ranks. After a
+        failure only some ranks had made the last comparison, so counting restarts.
         """
         for unit, positions in mesh.members.items():
             versions = unit.staleness.versions
@@ -337,13 +335,13 @@ class StepFacts:
                 mesh.ledger.share(",".join(map(str, ranks)), facts)
 
     def _outside(self, mesh: _Mesh) -> dict[str, Tensor]:
-        """Parameters that no unit has, by dotted name; in a backward full ones stand on modules of units."""
+        """Parameters that no unit shards, by dotted name; excludes full parameters, on modules during a backward."""
         ours = {id(tensor) for unit in self._units for param in unit.params for tensor in (param.full, param.kept)}
         found = unsharded_on(self._root.units[0].module, mesh.ranks)
         return {name: parameter for name, parameter in found.items() if id(parameter) not in ours}
 
     def _ignored(self) -> frozenset[str]:
-        """Dotted names of what the user told `fully_shard` to leave alone."""
+        """Dotted names of the user's `ignored_params`."""
         prefixes = {
             module: f"{clean_name(name)}." if name else ""
             for name, module in self._root.units[0].module.named_modules()
@@ -355,7 +353,7 @@ class StepFacts:
         )
 
     def _placed_now(self) -> dict[int, tuple[tuple[int, ...], str]]:
-        """Mesh and name of each parameter, by identity; anew when shards were replaced."""
+        """Mesh and name of each parameter, by id; rebuilt when shards were replaced."""
         made = sum([unit.channels.times_made for unit in self._units])
         if made != self._channels:
             self._channels = made
@@ -372,7 +370,7 @@ class StepFacts:
 
     def _place(self, parameter: Tensor, mesh: _Mesh, name: str) -> None:
         self._places[id(parameter)] = mesh.ranks, name
-        self._placed.append(parameter)  # so that its identity stays its own
+        self._placed.append(parameter)  # keep it alive, so that its id stays unique
 
 
 def _more(count: int) -> str:
@@ -380,11 +378,11 @@ def _more(count: int) -> str:
 
 
 def _asked_alone(told: str, asking: Sequence[int], here: int) -> str:
-    """The error of rank `here`, which sends a message while ranks `asking` compare facts."""
+    """The error text of rank `here`, which sends a message while ranks `asking` compare facts."""
     done = [deed[0] for deed in json.loads(told)[0]] if told.endswith("]") else []
     return (
         f"calls since the last comparison: expected the same on every rank, found {shown_ranks(asking)} comparing "
-        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} going on; {ADVICE['calls']}"
+        f"facts ({', '.join(done) or 'settings that changed'}) and rank {here} continuing; {ADVICE['calls']}"
     )
 
 
@@ -401,7 +399,7 @@ def note_clip(parameters: Sequence[Tensor], max_norm: object, norm_type: object)
 
 
 def note_unscale(optimizer: Optimizer, settings: Mapping[str, object]) -> None:
-    """A `GradScaler` with these settings took its scale from the gradients of `optimizer`."""
+    """A `GradScaler` with these settings unscaled the gradients of `optimizer`."""
     facts = [Fact("scaler", f"{name} of GradScaler", text_of(value)) for name, value in settings.items()]
     _note([p for group in optimizer.param_groups for p in group["params"]], "GradScaler", facts)
 
@@ -412,7 +410,7 @@ def _note(parameters: Sequence[Tensor], name: str, facts: Sequence[Fact]) -> Non
 
 
 def ignored_names(modules: Sequence[nn.Module], ignored: Iterable[Tensor]) -> tuple[str, ...]:
-    """The names, below the first of `modules`, of parameters that are left alone."""
+    """The names of the `ignored` parameters below `modules`."""
     left = {id(parameter) for parameter in ignored}
     if not left:
         return ()

@@ -1,10 +1,10 @@
-"""From `to_empty` to the first forward: what has memory without a value, and the error that names it.
+"""Detects parameters and buffers that are still uninitialized at the first forward after `to_empty`.
 
-Conversion           what `_apply` is given in the place of the user's function: it notices new memory without data
-                     and fills it with a pattern (param/initial.py); buffers that have data keep it
-recompute_buffers    non-persistent buffers, which no checkpoint brings, by the module's own hook
-find_uninitialized   what still is the pattern as a whole, on all ranks together
-prove_initialized    the error of the first forward
+Conversion           wraps the user's function in `_apply`: fills new memory without data with a pattern
+                     (param/initial.py); buffers with data keep it
+recompute_buffers    recomputes non-persistent buffers, which checkpoints do not contain, by the module's own hook
+find_uninitialized   finds tensors that still hold only the pattern, across all ranks
+prove_initialized    raises in the first forward
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Conversion:
 
     def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.fn = fn
-        # How many tensors it left with memory and without a value.
+        # Tensors left with memory but without a value.
         self.emptied = 0
         self._calls = _EmptyCalls()
 
     @classmethod
     def of(cls, fn: Callable[[Tensor], Tensor]) -> Conversion:
-        """`fn` itself if it is one: `_apply` of a module hands its function on to the modules below."""
+        """`fn` itself if it is wrapped already: `_apply` passes its function on to submodules."""
         return fn if isinstance(fn, cls) else cls(fn)
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -52,18 +52,18 @@ class Conversion:
             result = self.fn(tensor)
         fresh, calls.last = result is calls.last, None
         if fresh and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
-            # A buffer that has data (RoPE frequencies, a mask) keeps it: nobody could bring it back.
+            # A buffer keeps its data (RoPE frequencies, a mask): nothing could restore it.
             return tensor.to(result.device)
         if result.is_meta:
             return result
-        # In another dtype the pattern would be one of the many NaNs.
+        # A dtype conversion turns the pattern into an ordinary NaN, so write it again.
         if fresh or (result.dtype is not tensor.dtype and not tensor.is_meta and is_poisoned(tensor)):
             self.emptied += poison(result)
         return result
 
 
 class _EmptyCalls(TorchFunctionMode):
-    """Sees the calls of the user's function. `last` is what the last one made, if nothing was done with it since."""
+    """Observes torch calls of the user's function. `last`: the result of the last call if that was an empty-like."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class _EmptyCalls(TorchFunctionMode):
 
 
 def note_uninitialized(unit: Unit) -> None:
-    """Look at `unit` in the next forward."""
+    """Check `unit` in the next forward."""
     unit.unproven = True
     if unit.root is not None:
         unit.root.unproven = True
 
 
 def has_meta_buffers(top: nn.Module) -> bool:
-    """Whether some buffer still is on the meta device: parameters were loaded with `assign=True`, say."""
+    """Whether a buffer is still on the meta device, as after loading parameters with `assign=True`."""
     return any(buffer.is_meta for buffer in top.buffers())
 
 
@@ -93,7 +93,7 @@ def has_meta_buffers(top: nn.Module) -> bool:
 
 
 def hook_of(module: nn.Module) -> Callable[[], object] | None:
-    """The module's own initialiser, which needs no argument: `reset_parameters`, else `init_weights`."""
+    """The module's own initialiser without arguments: `reset_parameters`, else `init_weights`."""
     for name in ("reset_parameters", "init_weights"):
         hook = getattr(module, name, None)
         if callable(hook) and takes_no_argument(hook):
@@ -111,7 +111,7 @@ def takes_no_argument(hook: Callable[..., Any]) -> bool:
 
 
 def allocate_buffers(top: nn.Module, device: torch.device) -> None:
-    """Give memory to buffers on the meta device, and the pattern that says that nobody wrote it."""
+    """Allocate meta buffers on `device` and fill them with the pattern for uninitialized memory."""
     for module in top.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
@@ -121,11 +121,10 @@ def allocate_buffers(top: nn.Module, device: torch.device) -> None:
 
 
 def recompute_buffers(top: nn.Module, device: torch.device) -> None:
-    """Let modules without parameters compute their non-persistent buffers again where those have no value.
+    """Recompute uninitialized non-persistent buffers of modules without parameters.
 
-    By `reset_parameters()` or `init_weights()` of the module that owns them. What else the module holds is put back
-    afterwards: it may come from a checkpoint. A module that has parameters as well is left alone, because its hook
-    would draw them anew.
+    Calls `reset_parameters()` or `init_weights()` of the owning module and restores its other buffers, which may come
+    from a checkpoint. Modules with parameters are skipped, because the call would reinitialize them.
     """
     allocate_buffers(top, device)
     for module in top.modules():
@@ -148,18 +147,18 @@ def recompute_buffers(top: nn.Module, device: torch.device) -> None:
 
 class _Judged(NamedTuple):
     name: str
-    # The object that stands on the module outside of compute.
+    # The object on the module outside of compute.
     tensor: Tensor
     # Each rank has its own rows, rather than a copy of the whole.
     sharded: bool
-    # Whose ranks are asked; None: this one alone.
+    # The mesh over which ranks agree; None: this rank alone.
     mesh: DeviceMesh | None
 
 
 class Uninitialized(NamedTuple):
-    """`tensors`, named `names`, were written by nobody, on any rank; `partly` by some ranks and not by others.
+    """`tensors`, named `names`, were written on no rank; `partly` were written on some ranks only.
 
-    `elsewhere`: ranks that share another mesh with this one have such tensors, this one has not.
+    `elsewhere`: other ranks have such tensors, this one has none.
     """
 
     names: list[str]
@@ -169,8 +168,9 @@ class Uninitialized(NamedTuple):
 
 
 def find_uninitialized(units: Sequence[Unit], top: nn.Module) -> Uninitialized:
-    """What below `top` is as `to_empty` left it. Collective, when there is more than one rank: every rank gets the same
-    answer, also those that own nothing of a parameter. Of `units`, those that are unproven are looked at.
+    """Find tensors below `top` that nothing wrote since `to_empty`; checks unproven `units` only.
+
+    Collective. Every rank gets the same answer, even if it owns no rows of a parameter.
     """
     judged = _to_judge(units, top)
     poisoned = are_poisoned(item.tensor for item in judged)
@@ -191,7 +191,7 @@ def find_uninitialized(units: Sequence[Unit], top: nn.Module) -> Uninitialized:
                 partly.append(item.name)
     elsewhere = False
     if len(meshes) > 1:
-        # Ranks that differ on one mesh meet on the others (experts): none may go on while another one stops.
+        # Ranks of different expert meshes share other meshes: if one raises, all must raise.
         total = torch.tensor([len(lost)], dtype=torch.int32)
         for mesh in meshes:
             total = total if mesh is None else sum_over(mesh, total)
@@ -217,10 +217,10 @@ def _to_judge(units: Sequence[Unit], top: nn.Module) -> list[_Judged]:
 
 
 def agree_what_is_unproven(scopes: Sequence[Scope], units: Sequence[Unit], unproven: bool) -> bool:
-    """Look at a unit on all ranks where one of them has to; whether anything has to be looked at.
+    """Mark a unit as unproven on all ranks if it is on any. Returns whether anything must be checked.
 
-    Ranks may differ in what they know: rank 0 built the model with its values, the others on the meta device. Called by
-    all ranks in the first forward of a root, once; equal ranks pay one question for each scope.
+    Ranks may differ: rank 0 may build the model with values, the others on the meta device. Collective, once in the
+    first forward of a root; asks one question per scope if ranks are equal.
     """
     mine = "".join("01"[unit.unproven] for unit in units)
     for scope in scopes:
@@ -229,13 +229,13 @@ def agree_what_is_unproven(scopes: Sequence[Scope], units: Sequence[Unit], unpro
             any_, _, bits = theirs.partition(" ")
             unproven = unproven or any_ == "1"
             for unit, bit in zip(units, bits, strict=False):
-                # Units of this scope alone: another one's may be other units.
+                # Only units of this scope: other scopes may have other units.
                 unit.unproven = unit.unproven or bit == "1"
     return unproven
 
 
 def prove_initialized(units: Sequence[Unit]) -> None:
-    """Raise `RuntimeError` on all ranks when something that `to_empty` made was not written on any of them."""
+    """Raise `RuntimeError` on all ranks if memory from `to_empty` was not written on any of them."""
     top = units[0].module
     with torch.inference_mode(False):
         recompute_buffers(top, units[0].device)
@@ -249,13 +249,13 @@ def prove_initialized(units: Sequence[Unit]) -> None:
         )
     if found.elsewhere:
         raise RuntimeError(
-            "expected every parameter and buffer to have a value before the first forward, found that other ranks have "
-            "some without; their error names them"
+            "expected every parameter and buffer to have a value before the first forward, found uninitialized ones on "
+            "other ranks; their error names them"
         )
     if found.partly:
         warnings.warn(
             f"{shown(found.partly)}: some ranks wrote their rows since to_empty and others did not; those hold NaN. "
-            f"Was a checkpoint loaded on one rank only? fullshard.mark_initialized(model) says that it is meant",
+            f"Was a checkpoint loaded on one rank only? If intended, call fullshard.mark_initialized(model)",
             stacklevel=2,
         )
     for unit in units:
@@ -263,6 +263,6 @@ def prove_initialized(units: Sequence[Unit]) -> None:
 
 
 def shown(names: Sequence[str]) -> str:
-    """The first of many names."""
+    """The first few of `names`, for an error."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -1,11 +1,11 @@
-"""One `fully_shard` call at run time: its modules, its parameter groups, its record, and the objects that belong to it.
+"""One `fully_shard` call at run time: its modules, param groups and lifecycle record, and the objects it owns.
 
 settings     what the user chose                              api
-record       where it is in its lifecycle                     the rules (schedule/), and settings that they read
-channels     how its parameters and gradients travel          channels.py
-gradients    which of them came, and which are missing        gradients.py
-staleness    of which shards its full parameters were made    staleness.py
-watching     whether saved weights are looked at              saved_tensors.py
+record       its lifecycle state                              the rules (schedule/), and settings that they read
+channels     its collectives                                  channels.py
+gradients    arrived and missing gradients                    gradients.py
+staleness    versions of the gathered shards                  staleness.py
+watching     whether saved weights are watched                saved_tensors.py
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .optimizer_steps import follow_steps
 from .staleness import Staleness
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
-# Bytes of one parameter group, as its layout has them; the same on every rank.
+# Bytes of one param group, from its layout; the same on every rank.
 
 
 def memory_of(group: ParamGroup) -> UnitMemory:
-    """As far as gathers are concerned."""
+    """The memory of the all-gather of `group`."""
     storage, compute, wire = (group.precision.storage, group.precision.compute, group.precision.wire)
     return UnitMemory("", group.pack, group.plan, storage.itemsize, compute.itemsize, wire.itemsize)
 
 
 def gather_nbytes(group: ParamGroup) -> int:
-    """What its gather takes, in bytes."""
+    """Bytes that the all-gather of `group` takes."""
     if group.shares_memory:
         return 0
     memory = memory_of(group)
@@ -51,15 +51,15 @@ def gather_nbytes(group: ParamGroup) -> int:
 
 
 # ---- in flight -------------------------------------------------------------------------------------------------------
-# What roots may share: the buffers of messages, and the reductions that are in flight.
+# Message buffers and in-flight reductions, which roots may share.
 #
-# Each root has its own unless `share_comm_ctx` joins them, as the chunks of a model in pipeline parallelism: then
-# stages with equal layouts use one another's buffers, and the limit on reductions holds for all of them together.
-# (torch shares streams; we have none, because messages are issued in the order of the compute stream.)
+# Each root has its own unless `share_comm_ctx` joins them, like the stages of a pipeline: then stages with equal
+# layouts reuse buffers, and the limit on reductions holds for all of them together. (torch shares streams instead; here
+# messages are issued in the order of the compute stream.)
 
 
 class InFlight(NamedTuple):
-    """One reduction under way, and the parameters whose gradients it brings. `collected` is called when it is over."""
+    """One reduction in flight, and the parameters whose gradients it carries. `collected` is called at its end."""
 
     owner: object
     unit: Unit
@@ -70,19 +70,16 @@ class InFlight(NamedTuple):
 
 
 class Shared:
-    """See above. `keep`: as `BufferPool`."""
+    """The message buffers and in-flight reductions of one or more roots. `keep`: as in `BufferPool`."""
 
     def __init__(self, *, keep: bool) -> None:
         self.pool = BufferPool(keep=keep)
-        # Reductions under way among the ranks that share parameters, and among those that hold the same shards: each in
-        # the order of their commands, which is that of their messages on every rank.
+        # Reductions in flight over the shards, and among the replicas: each in command order, the order of messages on
+        # every rank.
         self.in_flight: deque[InFlight] = deque()
         self.replicating: deque[InFlight] = deque()
-
-    @property
-    def all_in_flight(self) -> tuple[deque[InFlight], deque[InFlight]]:
-        """Both, in the order of a reduction's messages."""
-        return self.in_flight, self.replicating
+        # Both, in the order of a reduction's messages.
+        self.all_in_flight = self.in_flight, self.replicating
 
 
 # ---- unit ------------------------------------------------------------------------------------------------------------
@@ -93,12 +90,12 @@ WATCHED_FORWARDS = 2
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` is the module of, or one of several, or None."""
+    """The unit to which `module` itself belongs, or None."""
     return cast("Unit | None", module.__dict__.get(_ATTRIBUTE))
 
 
 class Part(NamedTuple):
-    """Parameters of a unit that share a mesh. They become one group for each of their dtypes."""
+    """Parameters of a unit that share a mesh. They form one param group per dtype."""
 
     found: Sequence[Found]
     placing: Placing
@@ -107,20 +104,19 @@ class Part(NamedTuple):
 
 @dataclass
 class UnitSettings:
-    """What the user chose for one unit. `reshard_after_forward`: None means yes unless the unit turns out to be the
-    root. `notes_values`: values of the full parameters were noted, to be compared with other ranks'."""
+    """The user's settings of one unit. `reshard_after_forward`: None means True unless the unit becomes the root.
+    `notes_values`: digests of the full parameters were noted, to compare them across ranks."""
 
     policy: MixedPrecisionLike
     reshard_after_forward: bool | None
     notes_values: bool = False
-    # Names of the parameters below the module that are left alone.
+    # Names of ignored parameters below the module.
     ignored_names: tuple[str, ...] = ()
-    # How gradients are reduced, and whether they go on to the replicas.
+    # How gradients are reduced, and whether they are all-reduced among replicas.
     controls: Controls = Controls()
     all_reduces: bool = True
-    # The others count where the unit is the root. Whether the next backward ends the step; with whom it shares buffers;
-    # what its next forward waits for; and bytes of gathers that may be ahead, and of gradients and their messages, None
-    # for the default.
+    # Only for the root: whether the next backward ends the step; shared buffers; the event its next forward waits for;
+    # byte limits of prefetched gathers, and of gradients with their messages (None: default).
     is_last_backward: bool = True
     shared: Shared | None = None
     post_optim_event: torch.Event | None = None
@@ -130,8 +126,8 @@ class UnitSettings:
 
 @dataclass
 class Watching:
-    """Whether saved weights of one unit are watched: in `left` more forwards; in all, where its backward reads weights
-    that nothing announced; and whether they were in the last forward with gradients."""
+    """Watching of a unit's saved weights. `left`: more forwards to watch; `is_irregular`: watch all, because backward
+    read weights without a report; `is_on`: the last forward with gradients was watched."""
 
     left: int = WATCHED_FORWARDS
     is_irregular: bool = False
@@ -139,7 +135,7 @@ class Watching:
 
 
 class AnyRoot(Protocol):
-    """What a unit, and whoever knows units alone, needs of the root that runs it (root.py)."""
+    """The interface of a root (root.py) for units and for code that only knows units."""
 
     units: list[Unit]
     options: Options
@@ -159,7 +155,7 @@ class AnyRoot(Protocol):
 
 
 class Unit:
-    """`modules`: usually one; those of `fully_shard([a, b])` share everything, and each of them may run by itself."""
+    """`modules`: usually one. The modules of `fully_shard([a, b])` share everything, and each may run by itself."""
 
     def __init__(
         self,
@@ -178,7 +174,7 @@ class Unit:
         name = "+".join(type(module).__name__ for module in self.modules)
         self.record = UnitRecord(name, 0, reshard_after_forward=reshard_after_forward is not False)
         self.groups: list[ParamGroup] = []
-        # By group: with whom it is exchanged.
+        # By group: the ranks it communicates with.
         self.links: list[Links] = []
         for part in parts:
             for same in _by_dtype(part.found):
@@ -195,17 +191,17 @@ class Unit:
         self.root: AnyRoot | None = None
         self.opened: object | None = None
         self.hooks: object | None = None
-        # Between shards on the host and compute on the device; None where both are in one place.
+        # Copies between shards on the host and the device; None without offload.
         offload = next((part.placing.offload for part in parts), Offload())
         self.host_link = HostLink(device, pin=offload.pin) if offload.to_host else None
         self.channels = UnitChannels(self.groups, device, self.host_link)
         self.gradients = UnitGradients(self.groups, self.record)
         self.staleness = Staleness(self.groups, self.record)
         self.watching = Watching()
-        # Some of it may never have been written (engine/uninitialized.py); looked at in the next forward.
+        # Some parameters may be uninitialized (engine/uninitialized.py); checked in the next forward.
         self.unproven = any(group.has_uninitialized for group in self.groups)
         follow_steps()
-        # Nothing above changes a module: what is refused there leaves the model as it was.
+        # Modules change only from here on: an error above leaves the model as it was.
         for group in self.groups:
             group.take_back()
         for module in self.modules:
@@ -219,12 +215,12 @@ class Unit:
 
     @property
     def model(self) -> nn.Module:
-        """The module of its root, once that formed; else its own."""
+        """The module of its root once that formed, else its own."""
         return self.module if self.root is None else self.root.units[0].module
 
     @property
     def releases(self) -> bool:
-        """Whether full parameters have memory of their own, which comes and goes."""
+        """Whether full parameters have their own memory, which reshard frees."""
         for group in self.groups:
             if not group.shares_memory:
                 return True
@@ -232,7 +228,7 @@ class Unit:
 
     @property
     def full_nbytes(self) -> int | None:
-        """Bytes of the full parameters while they are there; None where a tensor's own methods decide (extensions)."""
+        """Bytes of the unsharded parameters; None with tensor extensions, whose own methods decide."""
         if any(isinstance(group, ExtensionGroup) for group in self.groups):
             return None
         return sum(memory_of(group).full_nbytes for group in self.groups if not group.shares_memory)
@@ -244,7 +240,7 @@ class Unit:
 
     @property
     def may_read_early(self) -> bool:
-        """Whether a backward that nothing announced could read weights while they arrive in their final memory."""
+        """Whether an unreported backward could read weights while the all-gather writes them in place."""
         return not self.watching.is_on and any(g.placing.world > 1 and g.plan.direct for g in self.groups)
 
     @property
@@ -255,7 +251,7 @@ class Unit:
     # ---- channels ------------------------------------------------------------------------------------------
 
     def attach(self, root: AnyRoot, pool: BufferPool, communication: str) -> None:
-        """Belong to `root`, whose buffers the messages use from now on."""
+        """Join `root`, whose buffers the messages use from now on."""
         self.root = root
         self.channels.use(pool, communication)
         self._make_channels()
@@ -275,25 +271,25 @@ class Unit:
             return
         assert self.root is not None
         if self.record.full is Full.PENDING:
-            # What the old channels have under way arrives through them.
+            # The old channels must complete their own gather.
             self.root.wait_unshard(self)
         elif self.record.full is Full.NARROWED:
-            # What was kept goes with the old channels.
+            # Kept parts are lost with the old channels.
             self.root.reshard(self)
         self._make_channels()
 
     def link(self, links: Sequence[Links]) -> None:
-        """Exchange the groups over `links`, one for each group, from now on: the same ranks."""
+        """Communicate over `links` from now on: one per group, with the same ranks."""
         self.links = list(links)
         self.control(self.settings.controls)
 
-    # ---- what changes under us -----------------------------------------------------------------------------
+    # ---- external changes ----------------------------------------------------------------------------------
 
     def repair(self) -> None:
-        """Make the shards views of a flat buffer again where something replaced them."""
+        """Make the shards views of the flat buffer again if something replaced them."""
         if self.opened is not None:
             return
-        # In an evaluation too, what is made here has to serve training.
+        # Not inference tensors: they must serve later training.
         with torch.inference_mode(False):
             broken = self._repair_groups()
         if broken:
@@ -318,13 +314,13 @@ class Unit:
         return broken
 
     def note_versions(self) -> None:
-        """Remember of which shards the full parameters are made."""
+        """Note the versions of the shards that are about to be gathered."""
         assert self.root is not None
         self.staleness.note(self.root.thread)
 
     def is_stale(self) -> bool:
-        """Whether shards were written, or replaced, since the full parameters were gathered. Raises `RuntimeError` when
-        they were written in a way that leaves no sign."""
+        """Whether shards were written or replaced since the gather. Raises `RuntimeError` on a write that versions do
+        not show."""
         assert self.root is not None
         if self.staleness.is_written(self.root.thread):
             return True
@@ -334,10 +330,10 @@ class Unit:
         showing_full = full is Full.FULL
         return not all(group.is_aliased(showing_full=showing_full) for group in self.groups)
 
-    # ---- what is on the modules ----------------------------------------------------------------------------
+    # ---- parameters on the modules -------------------------------------------------------------------------
 
     def show_full(self) -> None:
-        """Put the full parameters on the modules, with the requires_grad the user gave the sharded ones."""
+        """Put the full parameters on the modules, with the `requires_grad` of the sharded ones."""
         changed = not self.gradients.is_known
         for group in self.groups:
             changed |= group.show_full()
@@ -354,7 +350,7 @@ class Unit:
 
 
 def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:
-    """Parameters that travel together: of one dtype, and each by itself that says how it is gathered."""
+    """Parameters that are gathered together: one group per dtype; each tensor extension is alone."""
     groups: dict[object, list[Found]] = {}
     for item in found:
         alone = has_extension(item.parameter, item.name)

@@ -1,10 +1,10 @@
-"""Ranks agree on what they do, failures have names, waits end. Knows neither units nor checkpoints.
+"""Detects ranks that disagree or fail, and ends waits for them. Independent of units and checkpoints.
 
-`watch` (one for a process: signs of life, waits, who finds out), `current` (that of the process group of now, and its
-end), `scope` (the ranks of a mesh: questions, failures, meetings), `wait` (the one way to wait), `diagnosis` (why waits
-last), `store` (what stands in the store), `process` (what can be seen of one from outside), `fault` and `errors` (what
-is told and raised), `order` (the order of messages, pure), `facts` (what a rank did to its shards, pure), `structure`
-(what a model is, pure), `question` (questions about long texts), `settings` (what users choose).
+`watch` (one per process: signs of life and waits), `current` (the watch of the current process group), `scope` (the
+ranks of a mesh: questions, failures, meetings), `wait` (waiting, and the user's settings), `leader` (the rank that
+reads all records), `diagnosis` (why waits last), `store` (records in the store), `process` (the state of a process),
+`errors` (faults and exceptions), `order` (the order of messages, pure), `facts` (changes of shards, pure), `structure`
+(the structure of a model, pure).
 """
 
 from . import structure as structure

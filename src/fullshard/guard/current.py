@@ -1,4 +1,4 @@
-"""The watch of the process group that is there now, and what is said when the process ends."""
+"""The watch of the current process group, and the report when the process ends."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .scope import Scope
 from .wait import AnyWatch, Settings
 from .watch import Watch
 
-# How long the process that serves the store waits at its end for others to read why.
+# How long the process that serves the store waits at its end until others have read why it ends.
 _LAST_SECONDS = 6.0
 
 _watches: dict[int, tuple[weakref.ref[dist.ProcessGroup], Watch | None]] = {}
-# The last one that was made: it says that the process ends, also where the process group was destroyed before.
+# The latest watch: it reports the end of the process even after the process group was destroyed.
 _latest: list[Watch] = []
 
 
 def watch() -> Watch | None:
-    """This process's; None where nobody is to be told anything (no process group, a fake one, a world of one)."""
+    """This process's watch; None without peers (no process group, a fake one, a single rank)."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD
@@ -46,7 +46,7 @@ def watch() -> Watch | None:
 
 
 def is_current(which: AnyWatch | weakref.ref[Watch]) -> bool:
-    """Whether `which` is of the process group that is there now. From any thread."""
+    """Whether `which` belongs to the current process group. Thread-safe."""
     which_now = which() if isinstance(which, weakref.ref) else which
     world = dist.group.WORLD if dist.is_initialized() else None
     known = None if world is None else _watches.get(id(world))
@@ -54,25 +54,25 @@ def is_current(which: AnyWatch | weakref.ref[Watch]) -> bool:
 
 
 def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
-    """The scope of these ranks; None where they have nobody to ask."""
+    """The scope of these ranks; None without a watch, or for a single rank."""
     here = watch()
     return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
 
 
 def mode() -> str:
-    """What ranks compare (`Settings`), also where there is nobody to compare with."""
+    """The guard mode (`Settings.mode`), also without peers."""
     here = watch()
     return here.settings.mode if here is not None else Settings.read(0.0).mode
 
 
 def has_peers() -> bool:
-    """Whether this process has somebody to ask."""
+    """Whether this process has peers."""
     return watch() is not None
 
 
 def _forked() -> None:
-    """A forked child is no rank: it has no thread, and must not speak in its parent's name. In a process group that it
-    makes itself it is."""
+    """A forked child is not a rank: it has no watch thread, and must not report in its parent's name. It becomes one in
+    a process group that it makes itself."""
     _watches.clear()
     _latest.clear()
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -84,7 +84,7 @@ def _end() -> None:
     known = list(_latest)
     if not known and not _watches:
         with suppress(Exception):
-            # Others may wait for this rank at their first use; it may end because of a setting that was refused.
+            # Without a watch yet (an invalid setting may end the process), peers may wait for it at their first use.
             world = dist.group.WORLD if dist.is_initialized() else None
             if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
                 known = [Watch(default_store(), default_store(), world.rank(), Settings())]

@@ -1,16 +1,16 @@
-"""Why ranks wait in vain, found in their records by one of them. Decides; asks nobody.
+"""Finds out from the ranks' records why they wait. Sends no requests itself.
 
     what is seen                                                    fault
     a record says that its rank failed, or that its process ended   what that rank says
     a process of this machine is gone                               lost
     no new record for the seconds of silence, and on its machine:   lost
         stopped, or used no processor time meanwhile (`witnesses`)
-    ranks that wait, each for one of them: the greatest such set     disagree: a proof, nobody of them can continue
-    somebody waits for longer than the process group allows         late: names who has not come, and where that rank is
+    ranks that wait, each for one of them: the greatest such set    disagree: a proof, none of them can continue
+    a rank waits for longer than the process group allows           late: names the absent ranks, and where they are
 
-A record may be old when it is read. For a false proof *all* ranks of a cycle would have to have gone on without a new
-record: what one of them waits for, and has got, another one has sent, which its record would say. So a proof counts
-when two readings show the same waits. And who looks late itself accuses nobody of silence (`Reader.forget`).
+A record may be stale when it is read. A false proof would require that *all* ranks of a cycle continued without a new
+record: if one got its message, another one sent it, and that one's record would show it. So a proof counts once two
+readings show the same waits. A rank that reads late itself reports no silence (`Reader.forget`).
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from .store import ranks_of
 from .structure import shown_ranks
 
 _NOTHING: Mapping[int, tuple[str, int]] = {}
-# How many waits a text names.
+# How many waits an error text names.
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank says of itself. See `Watch.record`."""
+    """The record of one rank. See `Watch.record`."""
 
     rank: int
     said: Mapping[str, Any]
 
     @property
     def wait(self) -> Mapping[str, Any] | None:
-        """What it waits for; None: it continues, as far as anybody knows."""
+        """Its wait; None: it is running, as far as is known."""
         found: Mapping[str, Any] | None = self.said.get("wait")
         return found
 
     @property
     def place(self) -> str:
-        """Where it is, in the user's words."""
+        """Its place in the user's code."""
         at = self.said.get("at") or ""
         return f" ({at})" if at else ""
 
     def far(self, scope: str) -> Mapping[str, Any] | None:
-        """How far it has come in that scope; None: it never was there."""
+        """Its progress in that scope; None: it was never in it."""
         found: Mapping[str, Any] | None = self.said.get("far", {}).get(scope)
         return found
 
     def waits_in(self, scope: str, epoch: int) -> bool:
-        """Whether it waits for what its ranks send in that epoch."""
+        """Whether it waits for other ranks in that scope and epoch."""
         wait = self.wait or {"kind": "", "scope": "", "epoch": 0}
         return wait["kind"] in ("ask", "message", "connect") and (wait["scope"], wait["epoch"]) == (scope, epoch)
 
     def has_come(self, wait: Mapping[str, Any]) -> bool:
-        """Whether it has done what another rank, which is in `wait`, waits for."""
+        """Whether it has done its part for `wait` of another rank."""
         if wait["kind"] == "torch":
             issued = self.said.get("torch", {}).get(wait["name"])
             return issued is None or issued >= wait["number"]
@@ -81,7 +81,7 @@ class Record:
 
 @dataclass
 class _Seen:
-    """A record as it is since `since`; `used`: the processor time of its process then."""
+    """A record that is unchanged since `since`; `used`: the processor time of its process then."""
 
     text: str
     record: Record
@@ -90,7 +90,7 @@ class _Seen:
 
 
 class Reader:
-    """What one rank has seen of the others' records, on its own clock."""
+    """One rank's observations of the others' records, on its own clock."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -98,12 +98,12 @@ class Reader:
         self._stuck: frozenset[tuple[int, float]] = frozenset()
 
     def forget(self) -> None:
-        """This rank was late itself: begin to count anew."""
+        """This rank was late itself: restart all observations."""
         self._seen.clear()
         self._stuck = frozenset()
 
     def read(self, texts: Mapping[int, str], now: float) -> dict[int, Record]:
-        """The records among `texts`: one that is mail to its rank is what it was before."""
+        """The records in `texts`. Mail in place of a record counts as the rank's previous record."""
         found = {}
         for rank, text in texts.items():
             known = self._seen.get(rank)
@@ -117,32 +117,32 @@ class Reader:
         return found
 
     def is_quiet(self, record: Record, seconds: float, now: float) -> bool:
-        """Whether its rank gave no sign of life for so long."""
+        """Whether its rank gave no sign of life for `seconds`."""
         return now - self._seen[record.rank].since >= seconds
 
     def condition(self, record: Record, seen: Mapping[int, tuple[str, int]]) -> tuple[str, int]:
-        """Of its process: as it is on this machine, or as a rank of its own machine has `seen` it."""
+        """The condition of its process, seen from this machine, or as a rank of its own machine has `seen` it."""
         here = self._host.condition(record.said["process"])
         return seen.get(record.rank, here) if here[0] == "unknown" else here
 
     def lost(self, record: Record, silence: float, now: float, told: Mapping[int, tuple[str, int]] = _NOTHING) -> str:
-        """What is wrong with the process of `record`; "": nothing. `told`: what ranks of other machines have seen."""
+        """The problem with the process of `record`; "" if none. `told`: observations by ranks of other machines."""
         what, used = self.condition(record, told)
         if what == "gone" and "ended" not in record.said:
             return "gave no sign of life since its process has ended"
         seen = self._seen[record.rank]
-        seen.used = seen.used or used  # the first that is known of it
+        seen.used = seen.used or used  # the first known value
         if not silence or now - seen.since < silence:
             return ""
         if what == "exists" and used > seen.used:
-            # It computes: some call holds the interpreter lock, and nothing else is wrong.
+            # It computes: a call holds the GIL, nothing is wrong.
             seen.since, seen.used = now, used
             return ""
         how = {"stopped": "it is stopped", "exists": "it exists and does nothing", "gone": "it has ended"}
         return f"gave no sign of life for {silence:g} s: {how.get(what, 'killed, stopped or hanging')}{record.place}"
 
     def stuck(self, records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -> dict[int, Record]:
-        """Ranks that wait for each other, seen twice. `over`: scopes and epochs in which somebody failed."""
+        """Ranks that wait for each other, seen twice. `over`: scopes and epochs in which a rank failed."""
         found = stuck(records, over)
         waits = frozenset((rank, record.said["wait"]["since"]) for rank, record in found.items())
         before, self._stuck = self._stuck, waits
@@ -156,7 +156,7 @@ def _loads(text: str) -> dict[str, Any] | None:
 
 
 def witnesses(quiet: Iterable[Record], others: Iterable[Record]) -> dict[int, int]:
-    """Of each rank of `quiet` another one on the same machine, which can see its process."""
+    """For each rank of `quiet` another one on the same machine, which can see its process."""
     machines: dict[str, int] = {}
     for record in others:
         machines.setdefault(_machine(record), record.rank)
@@ -164,7 +164,7 @@ def witnesses(quiet: Iterable[Record], others: Iterable[Record]) -> dict[int, in
 
 
 def seen_by(others: Iterable[Record]) -> dict[int, tuple[str, int]]:
-    """What ranks say of the processes that they were asked to look at, by rank."""
+    """The conditions of processes that ranks were asked to look at, by rank."""
     told = (item for record in others for item in record.said.get("sees", {}).items())
     return {int(rank): (what, used) for rank, (what, used) in told}
 
@@ -174,7 +174,7 @@ def _machine(record: Record) -> str:
 
 
 def missing(wait: Mapping[str, Any], records: Mapping[int, Record], own: int) -> list[int]:
-    """The ranks that `wait`, of rank `own`, is for and that have not come."""
+    """The ranks that `wait`, of rank `own`, waits for and that have not done their part."""
     return [rank for rank in ranks_of(wait["ranks"]) if rank != own and not _has_come(rank, wait, records)]
 
 
@@ -183,23 +183,23 @@ def _has_come(rank: int, wait: Mapping[str, Any], records: Mapping[int, Record])
 
 
 def needed(records: Iterable[Record]) -> set[int]:
-    """The ranks that somebody waits for, whether they have come or not."""
+    """The ranks that any rank waits for, whether or not they have done their part."""
     ranks = {str(wait["ranks"]): wait["ranks"] for record in records if (wait := record.wait) is not None}
     return {rank for its in ranks.values() for rank in ranks_of(its)}
 
 
 def _alike(wait: Mapping[str, Any]) -> tuple[object, ...]:
-    """Equal for waits that are for the same: of ten thousand ranks nearly all."""
+    """A key that is equal for equal waits, which nearly all of ten thousand ranks have."""
     name = "" if wait["kind"] == "ask" else wait["name"]
     return wait["kind"], wait["scope"], wait["epoch"], name, wait["number"], str(wait["ranks"])
 
 
 def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -> dict[int, Record]:
-    """The greatest set of ranks each of which waits for one of the set: nobody of them can continue."""
+    """The greatest set of ranks each of which waits for one of the set: none of them can continue."""
     failed = [one for record in records.values() for one in record.said.get("failed", {}).items()]
     over = {*over, *((scope, said["epoch"]) for scope, said in failed)}
     waiting = {rank: record for rank, record in records.items() if record.wait is not None and _proves(record, over)}
-    # Ranks by what they wait for, and of that the ranks that have not come and wait themselves.
+    # Ranks by wait; and for each wait, the absent ranks that wait themselves.
     members: dict[tuple[object, ...], list[int]] = {}
     for rank, record in waiting.items():
         members.setdefault(_kind_of(record), []).append(rank)
@@ -208,7 +208,8 @@ def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -
     }
     for one, (rank, *_) in members.items():
         if waiting[rank].said["wait"]["also"] == "device":
-            # Its host continues, and may come to anything but what it has passed: those who wait for it before that.
+            # Its host continues and may still do anything except what it has passed: only ranks that wait for something
+            # before that stay blocked by it.
             before = {other for other in absent[one] if _is_before(waiting[other], waiting[rank])}
             absent[one] = {other for other in before if rank in absent[_kind_of(waiting[other])]}
     waited_for: dict[int, list[tuple[object, ...]]] = {}
@@ -220,7 +221,7 @@ def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -
     while changed or free:
         while changed:
             one = changed.pop()
-            if len(absent[one]) <= 1:  # nobody waits for himself
+            if len(absent[one]) <= 1:  # a rank does not wait for itself
                 free += [rank for rank in members[one] if absent[one] <= {rank}]
         while free:
             rank = free.pop()
@@ -232,7 +233,7 @@ def stuck(records: Mapping[int, Record], over: Iterable[tuple[str, int]] = ()) -
 
 
 def _kind_of(record: Record) -> tuple[object, ...]:
-    """Equal for ranks that wait for the same; what a device waits for is a matter of its rank."""
+    """A key that is equal for ranks with equal waits; a wait of a device belongs to its rank only."""
     wait = record.said["wait"]
     return (*_alike(wait), record.rank if wait["also"] == "device" else -1)
 
@@ -244,16 +245,15 @@ def _is_before(record: Record, passed: Record) -> bool:
 
 
 def _proves(record: Record, over: Container[tuple[str, int]]) -> bool:
-    """Whether its wait is the only thing that the rank does, and will not be ended anyway, as all of an epoch in which
-    somebody failed."""
+    """Whether its wait blocks the rank entirely, and is not ended anyway because a rank failed in that epoch."""
     wait = record.said["wait"]
     if record.said.get("beside"):
-        return False  # another thread of it sends, too
+        return False  # another thread of that rank sends, too
     return wait["kind"] in ("torch", "meet") or (wait["scope"], wait["epoch"]) not in over
 
 
 def meetings(found: Mapping[int, Record], scope: str) -> dict[str, float]:
-    """Since when ranks of `found` meet in that scope: what a fault ends of these."""
+    """The start of each meeting of ranks of `found` in that scope, which a fault ends."""
     waits = [(rank, record.wait) for rank, record in found.items() if record.wait is not None]
     return {str(rank): one["since"] for rank, one in waits if (one["kind"], one["scope"]) == ("meet", scope)}
 
@@ -297,7 +297,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def late(wait: Mapping[str, Any], records: Mapping[int, Record], own: int, seconds: float) -> Fault:
-    """What to say of a wait that has lasted as long as the process group allows."""
+    """The fault for a wait that reached the time limit of the process group."""
     absent = missing(wait, records, own) or [rank for rank in ranks_of(wait["ranks"]) if rank != own] or [own]
     told = [_whereabouts(rank, records.get(rank)) for rank in absent[:_SHOWN]]
     more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
@@ -319,14 +319,14 @@ def _whereabouts(rank: int, record: Record | None) -> str:
 
 
 def published(records: Iterable[Record], scope: str, epoch: int) -> list[Fault]:
-    """What ranks of `scope` say of themselves, in its `epoch`."""
+    """The faults that ranks of `scope` report of themselves, in its `epoch`."""
     found = []
     for record in records:
         said = record.said.get("failed", {}).get(scope)
         if said is not None:
             found.append(Fault(**said))
         if "ended" in record.said:
-            # One that never was there will not come either.
+            # A rank that was never in the scope will not come either.
             far = record.far(scope) or {"epoch": epoch, "issued": {}, "asked": 0}
             found.append(
                 Fault(

@@ -1,4 +1,4 @@
-"""What is raised when ranks disagree, or when one of them is gone: ordinary `RuntimeError`s, on every rank."""
+"""The exceptions for ranks that disagree or fail: `RuntimeError`s, raised on every rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 class PeerFailed(RuntimeError):
     """Another rank raised, was killed, was stopped or ended while this one waits for it.
 
-    `rank`: of the default process group. `step`: optimizer steps that rank had taken. `unit`: what it was
-    doing, with the name of the sharded module ("the gather of layers.3"), "" where that is not known. `text`: what that
-    rank said.
+    `rank`: its rank in the default process group. `step`: the number of optimizer steps it had taken. `unit`: its
+    activity, with the name of the sharded module ("the gather of layers.3"), or "" if unknown. `text`: its error.
     """
 
     def __init__(self, message: str, *, rank: int, step: int = -1, unit: str = "", text: str = "") -> None:
@@ -28,7 +27,7 @@ class PeerFailed(RuntimeError):
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks were about to do different things, or have different models. `by_rank`: what each of them had."""
+    """Ranks were about to do different things, or have different models. `by_rank`: the value on each rank."""
 
     def __init__(self, message: str, *, what: str = "", by_rank: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
@@ -39,27 +38,27 @@ class RanksDisagree(RuntimeError):
 
 
 # ---- fault -----------------------------------------------------------------------------------------------------------
-# What a rank says to the others when it fails, or what is found out about it.
+# The failure of a rank, reported by itself or found by another one.
 
-# A longer text is cut before it is sent: it is for an error message.
+# Longer texts are cut before they are sent.
 TEXT_CHARACTERS = 2000
-# What somebody else finds out about a rank, and not the rank itself: it holds for every wait of the epoch.
+# Kinds found by another rank: they end every wait of the epoch.
 _FOUND = ("lost", "late", "disagree")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why waits for `rank` are in vain. `kind`:
+    """Why waits for `rank` will never end. `kind`:
 
         raised     an exception left a step of that rank
         ended      its process ended
         lost       it is gone, stopped or silent: found by another rank
         late       it did not come within the time limit of the process group: found by another rank
         disagree   ranks do different things: found by another rank
-        look       none of these: `text` is a process of this machine, which gives no sign of life; look at it
+        look       not a fault: a request to check the silent process `text` on this machine
 
-    `scope`, `epoch`: where it counts (scope.py). `issued`: how many messages the rank had sent over each data group of
-    that scope, `asked`: how many questions it had answered. Who waits for one of these will get it.
+    `scope`, `epoch`: where it is valid (scope.py). `issued`: how many messages the rank had sent over each data group
+    of that scope; `asked`: how many questions it had answered. Waits for these messages and answers still complete.
     """
 
     rank: int
@@ -71,18 +70,17 @@ class Fault:
     doing: str = ""
     issued: Mapping[str, int] = field(default_factory=dict)
     asked: int = 0
-    # How many of the rank's guarded blocks had failed, with this one.
+    # How many of the rank's guarded blocks had failed, this one included.
     attempts: int = 0
-    # The exception is not known yet: it is said again, with that.
+    # The exception is not known yet: the fault is published again with it.
     vague: bool = False
-    # Of what was found out: by rank, since when it meets after a failure, which is in vain too. That meeting and no
-    # other one.
+    # For found faults: since when each rank has been in a meeting. The fault ends that meeting and no other.
     meets: Mapping[str, float] = field(default_factory=dict)
-    # Its process has ended, and was seen to: it will not come back.
+    # Its process was observed to have ended: it will not come back.
     gone: bool = False
 
     def dumps(self, rank: int = -1) -> str:
-        """For `rank`: of the meetings its own. Ten thousand are too many for a text."""
+        """The text for `rank`, with its own meeting only: ten thousand would be too long."""
         one = str(rank)
         meets = {one: self.meets[one]} if one in self.meets else {}
         return json.dumps(asdict(replace(self, meets=meets)), separators=(",", ":"))
@@ -93,7 +91,7 @@ class Fault:
 
     @property
     def is_found(self) -> bool:
-        """Whether another rank found it out, so that it holds whatever the rank had sent."""
+        """Whether another rank found it, so that it ends waits whatever the rank had sent."""
         return self.kind in _FOUND
 
     @property
@@ -105,11 +103,11 @@ class Fault:
         return f"rank {self.rank} {'ended' if self.kind == 'ended' else 'raised'}{step}{doing}: {self.text}"
 
     def withholds(self, group: str, number: int) -> bool:
-        """Whether message `number` of the data group of that name will not be sent by the rank that failed."""
+        """Whether the failed rank will not send message `number` of the data group `group`."""
         return self.is_found or self.issued.get(group, number) < number
 
     def error(self, waiting: str = "") -> RuntimeError:
-        """What the others raise; `waiting`: what this rank is waiting for."""
+        """The exception for the other ranks; `waiting`: what this rank waits for."""
         if self.kind == "disagree":
             return RanksDisagree(self.text)
         return PeerFailed(

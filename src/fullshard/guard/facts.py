@@ -1,7 +1,7 @@
-"""What a rank does to its shards, as named texts and one digest that ranks compare. Standard library only.
+"""Changes that a rank makes to its shards, as named texts and one digest that ranks compare. Standard library only.
 
-A `Ledger` belongs to the ranks of one mesh and one root. It holds what stands (settings) and what was done since the
-last comparison (deeds), in order:
+A `Ledger` belongs to the ranks of one mesh and one root. It holds current settings ("standing" facts) and, in order,
+the actions since the last comparison ("deeds"):
 
     fact                                        taken        where it is taken
     settings of reductions (divide factor,      on change    the setters of `FSDPModule`
@@ -10,18 +10,19 @@ last comparison (deeds), in order:
                                                 load, change
     optimizer: class, options of each group     each step    after `optimizer.step()`; texts are made of what changed
       (lr, weight_decay, ...), parameters
-    optimizer: how much state there is, and     each step    likewise
+    optimizer: how much state there is, and     each step    after `optimizer.step()`
       its step counter; state replaced
-    gradients written since their reduction     each step    likewise, by version counters
-    parameters written between steps            each step    before the first reduction of a backward, likewise
+    gradients written since their reduction     each step    after `optimizer.step()`, by version counters
+    parameters written between steps            each step    before the first reduction of a backward, by version
+                                                             counters
     `clip_grad_norm_`: arguments                each call    the call; its place among the deeds says before or after
     `GradScaler`: scale, growth                 each call    `unscale_`, or `step` without it
     gradients that tensor hooks changed         each time    the end of a backward
     loads of parameters                         each load    the hooks of `load_state_dict`
-    messages of which no order is known yet     first step   on a device alone: elsewhere they are compared before
+    messages of which no order is known yet     first step   on a device only: elsewhere they are compared before
 
-The number of steps taken is the number of their deeds. Two ranks whose ledgers say the same have the same digest; where
-digests differ, ranks tell each other the ledgers (`Sealed.text`) and `differences` finds what differs, the cause first.
+Each optimizer step is one deed. Equal ledgers have equal digests. If digests differ, ranks exchange the ledgers
+(`Sealed.text`), and `differences` lists the differences, causes first.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from .structure import shown_ranks
 
 # The deed of an optimizer's step.
 STEP = "optimizer.step"
-# More than so many since the last comparison are kept as a digest.
+# If there are more since the last comparison, the older ones are folded into a digest.
 _MOST_DEEDS = 64
-# What to do, by the kind of a fact.
+# The advice in an error, by the kind of a fact.
 ADVICE = {
     "settings": "call the setters of FSDPModule with the same arguments on all ranks",
     "outside": "give it to fully_shard, reduce its gradients yourself, or freeze it; fullshard.find_drift(model) lists "
@@ -60,7 +61,7 @@ ADVICE = {
 
 
 class Fact(NamedTuple):
-    """One thing that ranks have to have the same of. `kind` is a key of `ADVICE`."""
+    """One value that must be equal on all ranks. `kind` is a key of `ADVICE`."""
 
     kind: str
     name: str
@@ -68,14 +69,14 @@ class Fact(NamedTuple):
 
 
 class Deed(NamedTuple):
-    """Something that was done, and how: its facts in a fixed order."""
+    """One action, with its facts in a fixed order."""
 
     name: str
     facts: tuple[Fact, ...]
 
 
 class Difference(NamedTuple):
-    """A fact that differs; which ranks have which value of it, those of most ranks first."""
+    """A fact that differs: its values with their ranks, the most frequent first."""
 
     fact: Fact
     values: tuple[tuple[str, tuple[int, ...]], ...]
@@ -93,18 +94,18 @@ class Difference(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """What is compared: what was done, what stands, and of replicas the ranks that have the same and what they have."""
+    """The compared content: deeds, standing facts, and for replicas their ranks and common facts."""
 
     deeds: tuple[Deed, ...]
     standing: tuple[Fact, ...]
     replicas: tuple[str, tuple[Fact, ...]] | None
-    # Of what all ranks have the same of; and of what replicas have besides, 0 where they have nothing.
+    # The digest of the facts of all ranks; and of those of replicas only, 0 if there are none.
     digest: int
     shared: int
 
     @property
     def text(self) -> str:
-        """All of it, as ranks tell it to each other; made only where digests differ."""
+        """The full content, which ranks exchange only if digests differ."""
         return _dumps([self.deeds, self.standing, self.replicas])
 
 
@@ -115,19 +116,19 @@ class Ledger:
         self._standing: dict[str, Fact] = {}
         self.deeds: list[Deed] = []
         self._replicas: tuple[str, tuple[Fact, ...]] | None = None
-        # What stands, in order, and its digest; None: something changed. Digests of deeds, of which most come again.
+        # Standing facts in order, and their digest; None after a change. A cache of deeds' digests, which recur.
         self._stands: tuple[tuple[Fact, ...], int] | None = None
         self._known: dict[Deed, int] = {}
         self._last: Sealed | None = None
 
     def stand(self, fact: Fact) -> None:
-        """`fact` holds from now on, instead of what stood under its name."""
+        """Set `fact`, replacing the standing fact of its name."""
         if self._standing.get(fact.name) != fact:
             self._standing[fact.name] = fact
             self._stands = None
 
     def do(self, deed: Deed) -> None:
-        """It was done."""
+        """Append `deed`."""
         if len(self.deeds) >= _MOST_DEEDS:
             folded, self.deeds = self.deeds[: _MOST_DEEDS // 2], self.deeds[_MOST_DEEDS // 2 :]
             before = Fact("calls", "digest of the calls before the last ones", f"{digest_of(_dumps(folded)):016x}")
@@ -135,11 +136,11 @@ class Ledger:
         self.deeds.append(deed)
 
     def share(self, among: str, facts: Sequence[Fact]) -> None:
-        """For the next comparison: the ranks `among` have the same of these."""
+        """Add, for the next comparison only, facts that must be equal among the ranks `among`."""
         self._replicas = among, tuple(facts)
 
     def seal(self) -> Sealed:
-        """All of it. What was done is past then. Where nothing changed it is the same object as the last time."""
+        """Return the content and clear the deeds. Returns the same object as the last time if nothing changed."""
         deeds, self.deeds = _in_one_order(self.deeds), []
         last, replicas = self._last, self._replicas
         if last is not None and self._stands is not None and replicas is None and deeds == last.deeds:
@@ -166,13 +167,13 @@ class Ledger:
         return known
 
     def forget(self) -> None:
-        """What was done is no matter any more: ranks begin anew, and some were further than others."""
+        """Drop all deeds: after a failure ranks restart, and some had got further than others."""
         self.deeds, self._replicas = [], None
 
 
 def _in_one_order(deeds: list[Deed]) -> tuple[Deed, ...]:
-    """`deeds`, with steps of several optimizers one after the other in an order of ours: which of them was first
-    changes nothing, because each has parameters of its own."""
+    """`deeds`, with consecutive steps of several optimizers sorted: their order has no effect, because each optimizer
+    has its own parameters."""
     if len(deeds) < 2:
         return tuple(deeds)
     runs = (list(run) for _, run in groupby(deeds, key=lambda deed: deed.name == STEP))
@@ -189,8 +190,7 @@ def _dumps(value: object) -> str:
 
 
 def differences(told: Mapping[int, str]) -> Iterator[Difference]:
-    """What differs among the ledgers that ranks told, a cause before what comes of it: what was done, then what stands,
-    then replicas."""
+    """The differences between the ranks' ledgers, causes before effects: deeds, then standing facts, then replicas."""
     ledgers = {rank: json.loads(text) for rank, text in sorted(told.items())}
     deeds = {rank: [Deed(name, _facts(facts)) for name, facts in done] for rank, (done, _, _) in ledgers.items()}
     for place in range(max(map(len, deeds.values()))):
@@ -210,7 +210,7 @@ def differences(told: Mapping[int, str]) -> Iterator[Difference]:
 
 
 def _called(deed: Deed) -> str:
-    """`deed`, with what it was done to where no other text names it."""
+    """`deed` as text, with its object if no other text names that."""
     first = deed.facts[0]
     if first.kind == "hooks":
         return f"{deed.name} of {first.value}"
@@ -243,7 +243,7 @@ def _shortened(value: str) -> str:
 
 
 def first_unlike(listed: Mapping[int, Sequence[str]]) -> str:
-    """Of lists of names that differ, what the error says: which names some ranks have and others have not.
+    """The error text for lists of names that differ: names that only some ranks have.
 
     >>> first_unlike({0: ["a", "b"], 1: ["a"]})
     'b (not on rank 1)'

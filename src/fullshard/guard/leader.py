@@ -1,7 +1,7 @@
-"""The rank that reads: of those that wait in a scope, one claims to, reads the records of all, and tells them why they
-wait (diagnosis.py says what the records show).
+"""The leader: one of the ranks that wait in a scope reads the records of all, and tells them why they wait
+(diagnosis.py interprets the records).
 
-It costs that rank one request each second or two, and the others one of four of their own: the attempt to become it.
+It costs the leader one request each second or two. The others spend one of four requests on trying to become it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .scope import Scope
 from .store import ranks_of
 from .wait import PATIENCE_SECONDS, AnyWatch, Wait, pace
 
-# A rank that waits tries so seldom to become the one that reads: as a part of its requests.
+# A waiting rank tries to become the leader with one of so many requests.
 _CLAIM_EACH = 4
 _CLAIMING = 250
 
 
 class _Watch(AnyWatch, Protocol):
-    """With what its leader needs besides."""
+    """`AnyWatch` with the attributes that its leader needs."""
 
     scopes: dict[tuple[tuple[int, ...], str], Scope]
     lately: list[Fault]
@@ -31,50 +31,50 @@ class _Watch(AnyWatch, Protocol):
 
 
 class Leader:
-    """What a rank does as the one that reads, and to become it. Held by its `Watch`."""
+    """Reads the records of scopes that this rank leads, and claims leadership. Held by its `Watch`."""
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
         self._records, self._host = watch.records, watch.host
         self._reader = Reader(watch.host)
-        # The scopes whose records it reads now, by name.
+        # The scopes that this rank leads, by name.
         self.leads: dict[str, Scope] = {}
         self._read = 0.0
         self._idle_reads = 0
         # Ranks known to have a record.
         self._joined: frozenset[int] = frozenset()
-        # What was delivered already.
+        # The faults that were already delivered.
         self._told: set[tuple[object, ...]] = set()
-        # By scope, who waited there at the last reading though its epoch is over.
+        # By scope: the ranks that waited there at the last reading although a fault was delivered.
         self._still: dict[str, set[int]] = {}
-        # Of the wait for which this rank last tried to become the one that reads; and when it took a dead one's place.
+        # The wait for which this rank last tried to become leader; and when it replaced a dead leader.
         self._claimed_for: object = None
         self._requests = 0
         self._takeovers: dict[str, int] = {}
 
     def forget(self) -> None:
-        """This rank was late itself: what it has seen of the others counts no more."""
+        """This rank was late itself: discard its observations of the others."""
         self._reader.forget()
 
     def claims(self, wait: Wait, is_told: bool) -> bool:
-        """Whether the next request is for becoming the one that reads. Not before the record tells of `wait`."""
+        """Whether the next request tries to become the leader. Not before the record reports `wait`."""
         self._requests += 1
         if wait.scope is None or wait.scope.name in self.leads or not is_told:
             return False
         if self._claimed_for is not wait:
             self._claimed_for, self._requests = wait, 0
-        # Of very many ranks a few claim at a time, and the others fetch what they were told.
+        # With very many ranks a few claim at a time, and the others fetch their mail.
         each = max(_CLAIM_EACH, len(wait.scope.ranks) // _CLAIMING)
         turn = self._watch.rank % each if each > _CLAIM_EACH else 0
         return self._requests % each == turn
 
     def claim(self, wait: Wait, now: float) -> None:
-        """Become the one that reads where this rank waits, unless another one is that."""
+        """Become the leader of the scope in which this rank waits, unless another rank is."""
         scope = wait.scope
         assert isinstance(scope, Scope)
         key = f"{scope.base}/reader"
         holder = self._records.claim(key)
-        # A reader that is gone reads nothing: whoever has waited for so long takes its place.
+        # A dead leader reads nothing: a rank that has waited for so long takes its place.
         patience = self._watch.settings.silence_seconds + self._watch.settings.beat_seconds
         if holder != str(self._watch.rank) and self._watch.settings.silence_seconds and now - wait.since > patience:
             turn = int((now - wait.since) / patience)
@@ -82,7 +82,7 @@ class Leader:
                 self._takeovers[key] = turn
                 holder = self._records.claim(key, holder)
         if now - wait.since > self._watch.settings.limit_seconds:
-            # The one that reads may have begun to wait later: one of those who have waited for too long reads as well.
+            # The leader may have begun to wait later, so one of the ranks over the time limit reads as well.
             holder = self._records.claim(f"{scope.base}/late")
         if holder == str(self._watch.rank):
             self.leads[scope.name] = scope
@@ -90,7 +90,7 @@ class Leader:
             self._read = 0.0
 
     def read(self, own: Wait | None, now: float) -> None:
-        """Read the records of the scopes that this rank leads, where it is time; `own`: what it waits for itself."""
+        """Read the records of the scopes that this rank leads, if it is time; `own`: this rank's own wait."""
         if self.leads and now - self._read >= self._reading_seconds():
             self._read = now
             for scope in list(self.leads.values()):
@@ -107,7 +107,7 @@ class Leader:
             self._joined = self._records.joined()
         wanted = everyone & self._joined
         records = self._reader.read(self._records.of(sorted(wanted)), now)
-        # Those whom somebody waits for, and whom these wait for, on whatever meshes.
+        # Also the ranks that they wait for, transitively, on any mesh.
         while more := diagnosis.needed(records.values()) - wanted:
             if not self._joined >= more:
                 self._joined = self._records.joined()
@@ -135,24 +135,24 @@ class Leader:
                 self._deliver(scope, self._found(scope, record, text, records, gone), now)
         told = scope.causes()
         if told:
-            # Who waits there still has not read it, or somebody else overwrote it.
+            # Ranks that still wait there have not read it, or another message overwrote it.
             still = {rank for rank in waiting if records[rank].waits_in(scope.name, scope.epoch)}
             if again := still & self._still.get(scope.name, set()):
                 self._watch.tell(again, scope.telling(told[-1]))
             self._still[scope.name] = still
         over = {(one.name, one.epoch) for one in list(self._watch.scopes.values()) if one.causes()}
         stuck = self._reader.stuck(records, over)
-        # Once; but who raises because of that, and tries again, may wait in vain again.
+        # Only once, but ranks that raised because of it and meet may wait for each other again.
         if stuck and (diagnosis.meetings(stuck, scope.name) or not any(fault.is_found for fault in scope.causes())):
             self._disagree(stuck, now)
         limit = self._watch.settings.limit_seconds
         if wanted - records.keys():
-            limit += self._watch.settings.beat_seconds  # mail stands where a record was: a new one comes by then
+            limit += self._watch.settings.beat_seconds  # mail replaced a record: a new one comes by then
         if own is not None and own.scope is scope and now - own.since > limit:
             self._deliver(scope, diagnosis.late(own.told(), records, self._watch.rank, now - own.since), now)
 
     def _seen_elsewhere(self, records: Sequence[Record], silence: float, now: float) -> Mapping[int, tuple[str, int]]:
-        """What ranks of other machines see of processes there that are quiet for a while; they are asked here."""
+        """The state of quiet processes on other machines, as ranks there report it; asks those ranks."""
         quiet = [record for record in records if silence and self._reader.is_quiet(record, silence / 2, now)]
         if not quiet:
             return {}
@@ -173,7 +173,7 @@ class Leader:
         return Fault(record.rank, "lost", text, scope.name, scope.epoch, step, doing, meets=meets, gone=gone)
 
     def _disagree(self, found: Mapping[int, Record], now: float) -> None:
-        """Tell all scopes in which somebody of `found` waits."""
+        """Tell all scopes in which a rank of `found` waits."""
         text = diagnosis.disagreement(found, self._explained)
         first = min(found)
         told: dict[tuple[str, int], list[int]] = {}
@@ -192,7 +192,7 @@ class Leader:
                 self._watch.tell(ranks, [fault])
 
     def _explained(self, found: Mapping[int, Record]) -> str | None:
-        """The words of a question for why some ask it while others wait elsewhere."""
+        """The question's own explanation of why some ranks ask it while others wait elsewhere."""
         for _, record in sorted(found.items()):
             wait = record.said["wait"]
             for scope in list(self._watch.scopes.values()):

@@ -1,17 +1,17 @@
-"""The order of messages on which ranks agreed: what each is about to send is compared before it is sent.
+"""The agreed order of messages: ranks compare each unexpected message before they send it.
 
-Messages of one group match by their place in its order and by nothing else. Two ranks that run units of equal shapes
-in another order exchange wrong values without a word; with unequal sizes, or one message more, they abort or hang.
+Messages of one group match by their position in its order only. Ranks that run units of equal shapes in different
+orders silently exchange wrong values; with different sizes or message counts they abort or hang.
 
     action     one message, as a value with a text form:  gather 0.3 layers.2 float32*1024 stepped
-    start      an action after an optimizer step, or the first of an evaluation: the program begins anew
-    script     the actions from one start to the next, as they were done when the ranks were last there
-    expected   the next action of the script. Every rank has the same one: it follows from the actions before
-    question   what a rank asks the others through the store, because it is about to do something else
+    start      an action after an optimizer step, or the first of an evaluation: the program starts over
+    script     the actions from one start to the next, as recorded the last time
+    expected   the next action of the script. It follows from earlier actions, so every rank has the same
+    question   sent to the others through the store by a rank that is about to deviate
 
-What is expected is sent, and nobody is asked: a program that repeats itself costs nothing. Where a script is known and
-a rank deviates, it has to ask through the store: the others may wait for its message. Where none is known, none is
-known on any rank, so all compare what they are about to send by a small message (`Order.expected` is None).
+An expected action is sent without a comparison: a program that repeats itself costs nothing. If a script is known, a
+rank that deviates must ask through the store, because the others may wait for its message. If none is known, none is
+known on any rank, so all compare their next action by a small message (`Order.expected` is None).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-# What an action may say beside its kind, unit and sizes.
+# The flags of an action, beside its kind, unit and sizes.
 FLAGS = (
     "stepped",  # the first after an optimizer step; once for each step
     "eval",  # the first of a forward without gradients
@@ -29,21 +29,21 @@ FLAGS = (
     "accumulated",  # gradients of several backwards
     "partials",  # with sums that were not all-reduced
     "keep",  # not all-reduced
-    # To be added to a .grad that is there, and no longer so. Said where it changes, so that one zero_grad for each step
-    # says nothing, nor does none at all.
+    # Adds to an existing .grad; and no longer does. Only changes are flagged, so that neither one zero_grad per step
+    # nor none at all sets a flag.
     "added",
     "cleared",
 )
 _STARTS = ("stepped", "eval", "train")
-# What programs gather themselves, outside of the units' own messages.
+# Gathers by the program itself, outside of the units' own messages.
 _BY_HAND = ("full", "open")
-# So many different sequences from one start are remembered.
+# How many different scripts are kept per start.
 _VARIANTS = 8
 
 
 class Action(NamedTuple):
-    """One message of a unit. `family`: the root it belongs to, counted in the order in which they came up; `unit`: its
-    index there; `sizes`: what is sent, by group, one word."""
+    """One message of a unit. `family`: its root's number, in the order in which roots formed; `unit`: its index there;
+    `sizes`: the sizes sent, by group, as one word."""
 
     kind: str
     family: int
@@ -57,12 +57,12 @@ class Action(NamedTuple):
 
     @property
     def doing(self) -> str:
-        """What a rank does that compares it with the others, in words."""
+        """The activity of a rank that compares this action, in words."""
         return f"a comparison, about to {_phrase(self)}"
 
     @property
     def starts(self) -> bool:
-        """Whether the program begins anew with it."""
+        """Whether the program starts over with it."""
         return any(flag in _STARTS for flag in self.flags)
 
 
@@ -82,7 +82,7 @@ def parse_action(text: str) -> Action:
 
 
 class Question(NamedTuple):
-    """What a rank is about to do at a place; `expected`: what it would not have asked about, if anything."""
+    """A rank's next action at a place; `expected`: the action that would have needed no question, if any."""
 
     place: int
     action: Action
@@ -112,43 +112,43 @@ class _Script:
 
 
 class Order:
-    """The place of one rank in the order of a set of ranks.
+    """The position of one rank in the common order of a set of ranks.
 
         if not order.follows(action):
             ...  # compare it with the others; if all of them do the same:
             order.enter(action)
 
-    `limit`: how many actions are kept. When there are more all scripts are forgotten, on all ranks at the same place.
+    `limit`: how many actions are kept. Beyond it all scripts are dropped, on all ranks at the same place.
     """
 
     def __init__(self, *, limit: int = 20_000) -> None:
-        # How many actions went before; how many roots came up.
+        # The number of actions so far; the number of roots so far.
         self.place = self.families = 0
         self._limit = limit
         self._kept = 0
-        # By what they start with: the last ones, the latest first.
+        # By start, the latest first.
         self._scripts: dict[Action, list[_Script]] = {}
-        # What this rank follows, and how far it is; or what it does where it follows none.
+        # The script that this rank follows and its position in it; or the new actions if it follows none.
         self._script: _Script | None = None
         self._at = 0
         self._new: list[Action] = []
 
     @property
     def expected(self) -> Action | None:
-        """What is sent without a question; None: nothing is, on any rank."""
+        """The action that needs no question; None: every action needs one, on all ranks."""
         script = self._script
         if script is None:
             return None
         return script.actions[self._at] if self._at < len(script.actions) else script.then
 
     def follows(self, action: Action) -> bool:
-        """Whether `action` is what is expected here; if so it is done."""
+        """Whether `action` is expected here; if so, advance."""
         script = self._script
         if script is None:
             return False
         actions, at = script.actions, self._at
         if at < len(actions):
-            # Actions are made once, so what is expected is nearly always the same object.
+            # Actions are cached, so the expected one is nearly always the same object.
             if actions[at] is not action:
                 if actions[at] != action:
                     return False
@@ -162,11 +162,11 @@ class Order:
         return True
 
     def question(self, action: Action) -> Question:
-        """What to ask before `action`, which is not expected."""
+        """The question to ask before the unexpected `action`."""
         return Question(self.place, action, self.expected)
 
     def enter(self, action: Action) -> None:
-        """All ranks do `action` here, which was not expected."""
+        """Enter an unexpected `action`, on which all ranks agreed."""
         script, at = self._script, self._at
         if action.starts:
             if script is None:
@@ -179,10 +179,10 @@ class Order:
         self.place += 1
         if script is None:
             if len(self._new) >= self._limit:
-                self._new = []  # a program that never starts anew
+                self._new = []  # the program never starts over
             self._new.append(action)
             return
-        # The others of this start: one may continue like this.
+        # Another script of this start may continue with this action.
         done = script.actions[:at]
         for other in self._scripts.get(_start_of(script.actions[0]), ()):
             if len(other.actions) > at and other.actions[at] == action and other.actions[:at] == done:
@@ -191,8 +191,8 @@ class Order:
         self._script, self._new = None, [*done, action]
 
     def introduce(self, name: str, plain: Iterable[tuple[str, int, str, str]]) -> Action:
-        """A root comes up; `plain`: kind, index, name and sizes of all that its units send. The action that introduces
-        it, to be agreed on like any other."""
+        """The action that introduces a new root, to be agreed on like any other. `plain`: kind, index, name and sizes
+        of all messages of its units."""
         family = self.families
         lines = [str(Action(kind, family, index, unit_name, sizes)) for kind, index, unit_name, sizes in plain]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -203,7 +203,7 @@ class Order:
         self.families += 1
 
     def _keep(self) -> None:
-        """Remember what was done since the last start."""
+        """Keep the actions since the last start as a script."""
         if not self._new:
             return
         if self._kept + len(self._new) > self._limit:
@@ -218,7 +218,7 @@ class Order:
         self._script, self._new = known[0], []
 
     def _begin(self, start: Action) -> None:
-        """The program begins anew, after what is now the latest script."""
+        """The program starts over with `start`; the script before it becomes the latest."""
         if self._script is not None:
             self._script.then = start
             known = self._scripts.get(_start_of(self._script.actions[0]), [])
@@ -232,7 +232,7 @@ class Order:
 
 
 def _start_of(action: Action) -> Action:
-    """One start for the first step, for one after a step and for one after an evaluation."""
+    """The same start for the first step, for one after a step and for one after an evaluation."""
     return action._replace(flags=tuple(flag for flag in action.flags if flag not in ("stepped", "train")))
 
 
@@ -240,9 +240,9 @@ def _start_of(action: Action) -> Action:
 
 
 def disagreement(questions: Mapping[int, Question]) -> str:
-    """The error, from what each rank asked: what was expected, what was found on which ranks, and what to do.
+    """The error text, from each rank's question: expected, found on which ranks, and what to do.
 
-    A rank that asks at a later place than another went on as expected there, without a question.
+    A rank that asks at a later place did the expected action at the earlier one.
     """
     place = min(question.place for question in questions.values())
     first = {rank: question for rank, question in questions.items() if question.place == place}
@@ -254,7 +254,7 @@ def disagreement(questions: Mapping[int, Question]) -> str:
         doing[expected] = went_on
     for rank, question in sorted(first.items()):
         doing.setdefault(question.action, []).append(rank)
-    # What most ranks do; of two halves, what was expected.
+    # The majority's action; in a tie, the expected one.
     usual = max(doing, key=lambda action: (len(doing[action]), action == expected))
     others = {action: ranks for action, ranks in doing.items() if action != usual}
     odd = next(iter(others), usual)
@@ -267,7 +267,7 @@ def disagreement(questions: Mapping[int, Question]) -> str:
 
 
 def deviation(question: Question, asking: Sequence[int], here: int) -> str:
-    """The error on rank `here`, which waits for a message: ranks `asking` asked at a place that it went through."""
+    """The error on rank `here`, which waits for a message: ranks `asking` asked at a place that it has passed."""
     expected = question.expected
     as_before = "to continue as before"
     if expected is not None:
@@ -315,12 +315,12 @@ def _phrase(action: Action) -> str:
 
 
 def _on_top(action: Action) -> tuple[bool, bool]:
-    """What it says of a .grad from before."""
+    """Its flags about an earlier .grad."""
     return "added" in action.flags, "cleared" in action.flags
 
 
 def _advice(usual: Action, others: Sequence[Action]) -> str:
-    """What to do about it, by what differs first."""
+    """The advice, by the first difference."""
     both = [usual, *others]
     if len({action.kind == "count" for action in both}) > 1:
         return "some ranks are at the next turn of fullshard.joined: leave it on all ranks in the same turn"

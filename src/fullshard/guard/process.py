@@ -1,5 +1,4 @@
-"""What can be seen of a process from outside: whether it exists, is stopped, or computes without giving a sign of life;
-and where one of its own threads is."""
+"""The state of a process as seen from outside (gone, stopped, running), and the user code that a thread is in."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from typing import Protocol
 
 _PROC = Path("/proc")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Decorators' functions: not what the user called.
+# Wrappers of decorators, which the user did not call by name.
 _WRAPPERS = ("wrapper", "_no_grad_wrapper", "decorate_context", "inner", "_fn", "apply", "__call__")
-# Of /proc/PID/stat, after the name: the state, the processor time in the process and in the kernel, when it began.
+# Fields of /proc/PID/stat after the name: state, processor time in user mode and in the kernel, start time.
 _STATE, _USER, _SYSTEM, _BEGAN = 0, 11, 12, 19
 
 
 @cache
 def machine() -> str:
-    """Machine, and the namespace of its process numbers; "" where that is not known."""
+    """The machine and its PID namespace; "" if unknown."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
@@ -31,23 +30,23 @@ def machine() -> str:
 
 
 def node() -> str:
-    """The computer: the same in all of its containers, another one after it was started anew."""
+    """The node: the same in all of its containers, different after a reboot."""
     return machine().partition("/")[0] or socket.gethostname()
 
 
 def identity() -> str:
-    """This process, for `condition` in another one: machine, number, and when it began."""
+    """This process, for `condition` in another one: machine, PID and start time."""
     fields = _fields(os.getpid())
     return f"{machine()} {os.getpid()} {fields[_BEGAN]}" if machine() and fields else ""
 
 
 def condition(process: str) -> tuple[str, int]:
-    """What the process of that `identity` is, and the processor time that it has used (ticks):
+    """The state of the process with that `identity`, and the processor time that it has used (ticks):
 
-    gone       it was one of this machine, and has ended
+    gone       it was on this machine, and has ended
     stopped    by a signal or a debugger
     exists     it runs, sleeps or waits for a disk
-    unknown    of another machine
+    unknown    on another machine
     """
     where, _, rest = process.partition(" ")
     if not process or where != machine():
@@ -62,15 +61,15 @@ def condition(process: str) -> tuple[str, int]:
 
 def _fields(process: int) -> list[str]:
     try:
-        # After the name, which may hold anything.
+        # Split after the name, which may contain anything.
         return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
 def place(thread: int, torch: str) -> str:
-    """The innermost line of the user's that `thread` of this process is in: "train.py:31 in step"; "" outside of any.
-    `torch`: the folder of that package, which is not the user's; nor is ours."""
+    """The innermost user code that `thread` of this process is in: "train.py:31 in step"; "" if none. `torch`: torch's
+    package folder, which like fullshard's is not user code."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if not frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
@@ -80,7 +79,7 @@ def place(thread: int, torch: str) -> str:
 
 
 def called(thread: int, torch: str) -> str:
-    """The function, of torch's or ours, that the user's line called; "" where that is not known."""
+    """The function of torch or fullshard that the user's line called; "" if unknown."""
     frame, name = sys._current_frames().get(thread), ""
     while frame is not None and frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
         if frame.f_code.co_name not in _WRAPPERS:
@@ -90,8 +89,7 @@ def called(thread: int, torch: str) -> str:
 
 
 def is_within(thread: int, folder: str, torch: str) -> bool:
-    """Whether what `thread` runs was called from a file below `folder`, a part of `torch`, with no code of others
-    between."""
+    """Whether `thread` runs code called from a file below `folder`, a part of `torch`, with no other code between."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_filename.startswith(torch):
         if frame.f_code.co_filename.startswith(folder):
@@ -101,17 +99,17 @@ def is_within(thread: int, folder: str, torch: str) -> bool:
 
 
 class Event(Protocol):
-    """What is used of `threading.Event`."""
+    """The used part of `threading.Event`."""
 
     def set(self) -> None: ...
     def wait(self, timeout: float) -> bool: ...
 
 
 class Host:
-    """The time, and what is seen of processes, for one `Watch`. Benchmarks and tests give it another one."""
+    """The clock and the view of processes of one `Watch`. Benchmarks and tests replace it."""
 
     def now(self) -> float:
-        """Seconds, of a clock that is never put back."""
+        """Seconds of a monotonic clock."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -119,7 +117,7 @@ class Host:
         time.sleep(seconds)
 
     def event(self) -> Event:
-        """What one thread waits for, and another one sets."""
+        """A new event for waits between threads."""
         return threading.Event()
 
     def identity(self) -> str:

@@ -1,14 +1,14 @@
-"""The ranks of one mesh: they answer questions together, hear of each other's failures, and meet after one.
+"""The ranks of one mesh: they compare values, learn of each other's failures, and meet after one.
 
-    agree      all ranks compare a value; nobody continues before all have asked
-    publish    this rank failed: how far it had come, and why
-    meet       all ranks come together after a failure, wherever each of them was; an *epoch* ends, the next one begins
+    agree      all ranks compare a value; no rank continues before all have asked
+    publish    report that this rank failed, why, and how far it had come
+    meet       synchronize all ranks after a failure, wherever each of them was; a new *epoch* begins
 
-Everything is counted from the last meeting on: a failure before it is none after it. An exception at any line leaves
-the scope in an epoch that is over (`must_meet`), and all ranks hear of it: nobody can be one question ahead for ever.
+All counters restart at a meeting, and earlier failures no longer count. An exception at any line ends the epoch
+(`must_meet`) and is reported to all ranks, so no rank can stay one question ahead.
 
-A question costs each rank three requests and one for each look at the answer. Where all agree nothing else is read;
-where not, one rank of each answer writes it down, and the last one to ask puts all together.
+A question costs each rank three requests, and one for each look at the answer. If all agree, nothing else is read.
+Otherwise one rank per answer writes it down, and the last one to ask combines them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .structure import shown_ranks, variants
 from .wait import AnyWatch, Wait, wait_until
 
 # ---- question --------------------------------------------------------------------------------------------------------
-# Questions to the ranks of a mesh about what is long when it is sent in full.
+# Comparisons of texts that are long when sent in full.
 
 
 def ask(scope: Scope, what: str, text: str) -> dict[int, str] | None:
-    """Whether all ranks of `scope` have the same `text`: None, or else a digest of what each rank has.
+    """None if all ranks of `scope` have the same `text`, else a digest of each rank's text. Collective.
 
-    All of them make this call. `RanksDisagree` on all where some are at another question.
+    Raises `RanksDisagree` on all ranks if some are at another question.
     """
     answer = scope.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest())
     if answer is None or not any(": " in told for told in answer.values()):
@@ -51,7 +51,7 @@ def ask(scope: Scope, what: str, text: str) -> dict[int, str] | None:
 
 
 def _refuse_by_its_own_words(scope: Scope, answer: dict[int, str]) -> None:
-    """Raise `RanksDisagree` where some ranks are at a question that explains itself."""
+    """Raise `RanksDisagree` if some ranks are at a question with its own explanation."""
     for asked, explain in scope.explained_by.items():
         asking = [rank for rank, told in answer.items() if told.startswith(f"{asked}: ")]
         others = [rank for rank in answer if rank not in asking]
@@ -61,13 +61,13 @@ def _refuse_by_its_own_words(scope: Scope, answer: dict[int, str]) -> None:
 
 
 def same_on_all(scope: Scope, what: str, text: str) -> bool:
-    """Whether all ranks of `scope`, which make this call, have the same `text`. Where not, they are not told what the
-    others have, so that it costs nobody more."""
+    """Whether all ranks of `scope` have the same `text`. Collective. Does not fetch the other ranks' texts, so a
+    difference costs nothing extra."""
     return scope.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest(), in_full=False) is None
 
 
 def tell(scope: Scope, what: str, text: str) -> dict[int, str]:
-    """The texts of all ranks of `scope`, which came to this call by the same answer of `ask`."""
+    """The texts of all ranks of `scope`. Collective: call it after `ask` reported a difference."""
     answer = scope.agree(what, text)
     return dict.fromkeys(scope.ranks, text) if answer is None else answer
 
@@ -75,12 +75,12 @@ def tell(scope: Scope, what: str, text: str) -> dict[int, str]:
 # ---- scope -----------------------------------------------------------------------------------------------------------
 
 _AFTER = "the next step after a failure"
-# So many ranks tell all others that they failed. Later ones say it in their own record: somebody reads that.
+# The first few failing ranks tell all others. Later ones use only their own record, which the leader reads.
 _TELLERS = 3
 
 
 class Group(Protocol):
-    """A data group, as its scope knows it (comm/data_group.py)."""
+    """The interface of a data group to its scope (comm/data_group.py)."""
 
     name: str
     issued: int
@@ -94,44 +94,43 @@ class Group(Protocol):
 
 
 class Scope:
-    """Methods that wait do so in the thread that calls them, and raise `PeerFailed` or `RanksDisagree` in vain."""
+    """See the module. Methods wait in the calling thread, and raise `PeerFailed` or `RanksDisagree`."""
 
     def __init__(self, watch: AnyWatch, ranks: tuple[int, ...], apart: str = "") -> None:
         self.watch, self.ranks, self.rank = watch, ranks, watch.rank
         self.name = _name(ranks, apart)
         self.epoch = self.renewed = self.asked = self.attempts = 0
-        # What is being done, for the text of an error, or what tells it; and the optimizer steps taken.
+        # The current activity, for error texts, or a function that returns it; and the optimizer steps taken.
         self.doing: str | Callable[[], str] = ""
         self.step: Callable[[], int] = lambda: -1
         self.groups: dict[str, Group] = {}
         self._named: Counter[str] = Counter()
-        # What this rank published in this epoch, and what it heard in any, since when.
+        # The fault that this rank published in this epoch; the faults that it heard of in any epoch, and when.
         self.failed: Fault | None = None
         self.heard: list[tuple[Fault, float]] = []
         # Why the data groups were cut; and whether that was raised.
         self.failure: Fault | None = None
         self.has_raised = False
-        # Before anything is sent all ranks come together.
+        # All ranks must meet before the next message.
         self.must_meet = False
-        # An exception left a wait: connections may be begun and not there, and others further than this rank or less.
+        # An exception left a wait: connections may be incomplete, and ranks at different messages.
         self.is_torn = False
-        # One word that each rank says of itself when they meet, and what all of them said the last time: by word, the
-        # ranks.
+        # One word that each rank reports in a meeting; and the ranks by word of the last meeting.
         self.state: Callable[[], str] = lambda: ""
         self.states: dict[str, list[int]] = {}
-        # By what is asked: the error of ranks that wait for each other while some of them ask that.
+        # By question: the error text if ranks wait for each other while some of them ask it.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
-        # Held while data groups are cut or made anew.
+        # Held while data groups are cut or rebuilt.
         self._cutting = threading.RLock()
 
     @property
     def told(self) -> str:
-        """What this rank does, in words."""
+        """This rank's activity, in words."""
         return self.doing if isinstance(self.doing, str) else self.doing()
 
     @property
     def base(self) -> str:
-        """Of the keys of this epoch."""
+        """The prefix of the keys of this epoch."""
         return f"{self.watch.records.prefix}/{self.name}/{self.epoch}"
 
     @property
@@ -142,22 +141,22 @@ class Scope:
     @property
     def far(self) -> dict[str, Any]:
         """How far this rank has come, for its record."""
-        # Who waits for connections waits for ranks that have none.
+        # Only connected groups: ranks that wait for connections wait for ranks without them.
         connected = {name: group.issued for name, group in list(self.groups.items()) if group.is_connected}
         return {"epoch": self.epoch, "asked": self.asked, "issued": connected}
 
     def group_name(self, name: str) -> str:
-        """`name`, told from those of data groups before it."""
+        """`name`, made unique among the data groups."""
         self._named[name] += 1
         return f"{name} #{self._named[name]}" if self._named[name] > 1 else name
 
     # ---- agreement -----------------------------------------------------------------------------------------
 
     def agree(self, what: str, value: str, *, in_full: bool = True) -> dict[int, str] | None:
-        """Compare `value` on all ranks, which all make this call, in the same order with the same `what`.
+        """Compare `value` on all ranks. Collective, in the same order with the same `what`.
 
-        None where all are equal; else what each rank has, the same on all of them ("what: value" where they ask
-        different things), or without `in_full` nothing.
+        Returns None if all are equal; else every rank's value, on all ranks ("what: value" if they ask different
+        questions), or without `in_full` an empty dict.
         """
         try:
             with self._store_answers(what):
@@ -175,7 +174,7 @@ class Scope:
         last = False
         try:
             last = store.add(f"{key}/all", 1) == len(self.ranks)
-            # After the vote: who is interrupted before it counts as one who did not come.
+            # After the vote: a rank interrupted before it counts as absent.
             self.asked = number + 1
             if last:
                 same = store.add(f"{key}/{digest}", 0) == len(self.ranks)
@@ -206,11 +205,11 @@ class Scope:
         return dict(sorted(told.items()))
 
     def _is_answered(self, key: str, error: BaseException) -> bool:
-        """`error` left a question: who comes to it now must not find it answered, and go on with nobody. Whether it was
-        answered before, so that the others continue, and this rank may."""
+        """Give up a question that `error` left, so that later ranks do not find it answered and continue alone. Returns
+        whether it was already answered: then the others continue, and so may this rank."""
         store, world = self.watch.records.store, len(self.ranks)
         with suppress(RuntimeError, OSError):
-            # The sum of the votes, and of `world` for each that gave up.
+            # The counter is the number of votes plus `world` for each rank that gave up.
             if store.add(f"{key}/all", world) % world or not isinstance(error, PeerFailed | RanksDisagree):
                 return False
             for _ in range(100):
@@ -229,7 +228,7 @@ class Scope:
         return True
 
     def _give_up_keys(self, number: int) -> None:
-        """Of the question before: everybody has read its answer, who is here. A store would keep them for ever."""
+        """Delete the keys of the previous question, whose answer every rank has read. The store would keep them."""
         store, key = self.watch.records.store, f"{self.base}/ask/{number - 1}"
         if number and store.check([f"{key}/verdict"]):
             digest = store.get(f"{key}/verdict").decode().removeprefix("same ")
@@ -238,7 +237,7 @@ class Scope:
                     store.delete_key(old)
 
     def _asking(self, number: int, what: str, value: str) -> Wait:
-        # The value is for `explained_by`. A record is small: one rank reads all of them.
+        # The value is for `explained_by`. Records must be small, because one rank reads all of them.
         also = value[:TEXT_CHARACTERS] if what in self.explained_by else ""
         return Wait("ask", self, what, name=what, number=number, also=also)
 
@@ -248,8 +247,8 @@ class Scope:
     # ---- failures ------------------------------------------------------------------------------------------
 
     def publish(self, kind: str, text: str, *, attempts: bool = True, vague: bool = False) -> None:
-        """Say that this rank failed. Everybody who waits for what it has not sent hears of it. `vague`: why is not
-        known yet, and this is called again."""
+        """Report that this rank failed to all ranks that wait for it. `vague`: the cause is not known yet; call it
+        again with the cause."""
         self.must_meet = True
         known = self.failed
         if known is not None and known.attempts >= self.attempts and (vague or not known.vague):
@@ -268,15 +267,14 @@ class Scope:
             vague,
         )
         self.failed = fault
-        # When the store ended with the process that served it, nobody is left to be told.
+        # If the store ended with the process that served it, no rank can be notified.
         with suppress(RuntimeError, OSError):
             self.watch.post()
             if self.watch.records.store.add(f"{self.base}/told", 1) <= _TELLERS:
                 self.watch.tell(self.ranks, self.telling(fault))
 
     def interrupted(self, error: BaseException, where: str) -> None:
-        """An exception left a wait of this scope: the epoch is over. Others are told, unless it was one of theirs that
-        failed first."""
+        """An exception left a wait of this scope: the epoch is over. Reports it, unless another rank failed first."""
         self.must_meet = self.has_raised = self.is_torn = True
         if not self.causes():
             doing, self.doing = self.doing, self.told or where
@@ -286,23 +284,23 @@ class Scope:
                 self.doing = doing
 
     def causes(self) -> list[Fault]:
-        """What was heard of others in this epoch, in order."""
+        """The faults of other ranks in this epoch, in order."""
         return [fault for fault, _ in list(self.heard) if fault.epoch == self.epoch and self.is_of_others(fault)]
 
     def telling(self, fault: Fault) -> list[Fault]:
-        """`fault` as it is told, after what was heard before: who tells overwrites what others have told."""
+        """`fault`, preceded by the last known ones: telling overwrites messages of other ranks."""
         known = [heard for heard, _ in list(self.heard)[-3:] if heard.epoch == self.epoch and heard != fault]
         return [*known, fault]
 
     def is_of_others(self, fault: Fault) -> bool:
-        """Whether it is a reason for this rank to end its waits."""
+        """Whether it may end waits of this rank."""
         return fault.rank != self.rank or fault.is_found
 
     def hear(self, fault: Fault, now: float) -> None:
-        """From any thread."""
+        """Record a fault. Thread-safe."""
         heard = list(self.heard)
         if fault.epoch >= self.epoch and all(known != fault for known, _ in heard):
-            # Of several things that a rank said of its failure, the last one knows most.
+            # A later report of the same failure replaces a vague one.
             vague = [one for one in heard if one[0].vague and (one[0].rank, one[0].epoch) == (fault.rank, fault.epoch)]
             if vague:
                 self.heard = [(fault, one[1]) if one in vague else one for one in heard]
@@ -312,7 +310,7 @@ class Scope:
                 self.must_meet = True
 
     def end(self, wait: Wait, fault: Fault) -> None:
-        """`wait` is in vain. From any thread."""
+        """End `wait` because of `fault`. Thread-safe."""
         wait.end(fault)
         if wait.kind == "message":
             self.fail(fault)
@@ -326,7 +324,7 @@ class Scope:
 
     @contextmanager
     def _store_answers(self, waiting: str) -> Iterator[None]:
-        """What the store itself raises inside says that it is gone, in words about connections."""
+        """Replace the store's connection errors, which mean that the store is gone."""
         try:
             yield
         except (PeerFailed, RanksDisagree):
@@ -335,7 +333,7 @@ class Scope:
             raise self.without_store().error(waiting) from error
 
     def without_store(self) -> Fault:
-        """Why there is nobody any more to ask: who was heard of last, or that the store is gone."""
+        """The fault if the store is gone: the last rank that ended or was lost, or the store itself."""
         gone = [fault for fault, _ in list(self.heard) if fault.kind in ("ended", "lost") and self.is_of_others(fault)]
         text = (
             "gave no sign of life since the store through which ranks meet is gone, with the process that served it "
@@ -344,7 +342,7 @@ class Scope:
         return gone[-1] if gone else Fault(self.ranks[0], "lost", text, self.name, self.epoch)
 
     def refuse_failure(self) -> None:
-        """Raise why the data groups were cut, or what was found out about this rank, when that was not done yet."""
+        """Raise the reason why the data groups were cut, or a disagreement, if not raised yet."""
         told = [fault for fault in self.causes() if fault.kind == "disagree"]
         fault = self.failure or (told[-1] if told else None)
         if fault is not None and not self.has_raised:
@@ -352,8 +350,8 @@ class Scope:
             raise fault.error(self.told)
 
     def resume(self) -> bool:
-        """Outside of a step something is about to be asked or sent: after a failure all ranks come together first, as
-        they do at a forward. Whether connections are new."""
+        """Before a question or message outside of a step: meet if there was a failure, as at a forward. Returns whether
+        connections must be rebuilt."""
         if not self.must_meet:
             return False
         self.refuse_failure()
@@ -361,8 +359,8 @@ class Scope:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Inside all ranks do `what`, outside of a step, by several messages: an exception of one rank is one of all,
-        and after it they come together first."""
+        """All ranks do `what` inside, outside of a step, by several messages. If one raises, all raise, and they meet
+        before the next message."""
         doing, self.doing = self.doing, what
         try:
             self.resume()
@@ -373,21 +371,21 @@ class Scope:
         finally:
             self.doing = doing
 
-    # ---- together again ------------------------------------------------------------------------------------
+    # ---- meetings ------------------------------------------------------------------------------------------
 
     def meet(self) -> bool:
-        """After a failure: wait for all ranks, and begin a new epoch with them. Whether new connections are needed.
+        """After a failure: wait for all ranks and begin a new epoch. Returns whether connections must be rebuilt.
 
-        Ranks that failed come by themselves, at their next forward; the others when they wait in vain for those. Where
-        all were equally far (they raised at the same place), connections stay as they are. Raises `PeerFailed` when a
-        rank ended or is lost, or failed in this attempt before it came. May be tried again after any exception.
+        Failed ranks come at their next forward; the others when their wait for those ends. If all had sent the same
+        messages (they raised at the same place), connections stay. Raises `PeerFailed` if a rank ended, is lost, or
+        failed in this attempt before it came. May be retried after any exception.
         """
         with self._store_answers(_AFTER):
             return self._meet()
 
     def _meet(self) -> bool:
         if self.failed is None and not self.causes():
-            # An exception came before anybody was told.
+            # An exception came before the failure was published.
             self.publish("raised", "it left its step")
         records = self.watch.records
         key = f"{self.base}/meet"
@@ -398,7 +396,7 @@ class Scope:
         done = f"{key}/done"
         if self.rank != self.ranks[0]:
             wait_until(lambda: records.store.check([done]), wait)
-        elif not records.store.check([done]):  # else this rank was interrupted after all others had gone on
+        elif not records.store.check([done]):  # else this rank was interrupted after all others continued
             found: dict[int, tuple[int, str, str]] = {}
             wait_until(lambda: self._all_here(key, found), wait, alone=True)
             ways = {how for _, how, _ in found.values()}
@@ -413,7 +411,7 @@ class Scope:
                     group.expire()
             following = self.epoch + 1
             renewed = following if renews else self.renewed
-            # All at once: an exception comes before it, and the meeting is attended again, or after it.
+            # In one update: an exception before it repeats the meeting, one after it does not.
             vars(self).update(
                 epoch=following,
                 renewed=renewed,
@@ -429,7 +427,7 @@ class Scope:
         return bool(renews)
 
     def _all_here(self, key: str, found: dict[int, tuple[int, str, str]]) -> bool:
-        """Also equally often: a rank whose peer failed once more hears of that, and comes again."""
+        """Whether all ranks are here with equal attempts: if a peer failed again, a rank learns of it and returns."""
         for rank, attempts, how, state in (told.split(":") for told in self.watch.records.read(key).split()):
             found[int(rank)] = int(attempts), how, state
         return len(found) == len(self.ranks) and len({attempts for attempts, _, _ in found.values()}) == 1
@@ -437,7 +435,7 @@ class Scope:
 
 @cache
 def _name(ranks: tuple[int, ...], apart: str) -> str:
-    """The same on all of them."""
+    """A name for `ranks`, equal on all of them."""
     return hashlib.blake2s(f"{','.join(map(str, ranks))}{apart}".encode(), digest_size=6).hexdigest()
 
 

@@ -1,14 +1,14 @@
-"""What ranks keep in the store through which their process group was made: one record each, which is a mailbox too.
+"""The ranks' records in the store of their process group. Each record is a mailbox too.
 
-A rank writes its record again and again, each time in exchange for the one that it wrote last (`compare_set`). So one
-request is a sign of life, says what the rank does, and brings what somebody else left there for it:
+A rank rewrites its record repeatedly, in exchange for the one that it wrote last (`compare_set`). So one request is a
+sign of life, reports the rank's activity, and fetches mail from other ranks:
 
     the rank     post('{"n": 7, ...}')     finds its own record: written
     another one  tell([3], "mail")         overwrites it
     the rank     post('{"n": 8, ...}')     finds the mail, and writes after it has read it
 
-Two who tell one rank something at the same time overwrite each other. So what must not get lost stands in the teller's
-own record as well, where the rank that looks for causes (leader.py) finds it.
+Two ranks that tell a third one something at the same time overwrite each other. So a message that must not get lost is
+in the sender's own record as well, where the leader (leader.py) finds it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAIL = '{"mail":'
 
 
 class Store(Protocol):
-    """What is used of torch's stores."""
+    """The used part of torch's stores."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -37,34 +37,34 @@ class Store(Protocol):
 
 
 class Records:
-    """The records of all ranks, from the side of `rank`. `store`: of the thread that runs the model; `beside`: another
-    connection to it, so that a sign of life waits for nobody's question."""
+    """The records of all ranks, as used by `rank`. `store`: for the thread that runs the model; `beside`: another
+    connection, so that a sign of life does not wait for a question."""
 
     def __init__(self, store: Store, beside: Store, rank: int) -> None:
         self.store, self._beside, self.rank = store, beside, rank
-        # A process group may be made again over the same store: all ranks do so equally often.
+        # A process group may be made again over the same store, equally often on all ranks.
         self.prefix = f"fullshard/{store.add(f'fullshard/made/{rank}', 1)}"
         self._last = self._machine = ""
-        # Held while the record is exchanged: two threads would overwrite each other's.
+        # Held while the record is exchanged: two threads would overwrite each other's record.
         self._posting = threading.Lock()
 
     def key(self, rank: int) -> str:
-        """Of the record of `rank`."""
+        """The key of the record of `rank`."""
         return f"{self.prefix}/rank/{rank}"
 
     def join(self, machine: str) -> None:
-        """Say, once, that this rank has a record, and on which machine it is."""
+        """Register this rank and its machine, once."""
         self.append(f"{self.prefix}/ranks", f"{self.rank} ")
         self._machine = f"{self.prefix}/machine/{machine}"
         self.store.add(self._machine, 1)
         self.store.add(f"{self.prefix}/machines", 1)
 
     def is_one_machine(self) -> bool:
-        """Whether all ranks that have joined are on this one: of these everything can be seen."""
+        """Whether all ranks that have joined are on this machine, where their processes are visible."""
         return self.store.add(self._machine, 0) == self.store.add(f"{self.prefix}/machines", 0)
 
     def post(self, record: str) -> list[str]:
-        """Write this rank's record; what others left in its place."""
+        """Write this rank's record; return the mail found in its place."""
         mail: list[str] = []
         with self._posting:
             for _ in range(8):
@@ -72,13 +72,13 @@ class Records:
                 if found == record:
                     self._last = record
                     break
-                self._last = found  # mail; or our own last one, where an exception came before it was noted
+                self._last = found  # mail; or this rank's last record, if an exception prevented noting it
                 if found.startswith(_MAIL):
                     mail += json.loads(found)["mail"]
         return mail
 
     def tell(self, ranks: Iterable[int], texts: Sequence[str], own: Mapping[int, Sequence[str]] | None = None) -> None:
-        """Leave `texts` for `ranks`: one request. `own`: for some of them others."""
+        """Leave `texts` for `ranks`: one request. `own`: other texts for some of them."""
         told = [rank for rank in ranks if rank != self.rank]
         keys, mail, own = [self.key(rank) for rank in told], _mail(texts), own or {}
         mails = [_mail(own[rank]) if rank in own else mail for rank in told]
@@ -101,7 +101,7 @@ class Records:
         return {rank: _text(value) for rank, value in zip(ranks, found, strict=True)}
 
     def claim(self, key: str, before: str = "") -> str:
-        """Who holds `key`: this rank, if it was held by `before`."""
+        """Claim `key` if `before` holds it; return the holder."""
         return _text(self._beside.compare_set(key, before, str(self.rank)))
 
     def release(self, key: str) -> None:
@@ -118,7 +118,7 @@ class Records:
             self.store.set(f"{key}/{self.store.add(key, 1)}", text)
 
     def read(self, key: str, store: Store | None = None) -> str:
-        """All that was appended at `key`, at least once."""
+        """The concatenated texts appended at `key`, of which there is at least one."""
         store = store or self.store
         if store.has_extended_api():
             return _text(store.get(key))
@@ -140,7 +140,7 @@ def dumps(record: Mapping[str, Any]) -> str:
 
 
 def runs(ranks: Sequence[int]) -> list[list[int]]:
-    """`ranks` as (first, count, step): ten thousand of them have to fit into a record.
+    """`ranks` as runs (first, count, step), so that ten thousand fit into a record.
 
     >>> runs([0, 4, 8, 9]), ranks_of(runs([0, 4, 8, 9]))
     ([[0, 3, 4], [9, 1, 1]], [0, 4, 8, 9])

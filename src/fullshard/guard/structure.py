@@ -1,10 +1,10 @@
-"""What the model of a rank is, as a list that can be printed, and where the lists of several ranks first differ.
+"""The structure of a rank's model as a printable list, and the first difference between the lists of several ranks.
 
     settings                   prefetch 1, ...
     unit      layers.1         mesh cpu (2,) of ranks [0, 1], reshard_after_forward True, ...
     parameter layers.1.weight  unit layers.1, shape (5, 3), dtype float32, requires_grad True, ...
 
-Nothing that belongs to one rank (its rows, its device number) is in it.
+Values of a single rank (its rows, its device index) are left out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 SETTINGS, UNIT, PARAMETER = "settings", "unit", "parameter"
-# A difference is told with so many of the values that ranks have.
+# How many of the differing values an error shows.
 _SHOWN = 4
 
 
 class Item(NamedTuple):
-    """One line: `kind` is SETTINGS, UNIT or PARAMETER, `name` dotted, `facts` what has to be equal, in order."""
+    """One line: `kind` is SETTINGS, UNIT or PARAMETER, `name` is dotted, `facts` must be equal, in order."""
 
     kind: str
     name: str
@@ -27,8 +27,8 @@ class Item(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Where ranks first differ. `fact`: which one; "" when the item itself is on some ranks alone; "order" when these
-    have it at another place. `values`: (ranks, what they have), the majority first; None: nothing."""
+    """The first difference between ranks. `fact`: its name; "" if only some ranks have the item; "order" if ranks have
+    it at different places. `values`: (ranks, their value), the majority first; None: no value."""
 
     item: Item
     fact: str
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As an error says it: expected, found with ranks, what to do."""
+        """The error text: expected, found on which ranks, what to do."""
         name, kind = self.item.name, self.item.kind
         found = [f"{value} on {shown_ranks(ranks)}" for ranks, value in self.values[:_SHOWN]]
         if self.fact == "order":
@@ -75,7 +75,7 @@ def dumps(items: Sequence[Item]) -> str:
 
 
 def loads(text: str) -> list[Item]:
-    """What `dumps` printed.
+    """The reverse of `dumps`.
 
     >>> loads(dumps([Item(UNIT, "head", {"mesh": "m"})]))
     [Item(kind='unit', name='head', facts={'mesh': 'm'})]
@@ -84,7 +84,7 @@ def loads(text: str) -> list[Item]:
 
 
 def variants(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
-    """The different values with their ranks: that of most ranks first, among equals that of the lowest rank."""
+    """The different values with their ranks: the most frequent first, ties by the lowest rank."""
     found: dict[str, list[int]] = {}
     for rank in sorted(by_rank):
         found.setdefault(by_rank[rank], []).append(rank)
@@ -92,10 +92,7 @@ def variants(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def first_difference(by_rank: Mapping[int, Sequence[Item]]) -> Difference | None:
-    """The first item, in the order of most ranks, that is not the same on all; None when all lists are equal.
-
-    A list with other items than the majority's differs where it first has another one.
-    """
+    """The first item, in the majority's order, that is not the same on all ranks; None if all lists are equal."""
     texts = {rank: dumps(items) for rank, items in by_rank.items()}
     lists = [by_rank[ranks[0]] for ranks in variants(texts).values()]
     reference, *others = lists
@@ -116,7 +113,7 @@ def first_difference(by_rank: Mapping[int, Sequence[Item]]) -> Difference | None
 
 
 def _differ_at(reference: Sequence[Item], other: Sequence[Item]) -> tuple[int, Item] | None:
-    """The first place where `other` differs, and the item to be looked at there."""
+    """The first place where `other` differs, and the item to compare there."""
     for i, item in enumerate(reference):
         if i >= len(other):
             return i, item
@@ -124,7 +121,7 @@ def _differ_at(reference: Sequence[Item], other: Sequence[Item]) -> tuple[int, I
             continue
         if (item.kind, item.name) == (other[i].kind, other[i].name) or _find(other, item) is None:
             return i, item
-        # What stands there instead is either unknown to the majority or at another place.
+        # The other item there is either unknown to the majority or at another place.
         return i, other[i] if _find(reference, other[i]) is None else item
     return (len(reference), other[len(reference)]) if len(other) > len(reference) else None
 
@@ -151,7 +148,7 @@ def _grouped(by_rank: Mapping[int, str | None]) -> tuple[tuple[tuple[int, ...], 
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as a text names them.
+    """Ranks as text.
 
     >>> shown_ranks([3]), shown_ranks([0, 1]), shown_ranks([0, 1, 2, 3, 7])
     ('rank 3', 'ranks 0 and 1', 'ranks 0 to 3 and 7')

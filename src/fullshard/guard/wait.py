@@ -1,16 +1,14 @@
-"""The one way to wait. Whatever a rank waits for, its record says so after a second, and somebody finds out why it
-lasts.
+"""All waits for other ranks. After a second the rank's record reports the wait, and the leader finds out why it lasts.
 
     kind       the rank waits for                                   ended by the watch (watch.py)
     message    a message over a data group, in its backend          the data groups of the scope are cut
     ask        the answer to a question of its scope                the loop below raises
     meet       all ranks of its scope, after a failure              the loop below raises
     connect    the others, to make a data group with them           the loop below raises, inside of the backend's store
-    torch      others in a torch collective of the user's     nobody: it is the user's; others hear of it
+    torch      others in one of the user's torch collectives        not ended: it is the user's; others are notified
 
-A message is waited for in its backend (`DataGroup`, comm/data_group.py): only that wakes up the moment it comes. What
-is in the store is asked for, with growing pauses: often at first, and at last so rarely that ten thousand ranks do no
-harm.
+A wait for a message is in its backend (`DataGroup`, comm/data_group.py), which wakes up as soon as it arrives. Other
+waits poll the store with growing pauses: often at first, finally so rarely that ten thousand ranks do no harm.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from .process import Event, Host
 from .store import Records, runs
 
 # ---- settings --------------------------------------------------------------------------------------------------------
-# What users choose about the guard, read once for each process group.
+# The user's settings of the guard, read once per process group.
 #
 # FULLSHARD_GUARD    full       (default) ranks compare structure, initial values, the order of messages and what
-#                               they do to shards; failures and waits in vain have names
+#                               they do to shards; errors name failed ranks and explain endless waits
 #                    structure  structure and order are compared, values and facts are not
-#                    off        nothing is compared but this setting itself, once; failures and waits still have names
+#                    off        only this setting itself is compared, once; errors still name failed ranks
 # FULLSHARD_SILENCE  seconds without a sign of life after which a rank counts as lost; 0: never. Default: 60, or a
-#                    third of the time limit of the process group where that is less
+#                    third of the time limit of the process group if that is less
 
 MODES = ("full", "structure", "off")
 _MOST_SILENCE = 60.0
-# Two signs of life are so far apart at most.
+# The longest time between two signs of life.
 _BEAT_SECONDS = 5.0
 _REMOVED = {
     "FULLSHARD_AGREE": "full (all), structure or off (none)",
@@ -56,7 +54,7 @@ class Settings:
 
     @classmethod
     def read(cls, limit_seconds: float, environ: Mapping[str, str] | None = None) -> Settings:
-        """From the environment. `ValueError` names the variable, its value and what it may be."""
+        """Read the environment. `ValueError` names the variable, its value and the allowed values."""
         source = os.environ if environ is None else environ
         for name, instead in _REMOVED.items():
             if name in source:
@@ -77,30 +75,30 @@ class Settings:
 
     @property
     def beat_seconds(self) -> float:
-        """How far two signs of life are apart."""
+        """Seconds between two signs of life."""
         return min(_BEAT_SECONDS, self.silence_seconds / 4) if self.silence_seconds else _BEAT_SECONDS
 
 
 # ---- wait ------------------------------------------------------------------------------------------------------------
 
-# A rank that waits for no longer tells nobody.
+# Shorter waits are not reported.
 PATIENCE_SECONDS = 1.0
-# An epoch in which somebody failed is over for everybody: who still waits after so long gives up.
+# After a failure the epoch is over for all ranks: a rank that still waits after so long gives up.
 GRACE_SECONDS = 2.0
-# Who raised may catch that and continue, where all ranks raised at the same place: so long it is waited for.
+# If all ranks raised at the same place, a rank may catch the exception and continue: peers wait so long for it.
 SETTLING_SECONDS = 0.3
 # Requests of all ranks together that a store answers while they wait (it can do about ten times as many).
 _REQUESTS_PER_SECOND = 2000
 _QUICK_RANKS = 64
-# Who waits for something in the store looks for it, and writes its record, so much more rarely than each `pace`:
-# together one request.
+# A rank that polls the store looks, and writes its record, so many times more rarely than each `pace`: together one
+# request per pace.
 STORE_WAIT_LOOKS, STORE_WAIT_POSTS = 3.0, 1.5
-# Without a thread that looks after waits (watch.py) the loop below does so at least as often.
+# Without a watch thread (watch.py) the loop below checks the waits at least this often.
 _UNWATCHED_SECONDS = 0.05
 
 
 def pace(ranks: int) -> float:
-    """Seconds between two requests of a rank that waits, of so many.
+    """Seconds between two requests of a waiting rank, for a number of ranks.
 
     >>> [pace(n) for n in (2, 8, 64, 1000, 10_000)]
     [0.25, 0.25, 1.0, 1.0, 5.0]
@@ -109,10 +107,10 @@ def pace(ranks: int) -> float:
 
 
 def pauses(ranks: int) -> Iterator[float]:
-    """Seconds to sleep between two looks into the store, for a rank of so many.
+    """Seconds to sleep between two looks into the store, for a number of ranks.
 
-    They grow quickly at first: a question of many ranks takes its time anyway. In the end the looks and the record,
-    which is then written more rarely too, together are one request each `pace`.
+    They grow quickly at first, because a question of many ranks takes time anyway. Finally the looks and the record,
+    which is then written more rarely too, are one request per `pace` together.
 
     >>> [round(pause, 4) for pause, _ in zip(pauses(64), range(8))]
     [0.0, 0.0013, 0.0051, 0.0205, 0.0819, 0.3277, 1.3107, 3.0]
@@ -131,7 +129,7 @@ def pauses(ranks: int) -> Iterator[float]:
 
 
 class Waiting(Protocol):
-    """What `Watch.waits` takes: a `Wait`, or what makes one when somebody asks."""
+    """The argument of `Watch.waits`: a `Wait`, or an object that makes one on demand."""
 
     since: float
 
@@ -140,7 +138,7 @@ class Waiting(Protocol):
 
 
 class AnyWatch(Protocol):
-    """The watch of this process (watch.py), as far as waits and scopes need it."""
+    """The interface of the watch (watch.py) to waits and scopes."""
 
     rank: int
     host: Host
@@ -177,8 +175,8 @@ class AnyScope(Protocol):
 
 
 class Wait:
-    """Something that a rank waits for, as its record tells it. `needs` and `number` depend on the kind: the ranks of
-    the group (message, connect, torch) and the number of the message or question."""
+    """A wait of this rank, as its record reports it. By kind, `ranks` are those of the group (message, connect, torch),
+    and `number` is that of the message or question."""
 
     __slots__ = ("_ended", "also", "epoch", "fault", "kind", "name", "number", "ranks", "scope", "since", "what")
 
@@ -198,28 +196,28 @@ class Wait:
         self.name, self.number, self.ranks, self.also = name, number, ranks, also
         self.epoch = 0 if scope is None else scope.epoch
         self.since = since if since is not None else time.monotonic() if scope is None else scope.watch.host.now()
-        # Why it is in vain.
+        # Why it will never end by itself.
         self.fault: Fault | None = None
         self._ended: Event | None = None if scope is None or kind == "message" else scope.watch.host.event()
 
     @property
     def is_over(self) -> bool:
-        """Whether its epoch is. An exception may come before the watch is told that a wait ended."""
+        """Whether its epoch is over. An exception may come before the wait is unregistered."""
         return self.scope is not None and self.epoch != self.scope.epoch
 
     @property
     def asks_store(self) -> bool:
-        """Whether its loop asks the store again and again."""
+        """Whether its loop polls the store."""
         return self.kind in ("ask", "meet", "connect")
 
     def end(self, fault: Fault) -> None:
-        """It is in vain. From any thread."""
+        """End the wait because of `fault`. Thread-safe."""
         self.fault = fault
         if self._ended is not None:
             self._ended.set()
 
     def sleep(self, seconds: float) -> None:
-        """Until its end, at most so long."""
+        """Sleep until `end`, at most `seconds`."""
         if self._ended is not None:
             self._ended.wait(seconds)
         elif self.scope is not None:
@@ -227,15 +225,15 @@ class Wait:
 
     @property
     def doing(self) -> str:
-        """What is waited for, as a text says it."""
+        """The description for error texts."""
         return self.what if isinstance(self.what, str) else self.what()
 
     def is_ended_by(self, fault: Fault, since: float) -> bool:
-        """Whether it is in vain because of `fault`, of its own scope and epoch, known for `since` seconds."""
+        """Whether `fault`, of its scope and epoch and known for `since` seconds, ends the wait."""
         if self.kind == "meet":
-            # Who meets has failed, as that rank has. But one that ended does not come; and one that failed once more
-            # often did so in the attempt that this rank wants to begin. One that was lost may have come back: what
-            # was found out about it ends the meetings that were waited for then.
+            # Ranks in a meeting have failed anyway. But a rank that ended will not come, and one with more attempts
+            # failed in the attempt that this rank wants to begin. A lost rank may have come back: a found fault ends
+            # only the meetings that were going on then.
             if fault.kind == "ended" or fault.gone or self.scope is None:
                 return True
             return fault.attempts > self.scope.attempts or fault.meets.get(str(self.scope.rank)) == self.since
@@ -251,7 +249,7 @@ class Wait:
         return True
 
     def told(self) -> dict[str, Any]:
-        """For the record."""
+        """The wait as part of the record."""
         scope = self.scope
         return {
             "kind": self.kind,
@@ -267,8 +265,8 @@ class Wait:
 
 
 def wait_until(is_there: Callable[[], bool], wait: Wait, *, alone: bool = False) -> None:
-    """Return when `is_there()`, which asks the store. Raises what the watch finds out, `PeerFailed` or
-    `RanksDisagree`. `alone`: only one rank of the scope does so, and may ask more often."""
+    """Return when `is_there()`, which asks the store. Raises the fault that ends the wait: `PeerFailed` or
+    `RanksDisagree`. `alone`: only one rank of the scope does this, and may ask more often."""
     scope = wait.scope
     assert scope is not None
     watch = scope.watch

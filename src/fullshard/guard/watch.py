@@ -1,15 +1,15 @@
-"""The watch of one process: gives signs of life, and looks after its waits.
+"""The watch of one process: gives signs of life, and ends waits that cannot complete.
 
-A thread of its own does that (`begin`); where there is none (ranks that are threads of a test), the loops that wait do.
-Per rank and second it costs
+It runs in its own thread (`begin`); without one (ranks that are threads of a test), the waiting loops call it. Cost per
+rank:
 
-    at rest             one request each five seconds: the record, which is the sign of life (store.py)
-    while it waits      one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000. Who waits for something in the
-                        store gives a part of that to asking for it (wait.py)
-    the one that reads  one more each second or two: all records of the scope at once (leader.py). Whoever waits
-                        elects it
+    idle                one request each five seconds: the record, which is the sign of life (store.py)
+    waiting             one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000. Waits that poll the store spend
+                        a part of these requests on polling (wait.py)
+    leading             one more each second or two, for all records of the scope (leader.py). Waiting ranks elect the
+                        leader
 
-It sends no message and raises nothing: a wait in vain is ended, and the wait raises.
+It sends no message and raises nothing: it ends a wait, and the wait raises.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .wait import PATIENCE_SECONDS, STORE_WAIT_POSTS, Settings, Wait, Waiting, p
 _log = logging.getLogger("fullshard")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
-# The thread looks so often; a request is far rarer.
+# Period of the thread; requests are far rarer.
 _TICK_SECONDS = 0.25
-# Who was so late itself saw nothing of the others meanwhile.
+# A rank that was so late itself discards its observations of the others.
 _LATE_SECONDS = 2.0
-# So many looks in a row without the store: the process that served it is gone.
+# After so many failed looks in a row, the process that served the store counts as gone.
 _STORE_FAILURES = 4
-# So many faults of other scopes go with what is said of one.
+# How many earlier faults are sent again with a new one.
 _LATELY = 8
 
 
 class Watch:
-    """Of one process (in tests: of one thread), which is `rank` of the default process group."""
+    """The watch of one process (in tests: of one thread), which is `rank` of the default process group."""
 
     def __init__(
         self, store: Store, beside: Store, rank: int, settings: Settings, host: process.Host | None = None
@@ -59,14 +59,14 @@ class Watch:
         self.host = process.Host() if host is None else host
         self.records = Records(store, beside, rank)
         self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
-        # The thread that runs the model. What it waits for, and what others do (a save in the background).
+        # The thread that runs the model. The waits of it and of other threads (a background save), by thread.
         self.model_thread = threading.get_ident()
         self._waits: dict[int, Any] = {}
-        # Whether somebody calls `look` now and then: the thread, if there is one. Otherwise the loops that wait do.
+        # Whether a watch thread calls `look`. Otherwise the waiting loops do.
         self.is_watched = False
         # Threads of this process that send messages beside the model's.
         self.beside = 0
-        # Whether its process group is still the one that is there.
+        # Whether its process group is still the current one.
         self.is_current: Callable[[], bool] = lambda: True
         self._beside_lock = threading.Lock()
         self.ended: str | None = None
@@ -77,21 +77,21 @@ class Watch:
         self._count = 0
         self._looked = self._posted = 0.0
         self._posted_wait: object = None
-        # Of scopes in which this rank was not yet.
+        # Faults of scopes that this rank has not made yet.
         self._unheard: list[tuple[Fault, float]] = []
-        # What was told last, of whatever scope: it is said again with whatever overwrites it.
+        # The last faults told, of any scope: each message repeats them, because it overwrites earlier ones.
         self.lately: list[Fault] = []
-        # Processes of this machine that a rank of another one asked about, and when.
+        # Processes of this machine that a rank of another machine asked about, and when.
         self._looks_at: dict[int, tuple[str, float]] = {}
-        # Of the wait that the record tells: what this process had issued over groups of the user's.
+        # Collectives issued over the user's groups when the reported wait began.
         self._issued: dict[str, int] | None = None
         self._torch: Wait | None = None
         self._torch_looked = 0.0
         self._warned = False
 
     def scope(self, ranks: Sequence[int], apart: str = "") -> Scope:
-        """The scope of these ranks of the default group. Every one of them makes this call at its first time.
-        `apart`: for what is none of a model's business: failures of one are none of the other."""
+        """The scope of these ranks of the default group; all of them call it. `apart`: names a separate scope, whose
+        failures do not affect the model's."""
         in_order = tuple(ranks)
         if list(in_order) != sorted(in_order):
             in_order = tuple(sorted(in_order))
@@ -110,7 +110,7 @@ class Watch:
         self.records.join(self.host.identity().partition(" ")[0])
 
     def begin(self) -> None:
-        """Look after the waits of this process in a thread from now on. The caller's thread runs the model."""
+        """Start the watch thread. The caller's thread counts as the one that runs the model."""
         self.model_thread = threading.get_ident()
         if self._thread is None:
             self._thread = _Thread(self)
@@ -118,24 +118,24 @@ class Watch:
             self._thread.start()
 
     def send_beside(self, more: int) -> None:
-        """So many more threads of this process send messages beside the model's."""
+        """Add `more` to the number of threads that send messages beside the model's."""
         with self._beside_lock:
             self.beside += more
 
     def stop(self) -> None:
-        """No look from now on."""
+        """Stop the thread."""
         if self._thread is not None:
             self._thread.ends.set()
 
     def close(self) -> None:
-        """End the connections of all scopes: nobody will send over them. Until they are collected they have threads,
-        which may compute for ever where a peer closed its end."""
+        """Close the connections of all scopes, which are no longer used. Their threads may otherwise spin forever after
+        a peer closed its end."""
         for scope in list(self.scopes.values()):
             for group in list(scope.groups.values()):
                 group.close()
 
     def join(self, seconds: float) -> None:
-        """Until the thread is over."""
+        """Wait until the thread ends."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -143,7 +143,7 @@ class Watch:
 
     @contextmanager
     def waits(self, wait: Wait) -> Iterator[None]:
-        """This thread waits inside."""
+        """Register a wait of this thread inside."""
         thread = threading.get_ident()
         before = self._waits.get(thread)
         self._waits[thread] = wait
@@ -153,7 +153,7 @@ class Watch:
             self.over(thread, before)
 
     def enter(self, waiting: Waiting) -> int:
-        """As `waits`, for what is often done: `over` with what this returns ends it."""
+        """As `waits`, for frequent waits: pass the result to `over` to end it."""
         thread = threading.get_ident()
         self._waits[thread] = waiting
         return thread
@@ -166,7 +166,7 @@ class Watch:
             self._waits[thread] = before
 
     def _oldest(self) -> Wait | None:
-        """What the thread of the model waits for, else any other, else what a device does."""
+        """The wait of the model's thread, else of any other thread, else of a device."""
         waits = self._registered()
         found = waits.get(self.model_thread) or next(iter(waits.values()), None)
         if found is None:
@@ -175,17 +175,17 @@ class Watch:
         return None if found is None else _wait(found)
 
     def _registered(self) -> dict[int, Wait]:
-        """What threads wait for, by thread."""
+        """The current waits, by thread."""
         waits = {thread: _wait(waiting) for thread, waiting in list(self._waits.items())}
         return {thread: wait for thread, wait in waits.items() if not wait.is_over}
 
     def look_unless_watched(self) -> None:
-        """What the thread does, now and then, where there is none."""
+        """Do the work of the watch thread, if there is none and it is time."""
         if not self.is_watched and self.host.now() - self._looked > _TICK_SECONDS / 5:
             self.look()
 
     def look(self) -> None:
-        """Once for each tick. Raises what the store raises."""
+        """Called once per tick. Raises the store's errors."""
         with self._looking:
             self._look(self.host.now())
 
@@ -223,12 +223,12 @@ class Watch:
             return 0.0
         scope = wait.scope
         ranks = 1 if scope is None else len(scope.ranks)
-        # Ten thousand ranks do not all begin in the same moment.
+        # Spread the first requests of ten thousand ranks over time.
         spread = 0.0 if ranks < 2000 else pace(ranks) * ((self.rank * 37) % 101) / 101
         return PATIENCE_SECONDS + spread
 
     def end_waits(self, now: float) -> None:
-        """End those of this process that are in vain by what is known."""
+        """End this process's waits that known faults make futile."""
         for waiting in self._registered().values():
             self._end_by_what_is_known(waiting, now)
 
@@ -245,7 +245,7 @@ class Watch:
     # ---- this rank's record --------------------------------------------------------------------------------
 
     def record(self, wait: Wait | None) -> dict[str, Any]:
-        """What this rank says of itself."""
+        """This rank's record."""
         self._count += 1
         scopes = list(self.scopes.values())
         found: dict[str, Any] = {
@@ -291,7 +291,7 @@ class Watch:
     def _hear(self, fault: Fault, now: float) -> None:
         if fault.kind == "look":
             if fault.rank not in self._looks_at:
-                self._posted = 0.0  # the next record, which says what is seen, comes at once
+                self._posted = 0.0  # post the observation at once
             self._looks_at[fault.rank] = fault.text, now
             return
         known = [scope for scope in list(self.scopes.values()) if scope.name == fault.scope]
@@ -300,15 +300,15 @@ class Watch:
         if not known:
             self._unheard = [*self._unheard[-_LATELY:], (fault, now)]
         if self._torch is not None and fault.kind == "disagree" and not self._warned:
-            # Nobody can end that wait: it is in a group of the user's.
+            # That wait is in one of the user's groups and cannot be ended.
             self._warned = True
             _log.error("rank %d waits in %s for ever: %s", self.rank, self._torch.doing, fault.text)
         self.end_waits(now)
 
-    # ---- a collective of torch's ---------------------------------------------------------------------------
+    # ---- torch collectives ---------------------------------------------------------------------------------
 
     def _in_torch(self, now: float) -> Wait | None:
-        """The collective of torch that the model's thread has been in for a while."""
+        """The torch collective that the model's thread has been in for a while."""
         if self.model_thread in self._registered() or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
             self._torch = None
             return None
@@ -324,7 +324,7 @@ class Watch:
         if before is None or (before.name, before.number) != (first.group, first.number):
             ranks = dist.get_process_group_ranks(groups[first.group])
             if len(ranks) > 2 and not first.needs_all:
-                return None  # who is needed is not recorded
+                return None  # the needed ranks are not recorded
             self._warned = False
             call = self.host.called(self.model_thread, _TORCH) or first.call
             self._torch = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks, since=now)
@@ -332,7 +332,7 @@ class Watch:
         return before
 
     def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
-        """Leave `faults` for `ranks`, with what was told before: the mail that has that may not have been read."""
+        """Leave `faults` for `ranks`, with earlier ones, because this overwrites mail that may be unread."""
         epochs = {scope.name: scope.epoch for scope in list(self.scopes.values())}
         lately = [one for one in self.lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
         self.lately = said = [*lately, *faults][-_LATELY:]
@@ -344,13 +344,13 @@ class Watch:
     # ---- the end -------------------------------------------------------------------------------------------
 
     def end(self, text: str) -> None:
-        """The process ends, and says so."""
+        """Report that the process ends."""
         self.ended = text
         with suppress(Exception):
             self.post()
             if not self.scopes:
                 self._join()
-            # A few tell everybody; who ends later is found by its record.
+            # The first few tell all ranks; later ones are found by their records.
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
                 ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
                 self.tell(ranks, [one for scope in self.scopes.values() for one in scope.telling(self._end_of(scope))])
@@ -362,7 +362,7 @@ class Watch:
         )
 
     def wait_for_readers(self, seconds: float) -> None:
-        """Until all others have ended or read why this process ends: it serves the store."""
+        """Wait until all others have ended or read why this process ends, because it serves the store."""
         begun = self.host.now()
         heard = [fault for scope in self.scopes.values() for fault, _ in scope.heard]
         lost = {fault.rank for fault in heard if fault.kind == "lost"}
@@ -370,7 +370,7 @@ class Watch:
         with suppress(Exception):
             while self.host.now() - begun < seconds:
                 joined = self.records.joined()
-                # What was told of one may stand instead of the record of another one that ended.
+                # Mail may have replaced the record of a rank that ended.
                 if self.records.store.add(f"{self.records.prefix}/ended", 0) + len(lost) >= len(joined):
                     return
                 texts = self.records.of(sorted(joined - {self.rank} - gone))
@@ -381,7 +381,7 @@ class Watch:
                 self.host.sleep(0.05)
 
     def without_store(self) -> None:
-        """End all waits: nobody can say any more why they last."""
+        """End all waits: without the store their causes cannot be found."""
         for scope in list(self.scopes.values()):
             fault = scope.without_store()
             for wait in self._registered().values():
@@ -411,7 +411,7 @@ class _Thread(threading.Thread):
             if watch is None:
                 return
             if not (watch.beside or watch.is_current()):
-                # The process group was destroyed, and no save in the background outlives it.
+                # The process group was destroyed, and no background save is running.
                 watch.close()
                 return
             try:

@@ -1,7 +1,4 @@
-"""What happened and what there is, for people: `trace` (events and commands as text), `report` (units and bytes).
-
-Removing it changes no result.
-"""
+"""Diagnostics: `trace` (events and commands as text), `report` (units and bytes). Has no effect on results."""
 
 from .expected import Bytes as Bytes
 from .report import Report as Report

@@ -1,4 +1,4 @@
-"""The bytes that are expected of a unit, from its layouts (layout/memory.py), dtypes and optimizer."""
+"""The expected bytes of a unit, from its layouts (layout/memory.py), dtypes and optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..policy import Options
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of one rank, by kind. None: not known."""
+    """Bytes of one rank, by kind. None: unknown."""
 
     parameters: int
     gradients: int
@@ -34,7 +34,7 @@ class Bytes:
 
 
 class Held:
-    """What an optimizer holds: by identity of the parameter, the options of its group."""
+    """An optimizer, and the options of each parameter's group by the parameter's id."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -42,7 +42,7 @@ class Held:
 
 
 def standing(param: ShardedParam) -> DTensor:
-    """The sharded parameter of `param`: what the user put in its place, or ours."""
+    """The sharded parameter of `param`: the user's replacement on the module, or the original."""
     found = param.slots[0].get()
     if found is not param.full and isinstance(found, DTensor) and found.shape == param.sharded.shape:
         return found
@@ -51,13 +51,13 @@ def standing(param: ShardedParam) -> DTensor:
 
 
 def _replicas(unit: Unit, position: int) -> int:
-    """How many ranks hold the same shards, this one included."""
+    """The number of replicas of this rank's shards, this one included."""
     replicate = unit.links[position].replicate
     return 1 if replicate is None else replicate.world
 
 
 def kept_nbytes(unit: Unit) -> int:
-    """What the unit is expected to keep between forward and backward; 0 where `reshard_after_forward` is no integer."""
+    """Expected bytes kept between forward and backward by an integer `reshard_after_forward`; otherwise 0."""
     packs = [_kept_pack(unit, position) for position in range(len(unit.groups))]
     pairs = zip(unit.groups, packs, strict=True)
     return sum(pack.padded_local_numel * group.precision.compute.itemsize for group, pack in pairs if pack is not None)
@@ -76,7 +76,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.settings.reshard_after_forward is False or (unit.settings.reshard_after_forward is None and is_outer)
     keeps = keeps or unit.record.resident
-    # Of a root that has not formed it is not known yet whether there are several nodes.
+    # Before the root forms, `links` does not say yet whether there are several nodes.
     links, strategy = unit.links[position], unit.settings.controls.strategy(communication)
     exchanged = exchanges(links, strategy)
     sums_here = exchanged and group.placing.world > 1
@@ -101,15 +101,15 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
 
 
 def expected_of(unit: Unit, position: int, optimizer: Held | None) -> Bytes:
-    """Of one group, after a backward, before `zero_grad`, once the optimizer stepped. Parameters with padding; state
-    without."""
+    """Expected bytes of one param group after a backward, before `zero_grad`, once the optimizer stepped. Parameters
+    include padding; state does not."""
     group = unit.groups[position]
     itemsize = group.precision.storage.itemsize
     trainable = [i for i, param in enumerate(group.params) if standing(param).requires_grad]
     segments = [group.pack.segments[i] for i in trainable]
     gradients = 0
     if segments:
-        # Of trainable parameters only: the others are in no message.
+        # Trainable parameters only: the others are in no reduction.
         pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
         memory = UnitMemory("", pack, group.plan, itemsize, itemsize, itemsize, replicas=_replicas(unit, position))
         gradients = memory.reduced_nbytes
@@ -146,10 +146,10 @@ def _state_nbytes(optimizer: Held, shard: DTensor) -> int | None:
 
 
 def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[str, tuple[Term, ...]]:
-    """The moment at which parameters, gradients and messages take most, and its terms; by definition order at first."""
+    """The moment of the peak of parameters, gradients and messages, and its terms."""
     root = formed(found[0][1])
     order = [record.name for record in root.run.forward_plan] if root is not None else []
-    # In the order in which they ran last time; else as they are defined.
+    # In the order of the last run, else in definition order.
     placed = sorted(found, key=lambda item: order.index(n) if (n := item[1].record.name) in order else -1)
     communication = options.communication
     memories = [_memory(unit, i, name, communication) for name, unit in placed for i in range(len(unit.groups))]

@@ -1,7 +1,7 @@
-"""`report(model, optimizer)`: which units a model has, what was left unsharded, and the bytes of this rank.
+"""`report(model, optimizer)`: the units of a model, its unsharded tensors, and the bytes of this rank.
 
-Expected bytes are arithmetic on layouts (layout/memory.py), measured ones are counted from the memory that tensors
-really hold now. Nothing is communicated or changed; it works on the meta device, and before the first forward.
+Expected bytes are computed from layouts (layout/memory.py); measured bytes are counted from the memory that tensors
+hold now. Nothing is communicated or changed; it works on the meta device, and before the first forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------
-# A `Report` as text: a line for each unit, equal neighbours together; what is not sharded; what looks wrong.
+# A `Report` as text: a line per unit, with equal consecutive units merged; unsharded tensors; notes.
 
 _HEADER = ("unit", "class", "params", "elements", "this rank", "dtypes", "parameters", "gradients", "optimizer", "full")
 _LEFT = {0, 1, 5}
@@ -85,7 +85,7 @@ def _below(report: Report) -> list[str]:
 
 
 def _figures(unit: UnitReport) -> tuple[object, ...]:
-    """What units on one line have in common."""
+    """The figures that merged units have in common."""
     return (unit.module_class, *_cells([unit]), unit.placements)
 
 
@@ -163,14 +163,14 @@ class UnitReport:
     measured: Bytes  # now
     full_nbytes_live: int  # full parameters that are allocated now
     resident: bool  # kept full between forward and backward, by `set_memory_budget(resident=)`
-    # What an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
+    # Bytes that an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
     kept_nbytes: int
     kept_nbytes_live: int
 
 
 @dataclass(frozen=True)
 class Unsharded:
-    """A tensor that every rank holds whole."""
+    """An unsharded tensor, which every rank holds whole."""
 
     name: str
     kind: str  # "parameter" or "buffer"
@@ -182,7 +182,7 @@ class Unsharded:
 
 @dataclass(frozen=True)
 class Report:
-    """What `report` found. `str(...)` is a table, `to_json()` all of it."""
+    """The result of `report`. `str(...)` is a table, `to_json()` has all fields."""
 
     rank: int
     units: tuple[UnitReport, ...]
@@ -190,11 +190,11 @@ class Report:
     expected: Bytes  # sums over units
     measured: Bytes
     message_nbytes: int  # buffers of messages that are kept between steps
-    # When parameters, gradients and messages are expected to take most: the moment, and the terms. Without activations
-    # and optimizer.
+    # The expected peak of parameters, gradients and messages: the moment, and the terms. Without activations and
+    # optimizer.
     peak_moment: str
     peak_terms: tuple[Term, ...]
-    # What is likely a mistake; empty when nothing was found.
+    # Likely mistakes.
     notes: tuple[str, ...]
 
     @property
@@ -211,20 +211,21 @@ class Report:
 
 
 def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
-    """What is sharded in `model`, and how many bytes of parameters, gradients and optimizer state this rank holds.
+    """Report the units of `model`, and this rank's bytes of parameters, gradients and optimizer state.
 
         print(fullshard.report(model, optimizer))
 
-    optimizer: its state is expected (for torch's elementwise optimizers) and measured; without it that is None.
+    optimizer: the optimizer whose state is estimated (for torch's elementwise optimizers) and measured; without one
+        these bytes are None.
 
-    The figures are this rank's, of this moment. Raises `ValueError` when nothing in `model` is sharded.
+    Measured figures are those of this rank, now. Raises `ValueError` if nothing in `model` is sharded.
     """
     names = {id(module): clean_name(name) for name, module in model.named_modules()}
     units: dict[Unit, str] = {}
     for module in model.modules():
         unit = unit_of(module)
         if unit is not None:
-            # Of several modules, as `fully_shard([a, b])` makes it, all names.
+            # A unit of several modules, as by `fully_shard([a, b])`, has all names.
             units[unit] = f"{units[unit]}+{names[id(module)]}" if unit in units else names[id(module)]
     if not units:
         raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
@@ -260,7 +261,7 @@ def inspect_units(model: nn.Module) -> tuple[UnitReport, ...]:
     return report(model).units if any(unit_of(module) is not None for module in model.modules()) else ()
 
 
-# What `inspect_units` returned before it was a report's units; goes with it.
+# The former result type of `inspect_units`; removed together with it.
 UnitInfo = UnitReport
 
 
@@ -310,7 +311,7 @@ def _unit_report(
 
 
 def _names(param: ShardedParam, names: dict[int, str]) -> tuple[str, ...]:
-    """Of all its slots in the model; a module outside of it has none."""
+    """The names of all slots of `param` inside the model."""
     modules = [(names.get(id(slot.module)), slot.name) for slot in param.slots]
     return tuple(f"{module}.{name}" if module else name for module, name in modules if module is not None)
 
@@ -329,7 +330,7 @@ def _state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _held_nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind tensors, each byte once, and whole storages: a view keeps all of its storage alive."""
+    """Bytes of the tensors' storages, each byte once. Whole storages, because a view keeps all of its storage alive."""
     spans = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -344,7 +345,7 @@ def _held_nbytes(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-# ---- what is not sharded, and what looks wrong -----------------------------------------------------------------
+# ---- unsharded tensors and notes -------------------------------------------------------------------------------
 
 
 def _unsharded(model: nn.Module, units: Sequence[Unit]) -> tuple[Unsharded, ...]:
@@ -422,7 +423,7 @@ def _waits(unit: Unit) -> bool:
 
 
 def _is_mostly_padding(unit: Unit) -> bool:
-    """Over all ranks, and worth a word: padding is allocated, gathered and reduced as the rest is."""
+    """Whether padding exceeds the parameters, over all ranks: it is allocated, all-gathered and reduced as well."""
     padded_nbytes = sum(g.placing.world * g.pack.padded_local_numel * g.precision.storage.itemsize for g in unit.groups)
     nbytes = sum(g.pack.numel * g.precision.storage.itemsize for g in unit.groups)
     return padded_nbytes > 2 * nbytes and padded_nbytes > 1 << 16

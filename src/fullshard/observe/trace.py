@@ -1,4 +1,4 @@
-"""The events and commands of a run as text, one a line: what the golden files and the documents are made of.
+"""Records the events and commands of a run as text, one per line, as in the golden files and the documentation.
 
 with fullshard.observe.record(model) as trace:
     model(batch).sum().backward()
@@ -23,7 +23,7 @@ from ..schedule import Command, Event
 
 
 class Trace:
-    """What was recorded so far. `lines` is the text; `commands` the (kind, unit) pairs alone."""
+    """The recorded events and commands. `lines` is the text; `commands` the (kind, unit) pairs only."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -46,9 +46,9 @@ class Trace:
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Trace]:
-    """Record the units of `model` while the context is open. Forms the root when there was no forward yet.
+    """Record the units of `model` while the context is open. Forms the root if no forward ran yet.
 
-    Raises `ValueError` when nothing in `model` is sharded.
+    Raises `ValueError` if nothing in `model` is sharded.
     """
     trace = Trace()
     roots: list[Root] = []

@@ -1,4 +1,4 @@
-"""Options as frozen values: what the user may say, and what it resolves to. Read once, never looked up in a step."""
+"""User options as frozen values, and what they resolve to. Read once, never looked up in a step."""
 
 from .options import Controls as Controls
 from .options import CustomComm as CustomComm

@@ -1,4 +1,4 @@
-"""Choices of the engine that are not arguments of `fully_shard`: read once, when a root first runs.
+"""Engine options that are not arguments of `fully_shard`: read once, when a root first runs.
 
 FULLSHARD_COMMUNICATION  "auto" (default): the fastest strategy measured for the backend: on gloo gradients are
                          exchanged within a node; on NCCL, and between nodes, the backend reduces them;
@@ -8,7 +8,7 @@ FULLSHARD_WATCH          "auto" (default): saved weights are watched in a unit's
                          backward reads weights that no gradient of an output announced; "always", to find faults
 FULLSHARD_CHECK          1: check every command against the lifecycle's invariants (slower)
 
-What has no variable is set by methods of `FSDPModule`, or by `use_options`, for tests and measurements.
+Methods of `FSDPModule` set all other options; `use_options` is for tests and measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 COMMUNICATION = ("auto", "torch", "all-to-all")
 WATCH = ("auto", "always")
-# What was taken away, and what to do instead.
+# Removed settings -> what to do instead.
 _REMOVED = {
     "hierarchical": 'leave the default, "auto": between nodes the backend reduces gradients',
     "FULLSHARD_LOCAL_WORLD_SIZE": "leave it out: ranks find out themselves on which nodes they are",
@@ -41,9 +41,9 @@ _REMOVED = {
 
 @dataclass(frozen=True)
 class Options:
-    """The resolved choices of one root. Raises `ValueError` for a field that is not what it may be."""
+    """The resolved options of one root. Raises `ValueError` for an invalid field."""
 
-    # How many units a forward gathers ahead along the recorded order, where no bytes are set.
+    # How many units a forward prefetches along the recorded order, unless a byte limit is set.
     prefetch_depth: int = 1
     # How many reductions may be in flight before the oldest is waited for.
     reductions_in_flight: int = 2
@@ -60,24 +60,24 @@ class Options:
             raise ValueError(f"check: expected True or False, found {self.check!r}")
 
     def send_buffers_on(self, device: str) -> int | None:
-        """How many send buffers may exist on a device of this type; None: no limit but `reductions_in_flight`.
+        """The limit on send buffers on a device of this type; None: only `reductions_in_flight` limits.
 
-        On a device one, as in FSDP2: the wait is one of streams, and memory is scarce. On a CPU waiting blocks, so the
-        next message is sent before the oldest is waited for.
+        One on a device, as in FSDP2: streams wait, and memory is scarce. On a CPU a wait blocks the host, so the next
+        message is sent before the wait for the oldest.
         """
         return None if device == "cpu" else 1
 
     @classmethod
     def current(cls, environ: Mapping[str, str] | None = None) -> Options:
-        """What the variables above say now, and over it the `use_options` that are open.
+        """The options from the environment variables above, overridden by open `use_options`.
 
-        Raises `ValueError` that names the variable, its value and what it may be.
+        Raises `ValueError` that names the variable, its value and the allowed values.
         """
         source = os.environ if environ is None else environ
         for name in _REMOVED:
             if source.get(name):
                 raise ValueError(
-                    f"{name}: expected no such variable, which is of versions before 0.2, found "
+                    f"{name}: expected no such variable, which was removed in version 0.2, found "
                     f"{source[name]!r}; {_REMOVED[name]}"
                 )
         found = cls(
@@ -90,16 +90,16 @@ class Options:
         return found
 
 
-# Of all threads, outermost first: the ranks of a test may be threads.
+# Shared by all threads, outermost first: the ranks of a test may be threads.
 _open: list[dict[str, Any]] = []
 
 
 @contextmanager
 def use_options(**changes: Any) -> Iterator[None]:
-    """Models that are sharded and first run inside get these fields of `Options`, whatever the environment says.
+    """Models that are sharded and first run inside get these fields of `Options`, overriding the environment.
 
-    It holds in every thread of the process, and the innermost wins. Raises `TypeError` for a field that is not there
-    and `ValueError` for a wrong value.
+    Applies to all threads of the process; the innermost wins. Raises `TypeError` for an unknown field and `ValueError`
+    for a wrong value.
     """
     replace(Options(), **changes)
     _open.append(changes)
@@ -122,7 +122,7 @@ def _expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def removed(value: object) -> str:
-    """What to do instead of a strategy that was taken away, for the end of an error; "" for others."""
+    """What to do instead of a removed strategy, to append to an error; "" for others."""
     return f"; {_REMOVED[value]}" if isinstance(value, str) and value in _REMOVED else ""
 
 
@@ -139,14 +139,14 @@ def _flag(source: Mapping[str, str], name: str) -> bool:
 
 
 # ---- reduction -------------------------------------------------------------------------------------------------------
-# How the gradients of a unit are reduced: what the user set with the methods of `FSDPModule`, as one frozen value.
+# The user's settings for the reduction of a unit's gradients (methods of `FSDPModule`), as one frozen value.
 
 
 class CustomComm(Protocol):
-    """A caller's own all-gather or reduce-scatter: torch's `AllGather` and `ReduceScatter` objects have this shape.
+    """A user-defined all-gather or reduce-scatter, with the interface of torch's `AllGather` and `ReduceScatter`.
 
-    `__call__(output_tensor=, input_tensor=, group=, async_op=)`, for a reduce-scatter also `op=`, returns a work or
-    None when it is finished. `allocate(size, dtype=, device=)` makes the buffers of both.
+    `__call__(output_tensor=, input_tensor=, group=, async_op=)`, for a reduce-scatter also `op=`, returns a work, or
+    None if finished. `allocate(size, dtype=, device=)` allocates the buffers of both.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
@@ -155,27 +155,27 @@ class CustomComm(Protocol):
 
 @dataclass(frozen=True)
 class Controls:
-    """The settings of one unit; each default is what holds when the user says nothing."""
+    """The reduction settings of one unit."""
 
-    # One of `COMMUNICATION`, or None: what the root's options say.
+    # One of `COMMUNICATION`; None: the root's option.
     communication: str | None = None
-    # What sums of gradients are divided by; None: the number of ranks that contribute.
+    # Divisor of gradient sums; None: the number of contributing ranks.
     divide_factor: float | None = None
-    # Ask backends for sums alone, never for averages.
+    # Ask backends only for sums, never for averages.
     sum_only: bool = False
-    # Called with the reduced flat gradient shards, before the last division; in `hook_stream` where there is one.
+    # Called with the reduced flat gradient shards before the last division; in `hook_stream` if set.
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
     gather: CustomComm | None = None
     reduce_scatter: CustomComm | None = None
-    # Parameters that got no gradient count as having a zero one.
+    # Reduce zeros for parameters without a gradient.
     zero_unused: bool = False
-    # How many send buffers may exist when this unit's has been made; None: what the root's options say.
+    # Limit on send buffers including this unit's; None: the root's option.
     send_buffers: int | None = None
 
     @property
     def text(self) -> str:
-        """What ranks have to have the same of."""
+        """The settings that must be equal on all ranks, as text."""
         set_ = ["none" if each is None else type(each).__name__ for each in (self.gather, self.reduce_scatter)]
         return (
             f"communication={self.communication}, divide factor={self.divide_factor}, sums alone={self.sum_only}, "
@@ -184,29 +184,29 @@ class Controls:
         )
 
     def strategy(self, default: str) -> str:
-        """The communication strategy; a custom reduce-scatter needs the one that makes a reduce-scatter."""
+        """The communication strategy; a custom reduce-scatter requires "torch"."""
         return "torch" if self.reduce_scatter is not None else self.communication or default
 
 
 class Scale(NamedTuple):
     """Where a sum of gradients is divided. The product of both numbers is the divide factor."""
 
-    # Before the sum leaves the axis that shards: of every contribution, or of the partial sum.
+    # Divisor within the shard axis: of every contribution, or of the partial sum.
     before: float
-    # When everything is summed, after the hook.
+    # Divisor of the complete sum, after the hook.
     after: float
-    # Backends that can, average over their ranks instead of `before`.
+    # Backends that support it average over their ranks instead of dividing by `before`.
     averages: bool
-    # In a reduction by the backend every contribution is divided, because their sum could overflow.
+    # The sum could overflow, so divide every contribution in a reduction by the backend.
     overflows: bool
 
 
-# In these torch leaves the division to the backend; a sum of others is kept small by dividing in two steps.
+# torch leaves the division to the backend in these dtypes; in others it divides in two steps, to avoid overflow.
 _WIDE = (torch.float32, torch.bfloat16)
 
 
 def resolve_scale(reduce_dtype: torch.dtype, ranks: int, factor: float | None, *, sum_only: bool) -> Scale:
-    """The scale of a reduction in `reduce_dtype` over `ranks` ranks in all. What a hook sees is what torch's sees.
+    """The scale of a reduction in `reduce_dtype` over `ranks` ranks in total. Hooks see the same values as in FSDP2.
 
     >>> resolve_scale(torch.float32, 8, None, sum_only=False)
     Scale(before=8.0, after=1.0, averages=True, overflows=False)
@@ -215,7 +215,7 @@ def resolve_scale(reduce_dtype: torch.dtype, ranks: int, factor: float | None, *
     """
     divisor = float(ranks) if factor is None else float(factor)
     if reduce_dtype not in _WIDE:
-        # About the root of it before and the rest afterwards: a power of two, which costs no precision.
+        # Divide by about its square root first, a power of two, which costs no precision; by the rest afterwards.
         before = 1.0
         while divisor % before == 0 and divisor / before > before:
             before *= 2
@@ -226,15 +226,15 @@ def resolve_scale(reduce_dtype: torch.dtype, ranks: int, factor: float | None, *
 
 
 # ---- mesh dims -------------------------------------------------------------------------------------------------------
-# Which axes of a mesh mean data parallelism, when the mesh has others too.
+# The data-parallel axes of a mesh that has other axes too.
 
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Names of the data-parallel axes of a full mesh; names and meaning are those of torch's class.
 
-    shard: axes over which parameters are sharded; several are taken as one, in their order.
-    replicate: axes over which shards are repeated; likewise.
+    shard: axes over which parameters are sharded; several axes are flattened to one, in their order.
+    replicate: axes over which shards are replicated; several axes are flattened to one, in their order.
 
     Raises `ValueError` when neither is given.
 

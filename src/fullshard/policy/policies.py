@@ -1,4 +1,4 @@
-"""What the user says of a unit in the arguments of `fully_shard`: its dtypes, and where its shards live."""
+"""Policies in the arguments of `fully_shard`: dtypes of a unit, and the device of its shards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from .._torch import TorchCPUOffloadPolicy, TorchMixedPrecisionPolicy, TorchOffloadPolicy
 
 # ---- precision -------------------------------------------------------------------------------------------------------
-# Dtypes of a unit: what the user asks for, and what follows for storage, compute, wire and sum.
+# Dtypes of a unit: the user's policy, and the resulting dtypes.
 #
 # storage   the dtype of the original parameter; sharded parameters, gradients and optimizer state have it
 # compute   the dtype of the gathered full parameters and of the gradients autograd makes
-# reduce    the dtype in which gradients are kept between micro-batches
-# wire      the dtype in which gradients travel: the narrower of compute and reduce, because widening before the
+# reduce    the dtype in which gradients are held between micro-batches
+# wire      the communication dtype of gradients: the narrower of compute and reduce, because widening before the
 #           message adds bytes and no information; reduce, once gradients were accumulated
 # sum       the dtype in which messages are added: reduce, but at least float32, so that a sum rounds once
 
@@ -39,7 +39,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
 
 
 class MixedPrecisionLike(Protocol):
-    """Our policy or torch's: programs with mixed imports work."""
+    """A policy of fullshard or torch, so that programs with mixed imports work."""
 
     @property
     def param_dtype(self) -> torch.dtype | None: ...
@@ -52,7 +52,7 @@ class MixedPrecisionLike(Protocol):
 
 
 class Precision(NamedTuple):
-    """What a policy means for parameters of one storage dtype."""
+    """The dtypes that a policy gives parameters of one storage dtype."""
 
     storage: torch.dtype
     compute: torch.dtype
@@ -77,12 +77,12 @@ def resolve_precision(policy: MixedPrecisionLike, storage: torch.dtype) -> Preci
 
 
 def sum_dtype(reduce: torch.dtype) -> torch.dtype:
-    """The dtype in which messages are added when they are to be reduced in `reduce`."""
+    """The dtype in which messages are summed for a reduction in `reduce`."""
     return torch.float32 if reduce.itemsize < 4 else reduce
 
 
 # ---- offload ---------------------------------------------------------------------------------------------------------
-# Where shards live between uses: on the device of the mesh, or on the host.
+# The device of shards between uses: that of the mesh, or the host.
 
 
 @dataclass
@@ -94,23 +94,23 @@ class OffloadPolicy(TorchOffloadPolicy):
 class CPUOffloadPolicy(OffloadPolicy, TorchCPUOffloadPolicy):
     """Shards, gradients and optimizer state on the host; full parameters on the device of the mesh while they are used.
 
-    Each unit is copied to the device in one copy before its gather, and its reduced gradients back in one. On a mesh of
-    CPUs it changes nothing. `pin_memory`: page-locked host memory, without which copies are not asynchronous; it cannot
-    be used by other processes.
+    Each unit takes one copy to the device before its all-gather, and one copy back for its reduced gradients. Has no
+    effect on a CPU mesh. `pin_memory`: page-locked host memory, required for asynchronous copies; other processes
+    cannot use that memory.
     """
 
     pin_memory: bool = True
 
 
 class Offload(NamedTuple):
-    """What an offload policy means on one device."""
+    """The effect of an offload policy on one device type."""
 
     to_host: bool = False
     pin: bool = False
 
 
 def resolve_offload(policy: Any, device_type: str) -> Offload:
-    """What `policy`, ours or torch's of the same name, means where compute is on `device_type`.
+    """Resolve `policy`, of fullshard or torch, for compute on `device_type`.
 
     >>> resolve_offload(CPUOffloadPolicy(), "cuda"), resolve_offload(CPUOffloadPolicy(), "cpu").to_host
     (Offload(to_host=True, pin=True), False)

@@ -1,8 +1,7 @@
-"""When to gather, wait, free and reduce: pure decisions. Standard library only.
+"""Decides when to all-gather, wait, free and reduce-scatter. Standard library only.
 
-Read `state` (what is known of a unit), `events` (the vocabulary), `rules` (one function per event), `prefetch` (which
-unit is next), `sending` (in which order gradients are sent), `check` (invariants of a command sequence), `order` (the
-order of messages on which ranks agreed).
+`record` (state of units and runs), `events` (the vocabulary), `rules` (one function per event), `order` (prefetch order
+and gradient order), `check` (invariants of a command sequence).
 """
 
 from .check import CommandChecker as CommandChecker

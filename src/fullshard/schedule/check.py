@@ -1,10 +1,10 @@
-"""Invariants of a sequence of commands: used by tests, by a simulator, and in debug mode by the executor.
+"""Invariants of a command sequence, checked by tests, by a simulator, and by the executor with FULLSHARD_CHECK=1.
 
 1  gather only what is sharded; wait and drop only what is pending; free only what has memory; expose only what is
    shelved; widen only what is narrowed
 2  gradients are reduced or held only in a backward, and a backward ends with nothing pending
 3  every rank that sees equal events issues equal commands (compare two `CommandChecker.log`s)
-4  no more than `max_full` units have full memory at once, beside those that are to stay full
+4  at most `max_full` units have full memory at once, not counting those that stay full
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from .record import Full
 
-# What each command needs, and what it makes of it.
+# Command -> legal state before -> state after.
 _LEGAL: dict[str, dict[Full, Full]] = {
     "gather": {Full.SHARDED: Full.PENDING},
     "wait": {Full.PENDING: Full.FULL},
@@ -27,13 +27,13 @@ _LEGAL: dict[str, dict[Full, Full]] = {
 
 
 class LifecycleError(RuntimeError):
-    """A command that is illegal in the state of its unit. The text ends with the last commands of that unit."""
+    """A command is illegal in the state of its unit. The message ends with the last commands of that unit."""
 
 
 class CommandChecker:
-    """Follows commands by their text and raises `LifecycleError` at the first illegal one.
+    """Tracks commands and raises `LifecycleError` at the first illegal one.
 
-    `stays_full`: names of units that do not count for `max_full`, which bounds the others (None: no bound).
+    `max_full`: limit on units with full memory, not counting those named in `stays_full` (None: no limit).
 
     >>> CommandChecker().run([("gather", "layers.0"), ("widen", "layers.0")])
     Traceback (most recent call last):
@@ -53,7 +53,7 @@ class CommandChecker:
             self.command(kind, unit)
 
     def command(self, kind: str, unit: str) -> None:
-        """Check the next command and follow it."""
+        """Check and apply the next command."""
         state = self.full.get(unit, Full.SHARDED)
         if kind in _LEGAL:
             becomes = _LEGAL[kind]

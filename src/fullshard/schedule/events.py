@@ -1,11 +1,11 @@
-"""What happens to units (events) and what is done about it (commands), as values with a text form.
+"""Events (reports about units) and commands (actions on units), as values with a text form.
 
-    > pre_forward layers.0 grad        an event: what, which unit, flags
-      gather layers.0                  a command it led to
+    > pre_forward layers.0 grad        an event: kind, unit, flags
+      gather layers.0                  a resulting command
       wait layers.0
 
-`str` writes it and `parse_event` / `parse_command` read it back. The same text is the trace, the golden files and the
-tables in the documents. The root is written `root`.
+`str` writes this text, `parse_event` and `parse_command` read it. Traces, golden files and the tables in the documents
+use it, too. The root is written `root`.
 
     event            the runtime reports that
     pre_forward      a unit's forward is about to run
@@ -17,13 +17,13 @@ tables in the documents. The root is written `root`.
     backward_end     the whole backward is over
     backward_failed  it ended with an exception
     unshard, wait_unshard, reshard    the user called these
-    abandon          a step did not come to its end; whatever it left is to be discarded
+    abandon          a step did not finish; its leftovers must be discarded
 
     command   the executor
     gather    issues the all-gather of a unit's parameters
     wait      waits for it and puts the full parameters on the modules
     free      gives the memory of the full parameters back and puts the sharded ones on the modules
-    drop      waits for a gather that nobody needs and throws its result away
+    drop      waits for an unused gather and discards its result
     shelve    puts the sharded parameters on the modules but keeps the memory of the full ones
     expose    puts kept full parameters on the modules
     narrow    keeps this rank's part of the full parameters among the k ranks of its block, and frees the rest
@@ -31,7 +31,7 @@ tables in the documents. The root is written `root`.
     reduce    issues the reduction of the unit's gradients
     hold      keeps the unit's gradients, unreduced, for a later backward
     finish    waits for all reductions and hands the gradients to the sharded parameters
-    discard   throws away gradients and messages of a step that failed
+    discard   discards gradients and messages of a failed step
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ COMMANDS = (
     "finish",
     "discard",
 )
-# Flags an event may carry; each changes what some rule does (schedule/rules.py).
+# Flags of events; each one matters to some rule (schedule/rules.py).
 FLAGS = (
     "grad",
     "in_backward",
@@ -86,7 +86,7 @@ FLAGS = (
 )
 
 
-# Commands, for people who read that one failed.
+# Commands, in words for errors.
 _TOLD = {
     "gather": "the gather of {}",
     "wait": "the gather of {}",
@@ -104,7 +104,7 @@ _TOLD = {
 
 
 class Event(NamedTuple):
-    """One thing that happened. `unit` is a name; "root" is the root."""
+    """One event. `unit` is a name; "root" is the root."""
 
     kind: str
     unit: str
@@ -115,7 +115,7 @@ class Event(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One thing to do. `unit` is the record, so that the executor needs no lookup."""
+    """One action. `unit` is the record, so that the executor needs no lookup."""
 
     kind: str
     unit: UnitRecord
@@ -124,7 +124,7 @@ class Command(NamedTuple):
         return f"{self.kind} {self.unit.name}"
 
     def told(self) -> str:
-        """What it does, for the text of an error: "the gather of layers.0"."""
+        """The command in words, for an error: "the gather of layers.0"."""
         name = self.unit.name
         if name == "root":
             name = "the root module"

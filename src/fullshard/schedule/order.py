@@ -1,4 +1,4 @@
-"""In which order units are gathered ahead, and in which order they send their gradients."""
+"""The order in which units are prefetched, and the order in which they send gradients."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from ..layout import leading_within
 from .record import NOWHERE, Full, RunRecord, UnitRecord, Use
 
 # ---- prefetch --------------------------------------------------------------------------------------------------------
-# Which unit is needed next: the recorded order, or the user's lists.
+# Chooses the units to prefetch, from the recorded order or the user's lists.
 #
 #     forward    the user's list for this unit; otherwise the units that followed it in the previous pass that began
-#                with the same unit. The first pass, and a pass that leaves the recorded order, gather each unit when it
-#                is needed: late, but right.
+#                with the same unit. The first pass, and a pass that leaves the recorded order, gather each unit only
+#                when it is needed: slower, but correct.
 #     backward   the user's list for this unit; otherwise the unit whose forward ended before this use of it.
-#     in bytes   where `RunRecord.prefetch_nbytes` is set: of the units that follow in either order, as many as fit.
+#     in bytes   with `RunRecord.prefetch_nbytes`: as many of the following units, in either order, as fit.
 #
-# A wrong guess costs a gather: it is found full when needed, or dropped at the end of the backward. It never costs a
-# result, because nothing is computed before a `wait`.
+# A wrong guess costs at most one gather: the unit is found full later, or dropped at the end of the backward. Results
+# stay correct, because nothing is computed before a `wait`.
 
-# These have their memory already.
+# Units in these states have their memory already.
 _HAVE_MEMORY = (Full.FULL, Full.SHELVED)
 
 
 def begin_forward(run: RunRecord, unit: UnitRecord) -> None:
-    """The outermost forward, that of `unit`, begins: a new log; the plan is that of its last pass. What runs beside the
-    model (a head called for each chunk of a loss) has a plan of its own."""
+    """The outermost forward, of `unit`, begins: start a log; the plan is its previous pass. A module called outside of
+    the model's forward (a head, for each chunk of a loss) has its own plan."""
     run.forward_log = []
     run.forward_plan = run.forward_plans.get(unit.index, [])
     run.order_mark = len(run.order)
 
 
 def next_in_forward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
-    """Note that `unit` began its forward; the units worth gathering now."""
+    """Note that `unit` began its forward; return the units to prefetch now."""
     log, plan = run.forward_log, run.forward_plan
     position = len(log)
     log.append(unit)
@@ -41,7 +41,7 @@ def next_in_forward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
     if not plan or not (run.prefetch_depth or run.prefetch_nbytes):
         return ()
     if position >= len(plan) or plan[position] is not unit:
-        # A changed order. One deviation makes the rest of the plan worthless for this pass.
+        # The order changed: ignore the rest of the plan in this pass.
         run.forward_plan = []
         return ()
     if run.prefetch_nbytes is not None:
@@ -50,10 +50,9 @@ def next_in_forward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
 
 
 def end_forward(run: RunRecord, unit: UnitRecord, *, backward_follows: bool) -> None:
-    """The outermost forward, that of `unit`, ended: what it did is the plan of its next pass.
+    """The outermost forward, of `unit`, ended: its log is the plan of its next pass.
 
-    When no backward can follow (evaluation), its uses are forgotten; otherwise thousands of evaluation batches would
-    pile up in the order until some backward ends.
+    Without a backward (evaluation) its uses are forgotten. Otherwise they would pile up over thousands of batches.
     """
     run.forward_plan = run.forward_plans[unit.index] = run.forward_log
     if not backward_follows:
@@ -66,7 +65,7 @@ def end_forward(run: RunRecord, unit: UnitRecord, *, backward_follows: bool) -> 
 
 
 def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
-    """`unit` is needed by the backward now; the units worth gathering behind it."""
+    """The backward needs `unit` now; return the units to prefetch after it."""
     if unit.backward_prefetch:
         return unit.backward_prefetch
     if not unit.uses:
@@ -79,30 +78,30 @@ def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
 
 
 def within(following: Sequence[UnitRecord], nbytes: int) -> list[UnitRecord]:
-    """The first of `following` that fit into `nbytes` together, gathers already under way included."""
+    """The first of `following` that fit in `nbytes` together, including gathers in flight."""
     ahead = list(dict.fromkeys(unit for unit in following if unit.full not in _HAVE_MEMORY))
     return ahead[: leading_within((unit.gather_nbytes for unit in ahead), nbytes)]
 
 
 # ---- sending ---------------------------------------------------------------------------------------------------------
-# In which order the units of a backward send their gradients: an order that no absent gradient can change.
+# The order in which units send gradients in a backward; an absent gradient does not change it.
 #
-# Messages of one group have to be issued in one order by all ranks; equal-shaped ones in another order mix without a
-# word. When the gradients of a unit are ready is no such order: a rank on which one of them is absent never sees it.
-# What ranks agree on is the order of the forwards, and with it that of the backwards, which is its reverse. So:
+# All ranks must issue the messages of a group in the same order: messages of equal shape would mix silently otherwise.
+# The order in which gradients become ready is unsuitable: a rank without some gradient never sees a unit ready. But all
+# ranks agree on the order of forwards, and so on its reverse, the order of backwards:
 #
-#     owing    from the first gradient of its outputs on, a unit owes one message, whatever gradients come
+#     owing    from the first gradient of its outputs on, a unit owes one message, with or without gradients
 #     order    the unit whose first use began last goes first; of units inside each other, the inner one
 #     due      before anything is gathered for a use that ended before the first use of the owing unit began; with the
 #              end of the backward at the latest
-#     early    a unit whose gradients are complete on this rank goes before it is due, if those ahead of it went, and if
-#              nothing can be gathered between now and then: so the order of all messages stays the same
+#     early    a unit whose gradients are complete on this rank goes before it is due, if those ahead of it went and
+#              nothing can be gathered in between: the order of all messages stays the same
 #
-# Uses are numbered by a clock that counts the ends of forwards: inside of a use (begin, end) ended those in [begin,
-# end). Backward visits uses by falling end. That is all the arithmetic: a unit is due at a use that ends before its
-# `begin`, and may go early when the last visited use has an end of `begin` or less.
+# A clock counts the ends of forwards: the uses inside of a use (begin, end) have ends in [begin, end). Backward visits
+# uses by decreasing end. So a unit is due at a use that ends before its `begin`, and may go early when the last visited
+# use has an end of `begin` or less.
 
-# Of a unit whose backward was noticed although none of its forwards is known: it waits for the end.
+# The use of a unit in backward without a known forward: it sends at the end of the backward.
 UNKNOWN = Use(-1, -1)
 
 
@@ -112,16 +111,16 @@ def begin_use(run: RunRecord, unit: UnitRecord) -> None:
 
 
 def end_use(run: RunRecord, unit: UnitRecord) -> None:
-    """It ended: from now on its backward may come."""
+    """The forward ended: its backward may come from now on."""
     begin = unit.begins.pop() if unit.begins else run.clock
     unit.open.append(Use(begin, run.clock))
     run.clock += 1
 
 
 def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]:
-    """The backward of `use` begins (None: of the youngest use whose backward may come); the units to send before."""
+    """The backward of `use` begins (None: of the youngest open use). Returns the units to send first."""
     if use is None:
-        # Noticed once more, by a module of several or by a saved weight; or by these alone.
+        # Reported by another module of the unit or by a saved weight, perhaps after a report with the use.
         use = unit.visited if unit in run.owing else unit.open[-1] if unit.open else UNKNOWN
     due: list[UnitRecord] = []
     if use is not UNKNOWN:
@@ -133,7 +132,7 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
         _sent(run, other)
     unit.visited, unit.settled = use, False
     if unit.trainable:
-        # An older forward of the unit may belong to this backward, too, and then its gradients come last.
+        # An older forward of the unit may belong to this backward; then its gradients come last.
         unit.first = min((use, *unit.open, *((unit.first,) if unit in run.owing else ())))
         if unit not in run.owing:
             run.owing.append(unit)
@@ -142,7 +141,7 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
 
 
 def settle(run: RunRecord, unit: UnitRecord) -> list[UnitRecord]:
-    """All gradients that come to `unit` on this rank are there; the units to send now."""
+    """`unit` has all of its gradients on this rank. Returns the units to send now."""
     unit.settled = True
     early: list[UnitRecord] = []
     for other in run.owing:
@@ -155,7 +154,7 @@ def settle(run: RunRecord, unit: UnitRecord) -> list[UnitRecord]:
 
 
 def end_sending(run: RunRecord) -> list[UnitRecord]:
-    """The backward is over; the units that still owe a message, in order."""
+    """The backward is over. Returns the units that still owe a message, in order."""
     left = list(run.owing)
     for unit in left:
         _sent(run, unit)

@@ -1,21 +1,21 @@
-"""The record of one unit and of one run: everything the rules know, and nothing else.
+"""The state of one unit and of one run: everything the rules know.
 
-`full` says where the full parameters are. These are all the legal transitions, and who makes them:
+`full` is the state of the full parameters. The legal transitions and their commands:
 
     from       to         command   meaning
-    SHARDED    PENDING    gather    an all-gather was issued; nothing may be computed with the result yet
-    PENDING    FULL       wait      the result is there and stands on the modules
-    PENDING    SHARDED    drop      gathered but never needed; the result is thrown away
-    FULL       SHARDED    free      the memory is given back, the sharded parameters stand on the modules again
-    FULL       SHELVED    shelve    the sharded parameters stand on the modules, the memory is kept for a next use
-    SHELVED    FULL       expose    the kept full parameters stand on the modules again
+    SHARDED    PENDING    gather    an all-gather was issued; its result may not be used yet
+    PENDING    FULL       wait      the full parameters are on the modules
+    PENDING    SHARDED    drop      gathered but never needed; the result is discarded
+    FULL       SHARDED    free      the memory is freed, the sharded parameters are on the modules again
+    FULL       SHELVED    shelve    the sharded parameters are on the modules, the memory is kept for the next use
+    SHELVED    FULL       expose    the kept full parameters are on the modules again
     SHELVED    SHARDED    free
-    FULL       NARROWED   narrow    this rank's part among k ranks is kept, the rest of the memory is given back
+    FULL       NARROWED   narrow    this rank's part among k ranks is kept, the rest of the memory is freed
     NARROWED   PENDING    widen     an all-gather of these parts over the k ranks was issued
-    NARROWED   NARROWED   shelve    the sharded parameters stand on the modules in the place of the kept parts
-    NARROWED   SHARDED    free      the kept parts are given up
+    NARROWED   NARROWED   shelve    the sharded parameters are on the modules instead of the kept parts
+    NARROWED   SHARDED    free      the kept parts are freed
 
-`phase` says which part of a step the unit is in:
+`phase` is the part of a step that the unit is in:
 
     IDLE       between its forward and its backward, or outside of a step
     FORWARD    its forward is running
@@ -51,18 +51,18 @@ class Phase(IntEnum):
 
 
 class Use(NamedTuple):
-    """One forward of a unit, by the clock of the run: how many forwards had ended when it began and when it ended."""
+    """One forward of a unit: how many forwards of the run had ended when it began and when it ended."""
 
     begin: int
     end: int
 
 
-# Behind every use: no backward began.
+# After every use: no backward began.
 NOWHERE = 1 << 62
 
 
 class UnitRecord:
-    """What the rules know of one unit. Written by the rules alone; the settings at the bottom by the user's calls."""
+    """The state of one unit. Only the rules write it; the user's calls write the settings at the bottom."""
 
     __slots__ = (
         "backward_prefetch",
@@ -102,53 +102,53 @@ class UnitRecord:
         self.name = name
         # Position in `RunRecord.units`; the root is 0.
         self.index = index
-        # A unit without parameters takes part in the step, but there is nothing to gather.
+        # Without parameters: takes part in the step, but is never gathered.
         self.empty = False
         self.full = Full.SHARDED
         self.phase = Phase.IDLE
-        # From the first gradient of an output until the end of that backward: a forward in between is recomputation.
+        # From the first output gradient until the end of that backward; a forward in between is recomputation.
         self.in_backward = False
         # Whether this use of the unit will report `inputs_reached`.
         self.inputs_hooked = False
-        # A unit of several modules: some ran and others may follow in the same use; whether an output of those that
-        # ran requires a gradient.
+        # For a unit of several modules: some ran, and others may follow in the same use; an output of those that ran
+        # requires a gradient.
         self.pass_open = False
         self.pass_outputs = False
-        # Positions in `RunRecord.order` of the forwards that wait for their backward, oldest first.
+        # Positions in `RunRecord.order` of forwards without their backward yet, oldest first.
         self.uses: list[int] = []
-        # ---- what stays in memory: a forward of its own is running; backwards to come that report nothing; a
-        # forward ran since the last of these was noted; gradients came in the running backward.
+        # ---- for pins (below): a forward is running; expected backwards without reports; a forward ran since the last
+        # pin; gradients came in the running backward.
         self.running = False
         self.pins = 0
         self.used = self.brought = False
-        # ---- when to send (order.py): the clock at the beginnings of forwards that are running,
+        # ---- when to send (order.py): the clock at the begin of running forwards,
         self.begins: list[int] = []
         # forwards whose backward may come, oldest first,
         self.open: list[Use] = []
-        # the oldest one that this backward may visit, the one it visited last,
+        # the oldest one that this backward may visit and the last one it visited,
         self.first = self.visited = Use(0, 0)
-        # and whether all gradients that it brings on this rank are there.
+        # and whether all of its gradients on this rank arrived.
         self.settled = False
         # ---- settings
         self.reshard_after_forward = reshard_after_forward
-        # An integer reshard_after_forward: what is freed after forward keeps a part, to be gathered from fewer ranks.
+        # Integer reshard_after_forward: keep a part after forward, to gather from fewer ranks in backward.
         self.narrows = False
-        # There is memory for it to stay full between forward and backward; and from step to step where it is frozen.
+        # Stays full between forward and backward within the memory budget; if frozen, also between steps.
         self.resident = False
-        # Bytes that a gather takes, messages included; the same on every rank.
+        # Bytes of a gather, including messages; the same on every rank.
         self.gather_nbytes = 0
         self.reshard_after_backward = True
         # Whether a unit that is not freed after forward stays full also when no backward can follow.
         self.keeps_in_evaluation = True
         # Whether gradients are reduced at the end of this backward or kept until one that does.
         self.sync = True
-        # Whether a backward reads the unit's weights; False is the user's word.
+        # Whether backward reads the unit's weights; False is the user's promise.
         self.gathers_in_backward = True
         # Some parameter gets gradients.
         self.trainable = True
         # Some parameters get no gradient, so "all gradients are ready" does not say that all weights were used.
         self.frees_late = False
-        # Units to gather when this one's forward begins, instead of the recorded order; likewise in backward.
+        # The user's prefetch lists for forward and backward, instead of the recorded order.
         self.forward_prefetch: tuple[UnitRecord, ...] = ()
         self.backward_prefetch: tuple[UnitRecord, ...] = ()
 
@@ -157,7 +157,7 @@ class UnitRecord:
 
 
 class RunRecord:
-    """What the rules know of all units below one root."""
+    """The state of all units of one root."""
 
     __slots__ = (
         "clock",
@@ -182,11 +182,11 @@ class RunRecord:
     def __init__(self, units: list[UnitRecord], *, prefetch_depth: int = 1) -> None:
         # Root first, then in the order of `model.modules()`.
         self.units = units
-        # How many units ahead a forward gathers along the recorded order. 0: gather when needed, as FSDP2 on a CPU.
+        # How many units a forward prefetches along the recorded order. 0: gather when needed, as FSDP2 on a CPU.
         self.prefetch_depth = prefetch_depth
-        # In its place, and in backward too: how many bytes of gathers may be ahead; None: no such limit.
+        # Byte limit of prefetched gathers, instead of the depth and in backward too; None: no such limit.
         self.prefetch_nbytes: int | None = None
-        # The unit whose forward is the outermost one running, or None.
+        # The unit of the outermost running forward, or None.
         self.forward_root: UnitRecord | None = None
         # Units in the order in which forwards ended, once for each use, since the last backward ended.
         self.order: list[UnitRecord] = []
@@ -194,54 +194,54 @@ class RunRecord:
         self.order_mark = 0
         # Units with an open pass (`UnitRecord.pass_open`), in the order in which these began.
         self.open_passes: list[UnitRecord] = []
-        # Units in the order in which the forwards of this pass began, and of the previous complete pass that began
-        # with the same unit; all of these, by the index of the unit they began with.
+        # Units in the order in which forwards began: in this pass; in the previous complete pass that began with the
+        # same unit; and all such passes, by the index of their first unit.
         self.forward_log: list[UnitRecord] = []
         self.forward_plan: list[UnitRecord] = []
         self.forward_plans: dict[int, list[UnitRecord]] = {}
-        # How many forwards ended; the end of the last use that the backward visited; units that have to send, in order.
+        # Number of ended forwards; end of the last use that backward visited; units that owe a message, in order.
         self.clock = 0
         self.frontier = NOWHERE
         self.owing: list[UnitRecord] = []
         self.in_backward = False
-        # False: a later backward of the same step will still use what this one leaves behind.
+        # False: a later backward of the same step will use the leftovers of this one.
         self.is_last_backward = True
-        # A backward that builds a graph of its own (create_graph) will be followed by one that needs the weights.
+        # The running backward builds a graph (create_graph), whose own backward will need the weights.
         self.keep_full = False
         # Counts the times that leftovers of a failed step were discarded.
         self.generation = 0
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether a step began and did not come to its end. Only meaningful where no step can be running."""
+        """Whether a step began and did not finish. Only meaningful while no step can be running."""
         return self.forward_root is not None or self.in_backward
 
 
 # ---- pins ------------------------------------------------------------------------------------------------------------
-# Which full parameters have to stay in memory although their forward, or a backward, is over.
+# Full parameters that must stay in memory after their forward, or after a backward.
 #
 #     running    a forward of the unit continues: a backward inside of it (forces, a learning rule) does not end its use
-#     pins       backwards to come through graphs that hold weights and report nothing: those that a backward recorded
-#                (`create_graph`), and those made where saved tensors cannot be watched (transforms of torch.func)
+#     pins       later backwards through graphs that hold weights and report nothing: recorded by a backward
+#                (`create_graph`), or where saved tensors cannot be watched (torch.func transforms)
 #
-# A pin goes with the backward that it waits for: one that brings gradients and does not keep its graph. Where there is
-# no such backward, or one serves several forwards, it goes when the shards change, or with `reshard()`. Pinned memory
-# is put aside (SHELVED), because users have to find sharded parameters at any time.
+# The backward it waits for removes a pin: one that brings gradients and frees its graph. Without such a backward, or if
+# one serves several forwards, the pin is removed when the shards change, or by `reshard()`. Pinned memory is SHELVED,
+# because users must find sharded parameters at any time.
 
 _THERE = (Full.FULL, Full.SHELVED)
 
 
 def pin(unit: UnitRecord) -> None:
-    """A backward through a graph that reports nothing will follow: one for all such graphs of one forward."""
+    """Expect a backward through a graph without reports: one pin for all such graphs of one forward."""
     if unit.full in _THERE and (unit.used or not unit.pins):
         unit.pins += 1
         unit.used = False
 
 
 def settle_pins(run: RunRecord, unit: UnitRecord, *, spent: bool, present: bool) -> bool:
-    """A backward is over. `spent`: gradients came, and its graph is gone. `present`: `unit` has some.
+    """A backward is over. `spent`: it brought gradients and freed its graph. `present`: `unit` has gradients.
 
-    Whether its memory is to be put aside now."""
+    Returns whether to shelve the unit now."""
     if run.keep_full:
         pin(unit)
     elif unit.pins and spent and (present or unit.brought or unit.in_backward):

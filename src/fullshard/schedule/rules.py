@@ -1,9 +1,9 @@
-"""The rules: one function per event. Each returns the commands that follow, and notes what it decided in the records.
+"""The rules: one function per event, which returns the resulting commands and updates the records.
 
-There are no tensors, streams or hooks here, and no other place decides what to gather, free or reduce. Read from top to
-bottom: this is a step of training. [Rn] marks a rule; `tests/harness/mutate.py` breaks each of them and expects a test
-to go red. The order of gather, wait, free and reduce is that of FSDP2 where nothing is gathered ahead in forward
-(`prefetch_depth` 0), proven against recorded traces (tests/golden).
+Only this module decides what to gather, free or reduce; it has no tensors, streams or hooks. From top to bottom it
+follows a training step. [Rn] marks a rule; `tests/harness/mutate.py` breaks each of them and expects a test to fail.
+Without forward prefetch (`prefetch_depth` 0) the order of gather, wait, free and reduce is that of FSDP2, tested
+against recorded traces (tests/golden).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .record import NOWHERE, Full, Phase, RunRecord, UnitRecord, Use, is_held, p
 
 Commands = list[Command]
 _NOTHING: Commands = []
-# Where a gather can start, and what the end of a backward frees.
+# States from which a gather can start, and states that the end of a backward frees.
 _GATHERED_FROM = (Full.SHARDED, Full.NARROWED)
 _FREED = (Full.FULL, Full.SHELVED, Full.NARROWED)
 
@@ -41,15 +41,15 @@ def pre_forward(
     `stale`: shards were written since the gather."""
     commands: Commands = []
     if in_backward and unit.in_backward:
-        # [R1] Recomputation after the backward of the unit began: it may have been freed by the backward of another
-        # use, and must be full again. It is no new use, so nothing else changes.
+        # [R1] Recomputation after the backward of the unit began: the backward of another use may have freed the unit,
+        # so unshard it again. It is not a new use, so nothing else changes.
         if unit.phase is Phase.DONE and unit.frees_late:
-            # [R36] What of it is frozen is needed again for as long as that backward takes.
+            # [R36] That backward needs the frozen weights again until its end.
             unit.phase = Phase.BACKWARD
         _make_full(unit, commands)
         return commands
     if nested:
-        # [R21] A method that calls forward, or recursion: part of the use around it, at whose end weights are freed.
+        # [R21] A method that calls forward, or recursion: part of the outer use, whose end frees the weights.
         _make_full(unit, commands)
         return commands
     if run.forward_root is None and not in_backward:
@@ -61,10 +61,10 @@ def pre_forward(
     if not in_backward and not unit.pass_open:
         begin_use(run, unit)
     if stale:
-        # [R2] Full parameters, there or on their way, are not used once their shards changed.
+        # [R2] Full parameters, present or in flight, are stale once their shards changed.
         _throw_away(unit, commands)
     _make_full(unit, commands)
-    # [R3] Gathers are issued before the compute that hides them, and in the order in which they will be needed.
+    # [R3] Prefetches are issued before the compute that hides them, in the order in which they will be needed.
     ahead = unit.forward_prefetch if in_backward else next_in_forward(run, unit)
     _gather_ahead(ahead, commands)
     return commands
@@ -86,7 +86,7 @@ def post_forward(
     `opaque`: the graph that was recorded does not report which weights it reads (transforms)."""
     commands: Commands = []
     if in_backward and unit.in_backward:
-        # [R4] Recomputation: the backward that asked for it needs the parameters at once.
+        # [R4] Recomputation: its backward needs the parameters at once.
         return commands
     if nested:
         return commands
@@ -103,15 +103,15 @@ def post_forward(
             _close_pass(run, unit)
     else:
         if more and not is_forward_root:
-            # [R22] One gather serves all modules of a unit: those that did not run yet may be next.
+            # [R22] One gather serves all modules of a unit: the remaining ones may be next.
             _open_pass(run, unit, outputs=outputs)
             return commands
         if is_forward_root:
             _end_passes(run, unit, commands)
         outputs = outputs or unit.pass_outputs
         placed = unit.pass_open and is_forward_root
-        # [R24] A module of several that is called by itself (the head, for each chunk of a loss) is followed at once by
-        # others or by its backward. They share its gather and its place in the order.
+        # [R24] One module of several that runs alone (the head, for each chunk of a loss) is followed directly by other
+        # modules or by its backward. They share its gather and its place in the order.
         waits = more and outputs
         _end_use(run, unit, commands, outputs=outputs, keep=waits, placed=placed)
         if waits:
@@ -127,7 +127,7 @@ def post_forward(
 
 
 def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = False, nested: bool = False) -> Commands:
-    """The forward of `unit` raised. Inside the root's forward a caller may still catch it, so nothing is freed.
+    """The forward of `unit` raised. A caller inside the root's forward may still catch it, so nothing is freed.
 
     In a backward this is also how recomputation ends once it has what it needs.
     """
@@ -139,7 +139,7 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
         if unit.begins and not unit.pass_open:
             unit.begins.pop()
         if run.forward_root is unit:
-            # [R33] Whoever catches it outside of the model must find sharded parameters.
+            # [R33] A caller that catches it outside of the model must find sharded parameters.
             _show_shards(run, commands)
     return commands
 
@@ -150,44 +150,44 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
 def pre_backward(
     run: RunRecord, unit: UnitRecord, *, use: Use | None = None, create_graph: bool = False, needed: bool = False
 ) -> Commands:
-    """`use`: the forward whose backward begins, where it is known. `create_graph`: the backward records a graph, whose
-    own backward will need the weights again. `needed`: a saved weight is about to be read."""
+    """`use`: the forward whose backward begins, if known. `create_graph`: the backward records a graph, whose own
+    backward will need the weights again. `needed`: a saved weight is about to be read."""
     run.in_backward = True
     run.keep_full = run.keep_full or create_graph
     unit.in_backward = True
     commands: Commands = []
     if not unit.empty:
-        # [R29] What is due goes before anything is gathered, on every rank, with or without all its gradients.
+        # [R29] Due messages go before any gather, on every rank, whether or not all gradients arrived.
         _send(visit(run, unit, use), commands)
-    # [R25] The user may know that a backward does not read the weights (an embedding). What reads them all the same
-    # finds them, where it is noticed.
+    # [R25] The user may declare that backward does not read the weights (an embedding). If it does, a watched read
+    # unshards them anyway.
     gathers = unit.gathers_in_backward or needed
     if unit.phase is Phase.BACKWARD:
-        # [R8] Only the first of several outputs counts; but weights needed again are gathered again.
+        # [R8] Only the first of several outputs begins the backward, but weights needed again are gathered again.
         if gathers:
             _make_full(unit, commands)
         return commands
     unit.phase = Phase.BACKWARD
     if gathers:
         _make_full(unit, commands)
-    # [R9] The next unit of the backward travels while this one computes.
+    # [R9] The next unit of the backward is gathered while this one computes.
     _gather_ahead([other for other in next_in_backward(run, unit) if other.gathers_in_backward], commands)
     return commands
 
 
 def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
-    """All gradients that this backward will bring to the unit's parameters are there."""
+    """All gradients of the unit's parameters in this backward arrived."""
     unit.brought = True
     if unit.frees_late and unit.phase is Phase.BACKWARD:
-        # [R10] A frozen weight may still be needed, for the gradient of the inputs or on the way to an inner unit.
+        # [R10] A frozen weight may still be needed, for input gradients or for the backward of an inner unit.
         return _NOTHING
     return _hand_over(run, unit)
 
 
 def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Commands:
-    """The gradients of a use's inputs are complete. `present`: there are gradients that were not handed over yet."""
+    """The gradients of a use's inputs are complete. `present`: some gradients were not handed over yet."""
     if unit.phase is not Phase.BACKWARD and not present:
-        # [R19] They came by another way: this use is not part of the backward, or was handed over already.
+        # [R19] They came by another path: this use is not part of the backward, or was handed over already.
         return _NOTHING
     unit.brought = unit.brought or present
     return _hand_over(run, unit)
@@ -195,31 +195,31 @@ def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Comman
 
 def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, spent: bool = True) -> Commands:
     """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over. `spent`: it brought
-    gradients, and its graph is gone."""
+    gradients and freed its graph."""
     commands: Commands = []
     _close_passes(run)
     owing = end_sending(run)
-    # [R31] What a graph reads that reports nothing is put aside, until the backward through it was.
+    # [R31] Weights that a graph without reports will read are shelved until its backward.
     aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
     for unit in owing:
-        # [R30] In the order in which they would have gone.
+        # [R30] In the order in which they owe.
         _free_after_backward(run, unit, commands)
         _send((unit,), commands)
     for unit in run.units:
-        # [R11] Units that the backward did not reach, or that were gathered once more by recomputation behind their
-        # gradients; and gradients that came behind the message, or were kept by an earlier backward.
+        # [R11] Free units that the backward did not reach, or that recomputation gathered after their gradients; send
+        # gradients that came after the message, or that an earlier backward held.
         _free_after_backward(run, unit, commands)
         if present[unit.index] and unit not in owing:
             _send((unit,), commands)
         if unit in aside:
             _shelve(unit, commands)
-        # [R32] A forward that differentiates goes on, with its weights.
+        # [R32] A forward that differentiates inside continues with its weights.
         unit.phase = Phase.FORWARD if unit.running else Phase.IDLE
         unit.in_backward = False
         unit.inputs_hooked = False
         if run.is_last_backward:
             if unit.full is Full.PENDING:
-                # [R12] A prefetch that nobody needed. Every rank issued it, so every rank waits for it.
+                # [R12] An unused prefetch. Every rank issued it, so every rank waits for it.
                 unit.full = Full.SHARDED
                 commands.append(Command("drop", unit))
             unit.uses.clear()
@@ -234,7 +234,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
 
 
 def backward_failed(run: RunRecord, root: UnitRecord) -> Commands:
-    """The backward raised. Like a forward that raised, it leaves sharded parameters to look at [R33]."""
+    """The backward raised. Like a failed forward, it leaves sharded parameters on the modules [R33]."""
     commands: Commands = []
     _show_shards(run, commands)
     return commands
@@ -253,7 +253,7 @@ def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Command
 
 
 def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
-    """The user needs the full parameters now; nothing to do when a forward used and freed them in between."""
+    """The user needs the full parameters now. Nothing to do if a forward used and freed them in between."""
     commands: Commands = []
     if unit.full not in _GATHERED_FROM:
         _make_full(unit, commands)
@@ -261,7 +261,7 @@ def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
 
 
 def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
-    """Back to sharded parameters, except in a forward of a unit that is to stay full (as FSDP2)."""
+    """Free the full parameters, except in a forward of a unit that stays full (as FSDP2)."""
     commands: Commands = []
     if unit.phase is Phase.FORWARD and not unit.reshard_after_forward:
         return commands
@@ -270,7 +270,7 @@ def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
 
 
 def abandon(run: RunRecord, root: UnitRecord) -> Commands:
-    """[R14] A step did not come to its end: afterwards nothing of it is left, as if it had not been tried."""
+    """[R14] A step did not finish: discard all of its leftovers."""
     commands: Commands = []
     _close_passes(run)
     for unit in run.units:
@@ -307,31 +307,31 @@ def abandon(run: RunRecord, root: UnitRecord) -> Commands:
 def _end_use(
     run: RunRecord, unit: UnitRecord, commands: Commands, *, outputs: bool, keep: bool = False, placed: bool = False
 ) -> None:
-    """A use of `unit` is over. `keep`: it is to stay full. `placed`: the use has its place in the order already."""
+    """A use of `unit` is over. `keep`: it stays full. `placed`: the use is in the order already."""
     if unit.full is Full.FULL and not keep:
         if unit.pins and (unit.reshard_after_forward or not outputs):
-            # [R31] What a backward to come reads without a report stays.
+            # [R31] A later backward reads it without a report.
             _shelve(unit, commands)
         elif unit.resident:
             # [R34] There is memory for it until its backward. Where none comes, users must find shards, as in R6.
             if not outputs:
                 _shelve(unit, commands)
         elif unit.reshard_after_forward and unit.narrows:
-            # [R26] A part is kept, so that backward gathers from the few ranks of a block instead of all.
+            # [R26] Keep a part, so that backward gathers from the few ranks of a block instead of all.
             unit.full = Full.NARROWED
             commands.append(Command("narrow", unit))
             if not outputs:
-                # [R27] Until a next forward or a recomputation; users must find sharded parameters, as in R6.
+                # [R27] Until the next forward or recomputation, users must find sharded parameters, as in R6.
                 commands.append(Command("shelve", unit))
         elif unit.reshard_after_forward:
-            # [R5] Memory is held for one unit at a time.
+            # [R5] Only the running units hold full memory.
             _free(unit, commands)
         elif not outputs and unit.keeps_in_evaluation:
-            # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), while
-            # the next forward may find its memory, because that was asked for.
+            # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), but the
+            # next forward reuses the memory, as requested.
             _shelve(unit, commands)
         elif not outputs:
-            # [R20] It was kept for a backward alone, and none comes. What is not kept cannot become stale.
+            # [R20] It was kept only for a backward, and none comes. Freed parameters cannot become stale.
             _free(unit, commands)
     if not unit.empty and not placed:
         # [R7] Backward visits uses in reverse, so each use has its own place in the order.
@@ -341,7 +341,7 @@ def _end_use(
 
 
 def _open_pass(run: RunRecord, unit: UnitRecord, *, outputs: bool) -> None:
-    """Modules of `unit` that did not run may follow in the same use."""
+    """Other modules of `unit` may follow in the same use."""
     unit.pass_outputs = unit.pass_outputs or outputs
     if not unit.pass_open:
         unit.pass_open = True
@@ -349,7 +349,7 @@ def _open_pass(run: RunRecord, unit: UnitRecord, *, outputs: bool) -> None:
 
 
 def _end_passes(run: RunRecord, root: UnitRecord, commands: Commands) -> None:
-    """[R23] The outermost forward, that of `root`, is over: modules that did not run in it are not waited for."""
+    """[R23] The outermost forward, of `root`, is over: do not wait for modules that did not run in it."""
     for unit in [unit for unit in run.open_passes if unit is not root]:
         _end_use(run, unit, commands, outputs=unit.pass_outputs)
         _close_pass(run, unit)
@@ -370,13 +370,13 @@ def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
 
 def _gather(unit: UnitRecord, commands: Commands) -> None:
     """From SHARDED or NARROWED to PENDING."""
-    # [R28] What was kept is gathered from those who kept it: fewer ranks, near ones.
+    # [R28] Kept parts are gathered from their block: fewer and closer ranks.
     commands.append(Command("widen" if unit.full is Full.NARROWED else "gather", unit))
     unit.full = Full.PENDING
 
 
 def _make_full(unit: UnitRecord, commands: Commands) -> None:
-    """[R16] From any state to FULL, with what is missing and nothing more."""
+    """[R16] From any state to FULL, with only the missing commands."""
     if unit.full in _GATHERED_FROM and not unit.empty:
         _gather(unit, commands)
     if unit.full is Full.PENDING:
@@ -404,8 +404,8 @@ def _shelve(unit: UnitRecord, commands: Commands) -> None:
 
 
 def _show_shards(run: RunRecord, commands: Commands) -> None:
-    """Sharded parameters on all modules, but for those whose forward goes on. Nothing is freed or waited for: that is
-    for `abandon`, on all ranks alike; this rank may be the only one that failed."""
+    """Put sharded parameters on all modules, except running forwards. Frees and waits for nothing: this rank may be the
+    only one that failed, and `abandon` does that on all ranks."""
     for unit in run.units:
         if unit.full is Full.FULL and not unit.running:
             _shelve(unit, commands)
@@ -436,7 +436,7 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
 def _free_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
     if unit.full in _FREED and unit.reshard_after_backward and not is_held(run, unit):
         if unit.resident and not unit.trainable:
-            # [R35] Nothing is to write what is frozen, so it serves the next step, too; if something does, see R2.
+            # [R35] Frozen weights stay valid for the next step; if something writes them, see R2.
             if unit.full is Full.FULL:
                 _shelve(unit, commands)
             return
@@ -445,5 +445,5 @@ def _free_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -
 
 def _send(units: Sequence[UnitRecord], commands: Commands) -> None:
     for unit in units:
-        # [R18] Gradients are sent, or kept whole for a backward that sends.
+        # [R18] Gradients are reduced, or held unreduced for a later backward (no_sync).
         commands.append(Command("reduce" if unit.sync else "hold", unit))
