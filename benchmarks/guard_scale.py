@@ -225,7 +225,7 @@ def drive(port: int, ranks: range, world: int, start: Any, sender: Connection) -
                 groups[i].issued += 1
                 what = "the gather of layers.3"
                 wait = Wait("message", scopes[i], what, name="small", number=groups[i].issued, ranks=everyone)
-                watches[i].enter(wait)
+                watches[i].waiting[thread] = wait
         run(at + seconds)
         waiting = [i for i, rank in enumerate(ranks) if rank < world - 1]
         # The first second of a wait is none for its record; what was written before it counts for the first one after.
@@ -233,7 +233,7 @@ def drive(port: int, ranks: range, world: int, start: Any, sender: Connection) -
             (_widest(connections[i].written, at + 1.0, at + seconds) for i in waiting), default=0
         )
         for i, rank in enumerate(ranks):
-            watches[i].over(thread)
+            watches[i].waiting.pop(thread, None)
             if rank == world - 1:
                 groups[i].issued += 1
         at += seconds + CALM_SECONDS
@@ -244,8 +244,8 @@ def drive(port: int, ranks: range, world: int, start: Any, sender: Connection) -
     for i, rank in enumerate(ranks):
         if rank < world - 1:
             groups[i].issued += 1
-            watches[i].enter(
-                Wait("message", scopes[i], "the gather", name="small", number=groups[i].issued, ranks=everyone)
+            watches[i].waiting[thread] = Wait(
+                "message", scopes[i], "the gather", name="small", number=groups[i].issued, ranks=everyone
             )
     run(at + 4)
     if world - 1 in ranks:

@@ -338,16 +338,16 @@ class Simulation:
             everyone = self.scopes[rank].ranks
             what = "the gather of layers.3"
             wait = Wait("message", self.scopes[rank], what, name=group.name, number=group.issued, ranks=everyone)
-            self.watches[rank].enter(wait)
+            self.watches[rank].waiting[threading.get_ident()] = wait
 
     def message_comes(self, ranks: Iterable[int]) -> None:
         """It is there."""
         for rank in ranks:
-            self.watches[rank].over(threading.get_ident())
+            self.watches[rank].waiting.pop(threading.get_ident(), None)
 
     def _was_cut(self, rank: int) -> None:
         self.cut[rank] = self.now
-        self.watches[rank].over(threading.get_ident())
+        self.watches[rank].waiting.pop(threading.get_ident(), None)
         self.on_cut(rank)
 
     # ---- what was counted ----------------------------------------------------------------------------------

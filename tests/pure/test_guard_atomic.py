@@ -175,7 +175,8 @@ class Run:
         scope, group, watch = (each[rank] for each in (simulation.scopes, simulation.groups, simulation.watches))
         group.issued += 1
         number, epoch = group.issued, scope.epoch
-        thread = watch.enter(Wait("message", scope, "a message", name="small", number=number, ranks=scope.ranks))
+        thread = threading.get_ident()
+        watch.waiting[thread] = Wait("message", scope, "a message", name="small", number=number, ranks=scope.ranks)
         try:
             while not self._sent(number, epoch):
                 if scope.failure is not None:
@@ -184,7 +185,7 @@ class Run:
                 simulation.sleep(0.05)
                 watch.look_unless_watched()
         finally:
-            watch.over(thread)
+            watch.waiting.pop(thread, None)
 
     def _look(self, watch: Watch) -> None:
         if self.watched:

@@ -5,6 +5,8 @@ The budgets are those of benchmarks/guard_scale.py, which counts more, and more 
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from benchmarks.guard_scale import failure, question, steps, wait_for_one
@@ -231,7 +233,7 @@ def test_a_wait_of_an_epoch_that_is_over_is_none() -> None:
     """An exception may come after a wait and before the watch hears of its end."""
     with Simulation(2) as simulation:
         scopes, watches = simulation.scopes, simulation.watches
-        watches[1].enter(Wait("ask", scopes[1], "what", name="what", number=2))
+        watches[1].waiting[threading.get_ident()] = Wait("ask", scopes[1], "what", name="what", number=2)
         for rank in range(2):
             simulation.start(rank, lambda rank=rank: scopes[rank].meet())  # type: ignore[misc]
         simulation.run(5)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard.param import ShardedParam, SteppedGrad
+from fullshard.param import ParamGroup, SteppedGrad
 from fullshard.policy import use_options
 from tests.harness.behaviours import behaviour
 from tests.harness.errors import RanksFailed
@@ -244,16 +244,17 @@ def test_gradients_are_freed_unit_by_unit(in_flight: int, monkeypatch: pytest.Mo
     """Counted at each arrival of a unit's reduced gradients: bytes of all of them that are alive."""
     alive: dict[int, list[weakref.ref[Tensor]]] = {}
     most: dict[int, int] = {}
-    original = ShardedParam.receive
+    original = ParamGroup.receive
 
-    def receive(self: ShardedParam, received: Tensor, *, partial: bool) -> None:
-        original(self, received, partial=partial)
-        mine = alive.setdefault(self.spec.mesh.get_rank(), [])
-        mine.append(weakref.ref(received))
+    def receive(self: ParamGroup, trainable: Sequence[int], parts: Sequence[Tensor | None], *, partial: bool) -> None:
+        original(self, trainable, parts, partial=partial)
+        rank = self.params[0].spec.mesh.get_rank()
+        mine = alive.setdefault(rank, [])
+        mine += [weakref.ref(part) for part in parts if part is not None]
         nbytes = sum(tensor.nbytes for ref in mine if (tensor := ref()) is not None)
-        most[self.spec.mesh.get_rank()] = max(most.get(self.spec.mesh.get_rank(), 0), nbytes)
+        most[rank] = max(most.get(rank, 0), nbytes)
 
-    monkeypatch.setattr(ShardedParam, "receive", receive)
+    monkeypatch.setattr(ParamGroup, "receive", receive)
     depth, width = 6, 8
 
     def rank_main(rank: int, in_backward: bool) -> int:

@@ -83,7 +83,6 @@ from .autograd import (
 )
 from .dtensor import (
     MIXED,
-    all_hold,
     concatenated_mesh,
     cut_dim,
     dtensor_like,
@@ -129,7 +128,6 @@ __all__ = [
     "TorchOffloadPolicy",
     "TorchUnshardHandle",
     "active_collectives",
-    "all_hold",
     "allocate_for",
     "applied_apis",
     "backend_of",

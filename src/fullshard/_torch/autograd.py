@@ -112,9 +112,8 @@ def without_transforms() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", temporarily_clear_interpreter_stack())
 
 
-def saved_tensor_hooks_allowed() -> bool:
-    """Whether saved-tensor hooks are allowed in this thread now; they are not inside functorch transforms."""
-    return bool(cast(Any, torch._C._autograd)._saved_tensors_hooks_is_enabled())
+# Whether saved-tensor hooks are allowed in this thread now; they are not inside functorch transforms.
+saved_tensor_hooks_allowed: Callable[[], bool] = cast(Any, torch._C._autograd)._saved_tensors_hooks_is_enabled
 
 
 def top_saved_tensor_hooks() -> tuple[Any, Any] | None:

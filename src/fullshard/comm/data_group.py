@@ -15,6 +15,7 @@ Other backends have no data groups: their groups are used directly, and a wait e
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -165,13 +166,19 @@ class DataGroup:
         self._group, self._renewed = None, -1
         self._under_way.clear()
 
-    def issue(self, call: Callable[..., Any], *args: Any) -> Sent:
-        """Run `call(*args)`, which sends one message over `group` and returns its work."""
+    def issue(self, call: str | Callable[..., Any], *args: Any) -> Sent:
+        """Run `call(*args)`, which sends one message over `group` and returns its work; or the method of that name."""
+        if self._renewed != self.scope.renewed:
+            self.connect()
         try:
-            work = call(*args)
+            work = getattr(self._group, call)(*args) if isinstance(call, str) else call(*args)
         except RuntimeError as error:
             self.refuse(self.issued + 1, error)
-        return self._sent(work)
+        self.issued += 1
+        sent = Sent(self, work, self.issued)
+        if self.device.type != "cpu":
+            self._under_way.append(sent)
+        return sent
 
     def issue_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
         """`issue` for a call that counts as one message but returns several works."""
@@ -181,13 +188,6 @@ class DataGroup:
             self.refuse(self.issued + 1, error)
         self.issued += 1
         return [Sent(self, work, self.issued) for work in works]
-
-    def _sent(self, work: Work) -> Sent:
-        self.issued += 1
-        sent = Sent(self, work, self.issued)
-        if self.device.type != "cpu":
-            self._under_way.append(sent)
-        return sent
 
     def oldest(self) -> Sent | None:
         """The oldest message in flight on a device, or None."""
@@ -329,16 +329,17 @@ class Sent:
         """As `Work.wait`. Raises `PeerFailed` or `RanksDisagree` when the message will not come."""
         scope = self.group.scope
         self.since = time.monotonic()
-        thread = scope.watch.enter(self)
+        waiting, thread = scope.watch.waiting, threading.get_ident()
+        waiting[thread] = self
         try:
             return self._work.wait()
         except RuntimeError as error:
             if self._renewed != scope.renewed:
                 raise  # its connections were given up
-            scope.watch.over(thread)
+            waiting.pop(thread, None)
             self.group.refuse(self.number, error)
         finally:
-            scope.watch.over(thread)
+            waiting.pop(thread, None)
 
     def drain(self) -> None:
         """Wait for a message that is no longer needed. Its buffers are free afterwards, even if it failed."""

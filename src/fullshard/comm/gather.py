@@ -206,36 +206,31 @@ class PlannedGather:
             self._works.append(self._group.gather_into(staging.tensor, packed))
 
     def complete(self) -> None:
-        self._wait()
-        if self._staging is not None:
+        # Drop the works even if one of them raises: a retry must not wait for them again.
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        staging, self._staging = self._staging, None
+        if staging is not None:
             if not self._outs:
                 self._full.allocate()
             if self._destinations:  # empty if no parameter has elements
-                torch._foreach_copy_(self._destinations, self._staging.views[: len(self._destinations)])
-        self._give_back()
+                torch._foreach_copy_(self._destinations, staging.views[: len(self._destinations)])
+            self._pool.give(staging)
 
     def cancel(self) -> None:
         for work in self._works:
             drain(work)
         self._works.clear()
-        self._give_back()
+        if self._staging is not None:
+            self._pool.give(self._staging)
+            self._staging = None
         self._full.release()
 
     def _staging_views(self, staging: Tensor) -> list[Tensor]:
         views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
         # Then this rank's own part, if shards are cast into it.
         return [*views, _place(staging, self._group.rank, self._span.numel)] if self._casts else views
-
-    def _wait(self) -> None:
-        # Drop the works even if one of them raises: a retry must not wait for them again.
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-
-    def _give_back(self) -> None:
-        if self._staging is not None:
-            self._pool.give(self._staging)
-            self._staging = None
 
 
 def _place(gathered: Tensor, rank: int, numel: int) -> Tensor:
@@ -365,13 +360,19 @@ class CustomGroup(ShardGroup):
         own = out.narrow(0, self.rank * piece.numel(), piece.numel())
         if own.data_ptr() != piece.data_ptr():
             own.copy_(piece)
-        return self._send(self._under_way, out, own, {})
+        return self._issue(out, own, {})
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
-        return self._send(self._under_way, out, pieces, {"op": op})
+        return self._issue(out, pieces, {"op": op})
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._comm.allocate((numel,), dtype=dtype, device=self.device)
+
+    def _issue(self, out: Tensor, piece: Tensor, more: dict[str, Any]) -> Work:
+        group = self.data_group
+        if group is None:
+            return self._under_way(out, piece, more)
+        return group.issue(self._under_way, out, piece, more)
 
     def _under_way(self, out: Tensor, piece: Tensor, more: dict[str, Any]) -> Work:
         group = self.process_group

@@ -106,8 +106,10 @@ class ShardGroup:
             host = torch.device("cpu")
             open_data_group(scope, self.origin, host, _backend_name(self.origin, host), "check")
 
-    def _send(self, call: Callable[..., Any], *args: Any) -> Work:
-        return call(*args) if self.data_group is None else self.data_group.issue(call, *args)
+    def _send(self, call: str, *args: Any) -> Work:
+        if self.data_group is None:
+            return getattr(self.origin, call)(*args)  # type: ignore[no-any-return]
+        return self.data_group.issue(call, *args)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ class ShardGroup:
         `out`."""
         if out.dtype not in _CARRIED:
             out, piece = _carried(out), _carried(piece)
-        return self._send(getattr(self.process_group, _GATHERS), out, piece, _GATHER)
+        return self._send(_GATHERS, out, piece, _GATHER)
 
     def gather_each(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Work]:
         """`gather_into` for each pair, as one group of messages if the backend can."""
@@ -129,7 +131,7 @@ class ShardGroup:
             known = list(outs), list(pieces)
             if outs[0].dtype not in _CARRIED:
                 known = [_carried(out) for out in outs], [_carried(piece) for piece in pieces]
-            return [self._send(getattr(self.process_group, _GATHERS_EACH), *known, _GATHER)]
+            return [self._send(_GATHERS_EACH, *known, _GATHER)]
         return [self.gather_into(out, piece) for out, piece in zip(outs, pieces, strict=True)]
 
     def exchange_each(
@@ -145,14 +147,16 @@ class ShardGroup:
 
     def exchange(self, out: Tensor, pieces: Tensor) -> Work:
         """`pieces` and `out` (world * n,): chunk r goes to rank r; chunk r of `out` comes from rank r."""
-        return self._send(getattr(self.process_group, _EXCHANGES), _carried(out), _carried(pieces), [], [], _EXCHANGE)
+        if out.dtype not in _CARRIED:
+            out, pieces = _carried(out), _carried(pieces)
+        return self._send(_EXCHANGES, out, pieces, [], [], _EXCHANGE)
 
     def reduce_scatter(self, out: Tensor, pieces: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
         """Reduce chunk `rank` of all ranks' `pieces` (world * n,) into `out` (n,)."""
         options = ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
-        return self._send(getattr(self.process_group, _REDUCES), out, pieces, options)
+        return self._send(_REDUCES, out, pieces, options)
 
     def reduce_scatter_each(
         self, outs: Sequence[Tensor], pieces: Sequence[Tensor], op: dist.ReduceOp.RedOpType
@@ -162,7 +166,7 @@ class ShardGroup:
             options = ReduceScatterOptions()
             options.reduceOp = dist.ReduceOp(op)
             options.asyncOp = True
-            return [self._send(getattr(self.process_group, _REDUCES_EACH), list(outs), list(pieces), options)]
+            return [self._send(_REDUCES_EACH, list(outs), list(pieces), options)]
         return [self.reduce_scatter(out, piece, op) for out, piece in zip(outs, pieces, strict=True)]
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Work:
@@ -170,7 +174,7 @@ class ShardGroup:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True
-        return self._send(self.process_group.allreduce, [tensor], options)
+        return self._send("allreduce", [tensor], options)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An output buffer of a message, owned by the caller."""
@@ -318,7 +322,7 @@ def _send_small(group: DataGroup, what: str, call: str, *args: Any) -> None:
     scope = group.scope
     doing, scope.doing = scope.doing, scope.doing or what
     try:
-        group.issue(getattr(group.group, call), *args).wait()
+        group.issue(call, *args).wait()
     except BaseException as error:
         scope.interrupted(error, what)
         raise

@@ -124,7 +124,7 @@ class Messenger(NamedTuple):
 
     def _send(self, call: str, *args: Any) -> None:
         if isinstance(self.group, DataGroup):
-            self.group.issue(getattr(self.group.group, call), *args).wait()
+            self.group.issue(call, *args).wait()
         else:
             getattr(self.group, call)(*args).wait()
 

@@ -109,7 +109,8 @@ class StagedReduction:
         if self._total is not None:
             return self._total
         total = self._first.total()
-        self._add_partials(total)
+        if self._partials:
+            self._add_partials(total)
         self._total = total
         replicate = self._after.replicate
         if replicate is not None and not self.keeps:

@@ -186,7 +186,8 @@ class Executor:
 
     def _gather(self, unit: Unit) -> None:
         unit.repair()
-        unit.note_versions()
+        assert unit.root is not None
+        unit.staleness.note(unit.root.thread)
         if self._order is not None:
             self._order.gather(unit)
         self._issue(unit, unit.channels.gathers)
@@ -262,16 +263,15 @@ class Executor:
                 continue
             if limit is not None:
                 self._make_room(limit)
-            dtype = group.precision.reduce
-            params = [group.params[i] for i in group.trainable]
-            gradients = [param.to_send(dtype, with_held=with_held) for param in params]
+            gradients = group.take_gradients(with_held=with_held)
             if unit.settings.controls.zero_unused:
-                gradients = [p.zero() if g is None else g for p, g in zip(params, gradients, strict=True)]
+                pairs = zip(group.trainable, gradients, strict=True)
+                gradients = [group.params[i].zero() if gradient is None else gradient for i, gradient in pairs]
             channel = unit.channels.reduce(position)
             reduction = channel.issue(
                 gradients,
                 accumulated=accumulated,
-                partials=[param.live_partial() for param in params] if with_partials else (),
+                partials=[group.params[i].live_partial() for i in group.trainable] if with_partials else (),
                 keep=keep,
                 carried=self.facts.carry(unit, position, channel, keep=keep),
             )
@@ -345,9 +345,7 @@ class Executor:
             self._collect(flight)
 
     def _collect(self, flight: InFlight) -> None:
-        for i, part in zip(flight.trainable, flight.reduction.collect(), strict=True):
-            if part is not None:
-                flight.group.params[i].receive(part, partial=flight.reduction.keeps)
+        flight.group.receive(flight.trainable, flight.reduction.collect(), partial=flight.reduction.keeps)
         flight.collected(flight)
 
     def _finish(self, root: Unit) -> None:
@@ -373,7 +371,7 @@ class Executor:
         arrived: dict[Unit, list[tuple[int, ShardedParam]]] = {}
         undo = TakenBack(self.units, [param for _, _, param in touched])
         for unit, position, param in touched:
-            if param.commit(unit.groups[position].precision.reduce):
+            if param.commit():
                 arrived.setdefault(unit, []).append((position, param))
         reduced = list(self._touched)
         self._touched.clear()
@@ -385,7 +383,7 @@ class Executor:
             unit.gradients.window_open = not sync or (unit.gradients.window_open and unit not in self._closing)
             kept = sync and not unit.settings.all_reduces and unit.is_replicated
             unit.gradients.partial_open = kept or (unit.gradients.partial_open and unit not in self._carrying)
-            note_window(unit, is_open=any(unit.gradients.windows))
+            note_window(unit, is_open=unit.gradients.window_open or unit.gradients.partial_open)
         self._closing.clear()
         self._carrying.clear()
         # Not after micro-batches that hold their gradients: that would free the buffers the last micro-batch needs.

@@ -84,13 +84,20 @@ def own_by_root(root: AnyRoot, *, compares_order: bool) -> None:
 
 
 def _optimizer_stepped(optimizer: Optimizer) -> None:
-    owners = [Owner.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    roots: dict[_Formed, None] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = parameter.__dict__.get(Owner.ATTRIBUTE)
+            if isinstance(owner, _Owned) and owner.formed is not None:
+                roots[owner.formed] = None
     thread = threading.get_ident()
     scopes: dict[Scope, None] = {}
-    for formed in {owner.formed for owner in owners if isinstance(owner, _Owned)}:
-        if formed is not None and formed.thread == thread:
-            here = (scope() for scope in formed.scopes)
-            scopes |= dict.fromkeys(scope for scope in here if scope is not None and is_current(scope.watch))
+    for formed in roots:
+        if formed.thread == thread:
+            for reference in formed.scopes:
+                scope = reference()
+                if scope is not None and is_current(scope.watch):
+                    scopes[scope] = None
     if scopes and changes_parameters(optimizer):
         for scope in scopes:
             note_stepped(scope, thread)

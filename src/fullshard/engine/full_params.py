@@ -131,7 +131,7 @@ class OpenUnit:
                 note_lent(self.unit, self.unit.params, [parameter for made in self._full for parameter in made])
 
     def _shard_versions(self) -> list[tuple[int, ...]]:
-        return [group.versions() for group in self.unit.groups]
+        return [group.versions()[1] for group in self.unit.groups]
 
 
 # The full parameters that `full_params` put on the modules of a unit, if it did.

@@ -98,12 +98,6 @@ class UnitGradients:
         self._hooks.clear()
         self.is_known = False
 
-    def came_again(self, backward: int, bit: int) -> bool:
-        """Note that `backward` brought the gradient of `bit`; return whether it has brought all gradients."""
-        self.arrived |= bit
-        self.came = backward, bit | (self.came[1] if self.came[0] == backward else 0)
-        return self.came[1] == self.expected
-
     def largest_missing_nbytes(self) -> int:
         """Bytes of the largest gradient that the running backward may still bring."""
         known = self._largest_missing.get(self.arrived)

@@ -86,8 +86,6 @@ def _like_dict(value: dict[Any, Any]) -> dict[Any, Any]:
 
 def tensors_requiring_grad(value: Any) -> list[Tensor]:
     """The tensors in `value` that require a gradient, in order."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -95,7 +93,11 @@ def tensors_requiring_grad(value: Any) -> list[Tensor]:
             found.append(tensor)
         return tensor
 
-    map_tensors(look, value)
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if not isinstance(item, Tensor):
+            map_tensors(look, item)
+        elif item.requires_grad:
+            found.append(item)
     return found
 
 
@@ -203,7 +205,7 @@ class UnitHooks:
         policy = unit.settings.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-        own_use, nested = root.pre_forward(unit, self.running, in_method=self.in_method)
+        own_use, nested = root.pre_forward(unit, self.running, in_method=bool(self._running) and self.in_method)
         watched = False
         inputs: Sequence[_InputHook] = ()
         if own_use and torch.is_grad_enabled():
@@ -239,7 +241,9 @@ class UnitHooks:
         if running.own_use and torch.is_grad_enabled():
             outputs = tensors_requiring_grad(output)
         flags = {"nested": running.nested, "inputs": bool(running.inputs), "outputs": bool(outputs)}
-        use = root.post_forward(unit, partial(self._ran, module), **flags)
+        # A unit of one module has no others: `bool()` is False.
+        ran = bool if len(unit.modules) == 1 else partial(self._ran, module)
+        use = root.post_forward(unit, ran, **flags)
         self._hook_outputs(outputs, use, running.inputs)
         if unit.settings.policy.output_dtype is not None:
             output = cast_floating(output, unit.settings.policy.output_dtype)
@@ -247,8 +251,6 @@ class UnitHooks:
 
     def _ran(self, module: nn.Module) -> bool:
         """Note that `module` ran; return whether other modules of the unit did not run yet in this pass."""
-        if len(self._unit.modules) == 1:
-            return False
         if not self._unit.record.pass_open:
             self._left = set(self._unit.modules)
         self._left.discard(module)
@@ -257,21 +259,33 @@ class UnitHooks:
     def _hook_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_InputHook]:
         # A leaf would keep its hooks from step to step, and nothing runs after it in backward: the end of the backward
         # is reported instead.
-        inputs = [t for t in tensors_requiring_grad(args) if not t.is_leaf]
+        inputs = tensors_requiring_grad(args)
         if kwargs:
-            inputs += [t for t in tensors_requiring_grad(kwargs) if not t.is_leaf]
+            inputs += tensors_requiring_grad(kwargs)
         reached = self._inputs
         if reached is None or not self._unit.record.pass_open:
             reached = self._inputs = _InputsReached(root, self._unit)
-        reached.expect(len(inputs))
-        return [_InputHook(t.grad_fn, t.register_hook(partial(self._on_input, reached)), reached) for t in inputs]
+        hooks = []
+        for tensor in inputs:
+            if not tensor.is_leaf:
+                handle = tensor.register_hook(partial(self._on_input, reached))
+                hooks.append(_InputHook(tensor.grad_fn, handle, reached))
+        reached.expect(len(hooks))
+        return hooks
 
     def _hook_outputs(self, outputs: Sequence[Tensor], use: Use | None, inputs: Sequence[_InputHook]) -> None:
         recomputed = current_backward() != -1
-        for node in {id(node): node for t in outputs if (node := t.grad_fn) is not None}.values():
-            returned = [hook for hook in inputs if hook.node is node]
-            for hook in returned:
-                hook.handle.remove()
+        seen = set()
+        for tensor in outputs:
+            node = tensor.grad_fn
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            returned = []
+            for hook in inputs:
+                if hook.node is node:
+                    hook.handle.remove()
+                    returned.append(hook.reached)
             if returned and recomputed:
                 continue  # a node of the outer graph, which has the hook of the original forward
             notes: dict[str, Any] = cast("Any", node).metadata  # torch's stub has a method where there is a property
@@ -280,7 +294,7 @@ class UnitHooks:
                 waiting = notes[_WAITING] = []
                 node.register_prehook(partial(self._on_outputs, waiting))
             # Not the hooks themselves: they reference the node, a cycle that the garbage collector cannot see.
-            waiting.append((self._unit, use, [hook.reached for hook in returned]))
+            waiting.append((self._unit, use, returned))
 
 
 class _InputHook(NamedTuple):

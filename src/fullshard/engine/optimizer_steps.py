@@ -82,9 +82,8 @@ _listeners: dict[int, weakref.WeakSet[Listener]] = {}
 _told: list[Callable[[Optimizer], None]] = []
 
 
-def optimizer_steps(thread: int) -> int:
-    """Optimizer steps of the thread with this identifier since the first model was run."""
-    return _steps[thread]
+# Optimizer steps of the thread with this identifier since the first model was run.
+optimizer_steps: Callable[[int], int] = _steps.__getitem__
 
 
 def tell_optimizer_steps(thread: int, listener: Listener) -> None:

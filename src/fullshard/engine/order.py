@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ class _ScopeOrder:
 
     def __init__(self, scope: Scope) -> None:
         scope.explained_by["order"] = _while_waiting
-        self._epoch = scope.epoch
+        self.epoch = scope.epoch
         self.order = Order()
         # Optimizer steps since the last action.
         self.stepped = 0
@@ -59,15 +60,13 @@ class _ScopeOrder:
         # The last reduction was added to existing gradients.
         self.added = False
 
-    def current(self, epoch: int) -> Order:
-        """The order of the current epoch. After a failure ranks restart: some were further than others."""
-        if self._epoch != epoch:
-            self._epoch = epoch
-            self.order = Order()
-            self.stepped, self.begun, self.forwards = 0, None, 0
-            self.trained.clear()
-            self.added = False
-        return self.order
+    def restart(self, epoch: int) -> None:
+        """A new epoch began: after a failure some ranks were further than others."""
+        self.epoch = epoch
+        self.order = Order()
+        self.stepped, self.begun, self.forwards = 0, None, 0
+        self.trained.clear()
+        self.added = False
 
     def flags(self, family: int) -> tuple[str, ...]:
         """The flags that describe the program around the next action. Consumed by the call."""
@@ -110,7 +109,10 @@ _orders: weakref.WeakKeyDictionary[Scope, _ScopeOrder] = weakref.WeakKeyDictiona
 
 
 def _shared_order(scope: Scope) -> _ScopeOrder:
-    return _orders.get(scope) or _orders.setdefault(scope, _ScopeOrder(scope))
+    shared = _orders.get(scope) or _orders.setdefault(scope, _ScopeOrder(scope))
+    if shared.epoch != scope.epoch:
+        shared.restart(scope.epoch)
+    return shared
 
 
 def _compare(
@@ -148,7 +150,7 @@ def _compare(
 def compare(scope: Scope, action: Action) -> None:
     """Compare `action`, which belongs to no root, before it is sent. Raises `RanksDisagree` on all ranks of `scope` if
     one of them is about to send something else, and `PeerFailed` if a rank failed."""
-    order = _shared_order(scope).current(scope.epoch)
+    order = _shared_order(scope).order
     if not order.follows(action):
         _compare(scope, order, action)
 
@@ -181,7 +183,8 @@ class _Lane:
             sizes = self._sizes[key] = _sizes(unit, self._members[unit], kind, keep="keep" in flags)
         if sizes:
             if kind == "reduce":
-                self.shared.current(self.scope.epoch)
+                if self.shared.epoch != self.scope.epoch:
+                    self.shared.restart(self.scope.epoch)
                 flags += self.shared.grad_flag(self._is_added(unit))
             self._next(kind, unit.record.index, unit.record.name, sizes, flags)
 
@@ -202,7 +205,9 @@ class _Lane:
 
     def _next(self, kind: str, index: int, name: str, sizes: str, flags: tuple[str, ...]) -> None:
         shared = self.shared
-        order = shared.current(self.scope.epoch)
+        if shared.epoch != self.scope.epoch:
+            shared.restart(self.scope.epoch)
+        order = shared.order
         if order is not self._order:
             self._introduce(order)
         if shared.stepped or shared.begun is not None:
@@ -323,7 +328,7 @@ class MessageOrder:
         flags: tuple[str, ...] = ("accumulated",) if accumulated else ()
         if partials or keep:
             flags += ("partials",) * partials + ("keep",) * keep
-        layout = (keep, *(group.trainable for group in unit.groups))
+        layout = (keep, *map(attrgetter("trainable"), unit.groups))
         for lane in lanes:
             lane.before(unit, "reduce", flags, layout)
 
@@ -335,7 +340,8 @@ class MessageOrder:
     def forward_begins(self, *, grad: bool) -> None:
         """An outermost forward begins; `grad`: a backward may follow."""
         for lane in self._lanes:
-            lane.shared.current(lane.scope.epoch)
+            if lane.shared.epoch != lane.scope.epoch:
+                lane.shared.restart(lane.scope.epoch)
             lane.shared.begun = grad
 
     def forward_ends(self) -> None:
@@ -353,7 +359,6 @@ class MessageOrder:
 def note_stepped(scope: Scope, thread: int) -> None:
     """The last optimizer step of `thread`, which runs the model, changed parameters on the mesh of `scope`."""
     shared, step = _shared_order(scope), optimizer_steps(thread)
-    shared.current(scope.epoch)
     # An optimizer may have parameters of several roots on one mesh.
     if shared.last_step != step:
         shared.last_step = step

@@ -205,7 +205,8 @@ class Root:
         """Report that a gradient reached an output of `use` of `unit`; `needed`: one of its saved weights is read."""
         if self._backward.end() is None:
             self._notice_backward()
-        self.executor.expect_gradient(unit)
+        if self.executor.gradient_nbytes is not None:
+            self.executor.expect_gradient(unit)
         flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
         self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, use=use, **flags), **flags)
 
@@ -229,11 +230,14 @@ class Root:
             self._notice_backward()
         self._brought = True
         param.take_fresh()
-        # Reentrant checkpointing runs a nested backward for each use of the unit.
-        all_came = unit.gradients.came_again(current_backward(), bit)
+        gradients = unit.gradients
+        gradients.arrived |= bit
+        # Reentrant checkpointing runs a nested backward for each use of the unit: count those of this one.
+        backward, (before, came) = current_backward(), gradients.came
+        gradients.came = backward, (came if before == backward else 0) | bit
         if self.executor.gradient_nbytes is not None and param.fresh is not None:
             self.executor.gradient_came(unit, param.fresh.nbytes)
-        if all_came:
+        if gradients.came[1] == gradients.expected:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
 
     def _weight_needed(self, unit: Unit) -> None:
@@ -265,7 +269,7 @@ class Root:
             self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.gradients.expected)
         spent = self._spends and self._brought
         # Most backwards are spent: record the flag in traces only if it matters.
-        matters = any(unit.record.pins for unit in self.units)
+        matters = any([unit.record.pins for unit in self.units])
         commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
         try:
             self._do("backward_end", self.run.units[0], commands, spent=spent and matters)

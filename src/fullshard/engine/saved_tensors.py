@@ -153,7 +153,9 @@ def refuse_writes(unit: Unit, before: State) -> None:
     """Raise `RuntimeError` if the forward that began with `before` wrote to a full parameter."""
     versions, sums = before
     now = _versions(unit)
-    written = [a != b for a, b in zip(versions, now, strict=True)] if now != versions else [False] * len(now)
+    if now == versions and sums is None:
+        return
+    written = [a != b for a, b in zip(versions, now, strict=True)]
     if sums is not None and not in_transform():
         written = [was or a != b for was, a, b in zip(written, sums, _sums(unit), strict=True)]
     names = [param.name for param, was in zip(_params(unit), written, strict=True) if was]
@@ -171,11 +173,15 @@ def _params(unit: Unit) -> list[ShardedParam]:
 
 
 def _versions(unit: Unit) -> list[int]:
-    fulls = [param.full for param in _params(unit)]
+    versions: list[int] = []
     try:
-        return list(map(version_of, fulls))
+        for group in unit.groups:
+            if not group.shares_memory:
+                versions += map(version_of, group.fulls)
     except RuntimeError:  # inference tensors have no version
+        fulls = [param.full for param in _params(unit)]
         return [0 if full.is_inference() else version_of(full) for full in fulls]
+    return versions
 
 
 def _sums(unit: Unit) -> list[int]:

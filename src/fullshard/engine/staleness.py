@@ -80,8 +80,9 @@ class Staleness:
     def _versions_now(self, thread: int) -> tuple[tuple[int, ...], ...]:
         steps, versions = -1, []
         for group in self._groups:
-            versions.append(group.versions())
-            if steps == -1 and group.may_be_stepped:
+            may_be_stepped, counts = group.versions()
+            versions.append(counts)
+            if may_be_stepped and steps == -1:
                 steps = optimizer_steps(thread)
         return ((steps,), *versions)
 

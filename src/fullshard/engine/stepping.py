@@ -100,7 +100,7 @@ class Stepping:
         for i in with_tensor_hooks([param.sharded for param in params]):
             params[i].run_tensor_hooks()
         for param in params:
-            param.commit(flight.group.precision.reduce)
+            param.commit()
         for param in params:
             param.run_hooks()
         self._step(unit, unit.gradients.stepper, params)

@@ -289,34 +289,28 @@ class Unit:
         """Make the shards views of the flat buffer again if something replaced them."""
         if self.opened is not None:
             return
-        # Not inference tensors: they must serve later training.
-        with torch.inference_mode(False):
-            broken = self._repair_groups()
-        if broken:
-            if self.root is not None:
-                self.root.repaired(self)
-            self.gradients.forget()
-            note_full(self)
-            if self.channels.are_used:
-                self._make_channels()
-
-    def _repair_groups(self) -> bool:
-        broken = False
+        for group in self.groups:
+            group.refuse_assigned_data()
+            if not group.is_aliased():
+                break
+        else:
+            return
         for position, group in enumerate(self.groups):
             group.refuse_assigned_data()
             if group.is_aliased():
                 continue
-            broken = True
-            try:
-                group.rebase()
-            except DtypeChanged as change:
-                self.groups[position] = group.converted(resolve_precision(self.settings.policy, change.storage))
-        return broken
-
-    def note_versions(self) -> None:
-        """Note the versions of the shards that are about to be gathered."""
-        assert self.root is not None
-        self.staleness.note(self.root.thread)
+            # Not inference tensors: they must serve later training.
+            with torch.inference_mode(False):
+                try:
+                    group.rebase()
+                except DtypeChanged as change:
+                    self.groups[position] = group.converted(resolve_precision(self.settings.policy, change.storage))
+        if self.root is not None:
+            self.root.repaired(self)
+        self.gradients.forget()
+        note_full(self)
+        if self.channels.are_used:
+            self._make_channels()
 
     def is_stale(self) -> bool:
         """Whether shards were written or replaced since the gather. Raises `RuntimeError` on a write that versions do
@@ -327,8 +321,10 @@ class Unit:
         full = self.record.full
         if full is Full.NARROWED or (full is Full.PENDING and self.channels.arrive_from_parts):
             return not self.channels.narrowing.is_aliased()
-        showing_full = full is Full.FULL
-        return not all(group.is_aliased(showing_full=showing_full) for group in self.groups)
+        for group in self.groups:
+            if not group.is_aliased(showing_full=full is Full.FULL):
+                return True
+        return False
 
     # ---- parameters on the modules -------------------------------------------------------------------------
 
@@ -346,7 +342,8 @@ class Unit:
         """Put the sharded parameters on the modules."""
         for group in self.groups:
             group.show_shards()
-        self.channels.narrowing.show_shards()
+        if self.channels.narrowing.kept:
+            self.channels.narrowing.show_shards()
 
 
 def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:

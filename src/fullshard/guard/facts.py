@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from .structure import shown_ranks
@@ -162,7 +162,7 @@ class Ledger:
         if known is None:
             if len(self._known) >= _MOST_DEEDS:
                 self._known.clear()
-            text = "\0".join([deed.name, *(part for fact in deed.facts for part in fact)])
+            text = "\0".join([deed.name, *chain.from_iterable(deed.facts)])
             known = self._known[deed] = digest_of(text)
         return known
 

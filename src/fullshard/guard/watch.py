@@ -61,7 +61,7 @@ class Watch:
         self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
         # The thread that runs the model. The waits of it and of other threads (a background save), by thread.
         self.model_thread = threading.get_ident()
-        self._waits: dict[int, Any] = {}
+        self.waiting: dict[int, Wait | Waiting] = {}
         # Whether a watch thread calls `look`. Otherwise the waiting loops do.
         self.is_watched = False
         # Threads of this process that send messages beside the model's.
@@ -145,25 +145,15 @@ class Watch:
     def waits(self, wait: Wait) -> Iterator[None]:
         """Register a wait of this thread inside."""
         thread = threading.get_ident()
-        before = self._waits.get(thread)
-        self._waits[thread] = wait
+        before = self.waiting.get(thread)
+        self.waiting[thread] = wait
         try:
             yield
         finally:
-            self.over(thread, before)
-
-    def enter(self, waiting: Waiting) -> int:
-        """As `waits`, for frequent waits: pass the result to `over` to end it."""
-        thread = threading.get_ident()
-        self._waits[thread] = waiting
-        return thread
-
-    def over(self, thread: int, before: object = None) -> None:
-        """The wait of that thread is over."""
-        if before is None:
-            self._waits.pop(thread, None)
-        else:
-            self._waits[thread] = before
+            if before is None:
+                self.waiting.pop(thread, None)
+            else:
+                self.waiting[thread] = before
 
     def _oldest(self) -> Wait | None:
         """The wait of the model's thread, else of any other thread, else of a device."""
@@ -176,7 +166,7 @@ class Watch:
 
     def _registered(self) -> dict[int, Wait]:
         """The current waits, by thread."""
-        waits = {thread: _wait(waiting) for thread, waiting in list(self._waits.items())}
+        waits = {thread: _wait(waiting) for thread, waiting in list(self.waiting.items())}
         return {thread: wait for thread, wait in waits.items() if not wait.is_over}
 
     def look_unless_watched(self) -> None:

@@ -118,8 +118,8 @@ class ExtensionGroup(ParamGroup):
         (param,) = self.params
         param.full = full
         self.full_ids = {id(full)} | ({id(local_of(full))} if isinstance(full, DTensor) else set())
-        self._fulls = [full]
-        self._slot_fulls = self.swap.spread(self._fulls)
+        self.fulls = [full]
+        self._slot_fulls = self.swap.spread(self.fulls)
 
     def rebase(self) -> None:
         (param,) = self.params

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .._torch import (
-    all_hold,
     dtensor_like,
     hand_over_hooks,
     local_of,
@@ -152,9 +151,9 @@ class ParamGroup:
         # Flat lists, because they are compared and swapped several times per step.
         self._shards = [param.sharded for param in self.params]
         self._locals = [param.local for param in self.params]
-        self._fulls = [param.full for param in self.params]
+        self.fulls = [param.full for param in self.params]
         self._slot_shards = self.swap.spread(self._shards)
-        self._slot_fulls = self.swap.spread(self._fulls)
+        self._slot_fulls = self.swap.spread(self.fulls)
 
     def _full_parameter(self, param: ShardedParam, view: Tensor) -> nn.Parameter:
         own, requires_grad = param.own_spec, param.sharded.requires_grad
@@ -200,7 +199,10 @@ class ParamGroup:
         put there, one per slot, if they are neither the shards nor the full parameters."""
         if standing is None:
             standing = self._slot_fulls if showing_full else self._slot_shards
-        return all_hold(self._shards, self._locals) and self.swap.stand(standing)
+        # No Python per parameter: this is asked at each all-gather.
+        return all(map(operator.is_, map(local_of, self._shards), self._locals)) and all(
+            map(operator.is_, self.swap.registered(), standing)
+        )
 
     def refuse_assigned_data(self) -> None:
         """Raise `RuntimeError` when a plain tensor was assigned to the `.data` of a sharded parameter, and repair the
@@ -280,15 +282,38 @@ class ParamGroup:
             f"{found}; load or assign DTensors (torch.distributed.tensor.distribute_tensor), or copy into it in place"
         )
 
+    # ---- gradients -----------------------------------------------------------------------------------------
+
+    def take_gradients(self, *, with_held: bool) -> list[Tensor | None]:
+        """The full gradients to reduce, one for each trainable parameter; None where there is none. `with_held`: with
+        those of earlier backwards, in the reduce dtype."""
+        taken = []
+        for i in self.trainable:
+            param = self.params[i]
+            taken.append(param.sum_with_held() if with_held else param.fresh)
+            param.fresh = None
+        return taken
+
+    def receive(self, trainable: Sequence[int], parts: Sequence[Tensor | None], *, partial: bool) -> None:
+        """Add the result of a reduction of the running backward, for the parameters at the positions `trainable`."""
+        for i, part in zip(trainable, parts, strict=True):
+            param = self.params[i]
+            if part is None:
+                continue
+            if partial:
+                param.fresh_partial = part if param.fresh_partial is None else param.fresh_partial + part
+            else:
+                param.reduced = part if param.reduced is None else param.reduced + part
+
     # ---- parameters on the modules -------------------------------------------------------------------------
 
     def show_full(self) -> bool:
         """Put the full parameters on the modules. Returns whether any requires_grad changed since the last time."""
         changed = False
         # Compared as lists: no Python per item in the usual case that nothing changed.
-        if list(map(_requires_grad, self._fulls)) != list(map(_requires_grad, self._shards)):
+        if list(map(_requires_grad, self.fulls)) != list(map(_requires_grad, self._shards)):
             changed = True
-            for full, shard in zip(self._fulls, self._shards, strict=True):
+            for full, shard in zip(self.fulls, self._shards, strict=True):
                 full.requires_grad_(shard.requires_grad)
         self.swap.put(self._slot_fulls)
         return changed
@@ -305,14 +330,11 @@ class ParamGroup:
         """Put the sharded parameters on the modules, whatever is there now."""
         self.swap.put(self._slot_shards)
 
-    @property
-    def may_be_stepped(self) -> bool:
-        """Whether an optimizer may write them: it skips frozen parameters without a gradient left from before."""
-        return any(map(_requires_grad, self._shards)) or any(shard.grad is not None for shard in self._shards)
-
-    def versions(self) -> tuple[int, ...]:
-        """A value that changes when a shard is written through the DTensor or its local tensor (not through .data)."""
-        return (*map(version_of, self._shards), *map(version_of, self._locals))
+    def versions(self) -> tuple[bool, tuple[int, ...]]:
+        """A value that changes when a shard is written through the DTensor or its local tensor (not through .data);
+        before it, whether an optimizer may write them, which skips frozen parameters without a gradient left."""
+        may_be_stepped = any(map(_requires_grad, self._shards)) or any(shard.grad is not None for shard in self._shards)
+        return may_be_stepped, (*map(version_of, self._shards), *map(version_of, self._locals))
 
 
 class DtypeChanged(Exception):

@@ -31,7 +31,8 @@ from .._torch import MIXED, dtensor_like, is_view_of_its_input, local_of, no_tor
 class Owner:
     """The unit that owns a parameter."""
 
-    _ATTRIBUTE = "_fullshard_owner"
+    # Where a parameter keeps its owner, or a copy of it None.
+    ATTRIBUTE = "_fullshard_owner"
 
     # The ranks of its mesh, as ranks in the default group.
     ranks: tuple[int, ...] = ()
@@ -54,7 +55,7 @@ class Owner:
 
     @classmethod
     def of(cls, parameter: Tensor) -> Owner | None:
-        found = parameter.__dict__.get(cls._ATTRIBUTE)
+        found = parameter.__dict__.get(cls.ATTRIBUTE)
         return found if isinstance(found, Owner) else None
 
 
@@ -62,7 +63,7 @@ def claim(parameter: Tensor, owner: Owner | None) -> None:
     """Turn the DTensor `parameter` into a sharded parameter of `owner` (None keeps the current owner)."""
     parameter.__class__ = ShardedParameter
     if owner is not None:
-        parameter.__dict__[Owner._ATTRIBUTE] = owner
+        parameter.__dict__[Owner.ATTRIBUTE] = owner
 
 
 def set_data(parameter: Tensor, value: Tensor) -> None:
@@ -158,7 +159,7 @@ class ShardedParameter(DTensor):
         plain = dtensor_like(self, local_of(self))
         plain.requires_grad_(self.requires_grad)
         plain.__dict__.update(self.__dict__)
-        plain.__dict__.pop(Owner._ATTRIBUTE, None)
+        plain.__dict__.pop(Owner.ATTRIBUTE, None)
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -170,37 +170,32 @@ class ShardedParam:
         """A zero in place of a missing full gradient: one element of memory."""
         return torch.zeros((), dtype=self.full.dtype, device=self.full.device).expand(self.layout.shape)
 
-    def receive(self, part: Tensor, *, partial: bool) -> None:
-        """Add the result of a reduction of the running backward."""
-        if partial:
-            self.fresh_partial = part if self.fresh_partial is None else self.fresh_partial + part
-        else:
-            self.reduced = part if self.reduced is None else self.reduced + part
-
-    def to_send(self, reduce_dtype: torch.dtype, *, with_held: bool) -> Tensor | None:
-        """The full gradient to reduce: that of this backward, and with `with_held` those of earlier ones (the sum is in
-        `reduce_dtype`); None if there is none."""
-        fresh = self.fresh
-        self.fresh = None
-        if not with_held:
-            return fresh
-        held = self.live_held()
+    def sum_with_held(self) -> Tensor | None:
+        """The gradients of this and of earlier backwards, in the reduce dtype; None if there are none."""
+        fresh, held = self.fresh, self.live_held()
         if held is None or fresh is None:
             gradient = fresh if held is None else held
-            return None if gradient is None else gradient.to(reduce_dtype)
+            return None if gradient is None else gradient.to(self.reduce_dtype)
         # Not in place: if this backward fails later, `held` must be unchanged.
-        return held + fresh.to(reduce_dtype)
+        return held + fresh.to(self.reduce_dtype)
 
-    def commit(self, reduce_dtype: torch.dtype) -> bool:
+    def commit(self) -> bool:
         """Hand over the gradients of this backward, which ended. Returns whether a reduced gradient arrived."""
-        arrived = self.reduced is not None
-        if self.reduced is not None:
-            self._commit_reduced(self.reduced)
+        reduced = self.reduced
+        if reduced is not None:
+            self.reduced = None
+            self.held = self.partial = self.marker = None
+            gradient = self.sharded.grad
+            if gradient is None or isinstance(gradient, PendingGrad):
+                # `.data` gives it its own version counter, separate from the buffer's: ranks compare it.
+                self.sharded.grad = dtensor_like(self.sharded, reduced.data)
+            else:
+                local_of(gradient).add_(reduced)
         if self.fresh_partial is not None:
             self._commit_partial(self.fresh_partial)
         if self.fresh is not None:
-            self._commit_held(self.fresh, reduce_dtype)
-        return arrived
+            self._commit_held(self.fresh)
+        return reduced is not None
 
     def run_tensor_hooks(self) -> bool:
         """Run the hooks of `sharded.register_hook`. Each sees this backward's reduced gradient before it is added to
@@ -272,14 +267,14 @@ class ShardedParam:
         gradient = self.sharded.grad
         return version_of(self.sharded), -1 if gradient is None else version_of(gradient)
 
-    def _commit_held(self, fresh: Tensor, reduce_dtype: torch.dtype) -> None:
+    def _commit_held(self, fresh: Tensor) -> None:
         """Without a reduction `fresh` joins `held`, and `.grad` shows it."""
         self.fresh = None
         held = self.live_held()
         if held is not None:
             held.add_(fresh)
             return
-        self.held = fresh.to(reduce_dtype) if fresh.dtype is not reduce_dtype else fresh.detach()
+        self.held = fresh.to(self.reduce_dtype) if fresh.dtype is not self.reduce_dtype else fresh.detach()
         self._mark()
 
     def _commit_partial(self, partial: Tensor) -> None:
@@ -293,17 +288,6 @@ class ShardedParam:
         if self.sharded.grad is None or isinstance(self.sharded.grad, PendingGrad):
             self.sharded.grad = PendingGrad(self.sharded, self.name)
         self.marker = self.sharded.grad
-
-    def _commit_reduced(self, reduced: Tensor) -> None:
-        """The reduced gradient becomes `sharded.grad` or is added to it."""
-        self.reduced = None
-        self.held = self.partial = self.marker = None
-        gradient = self.sharded.grad
-        if gradient is None or isinstance(gradient, PendingGrad):
-            # `.data` gives it its own version counter, separate from the buffer's: ranks compare it.
-            self.sharded.grad = dtensor_like(self.sharded, reduced.data)
-        else:
-            local_of(gradient).add_(reduced)
 
     def discard(self) -> None:
         """Forget the gradients of the running backward; `held`, `partial` and `.grad` stay."""

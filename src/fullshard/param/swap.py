@@ -6,6 +6,7 @@ A parameter that several modules share (tied weights) has one slot per module an
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -118,13 +119,16 @@ class Swap:
     `owners[i]` says which parameter, by position, belongs into the i-th slot.
     """
 
-    __slots__ = ("_places", "owners")
+    __slots__ = ("_places", "owners", "registered")
 
     def __init__(self, slots: Iterable[tuple[int, Slot]]) -> None:
         pairs = list(slots)
         self.owners = [owner for owner, _ in pairs]
         # Not setattr: it walks all registries and is thirty times slower. A module's dict never changes.
         self._places = [(slot.module._parameters, slot.name) for _, slot in pairs]
+        registries, names = [registry for registry, _ in self._places], [name for _, name in self._places]
+        # What is in the slots now, one after the other. No Python per slot: asked at each all-gather.
+        self.registered = partial(map, dict.get, registries, names)
 
     def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """One entry per slot, from one per parameter."""
@@ -140,13 +144,6 @@ class Swap:
         for (registry, name), before, after in zip(self._places, old, new, strict=True):
             if registry.get(name) is before:
                 registry[name] = after
-
-    def stand(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether `parameters`, one per slot, are on the modules."""
-        for (registry, name), parameter in zip(self._places, parameters, strict=True):
-            if registry.get(name) is not parameter:
-                return False
-        return True
 
 
 class Found(NamedTuple):
