@@ -21,7 +21,7 @@ from typing import Any  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.harness import collecting, hang, recording  # noqa: E402
+from tests.harness import collecting, draw, hang, recording  # noqa: E402
 from tests.harness.worlds import OTHER_WORLD  # noqa: E402
 
 HANG_SECONDS = {"pure": 60.0, "fake": 60.0, "threads": 60.0, "procs": 120.0, "gpu": 120.0}
@@ -63,6 +63,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="collect garbage at random points, others on each rank, and on some ranks never (write =SEED; "
         "tests/harness/collecting.py)",
     )
+    parser.addoption(
+        "--draw",
+        metavar="DAY",
+        help="of each family of slow cases (the marker `drawn(n)`) one case in n: those of this day, a number or "
+        "'today'; on n days in a row all of them (tests/harness/draw.py). Without it all run",
+    )
+    parser.addoption("--draw-one-in", type=int, metavar="N", help="with --draw: of all tests one in N")
     parser.addoption(
         "--pairs",
         action="store_true",
@@ -110,6 +117,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 _TERMINAL = pytest.StashKey[Any]()
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    day = config.getoption("--draw")
+    return None if day is None else f"cases drawn: --draw={draw.day(day)}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--ranks") != "threads":
         left_out = [item for item in items if item.get_closest_marker("threads_only") or _is_torch_s(item)]
@@ -125,6 +137,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
+    if config.getoption("--draw") is not None:
+        day, of_all = draw.day(config.getoption("--draw")), config.getoption("--draw-one-in") or 1
+        left_out = [item for item in items if not draw.is_drawn(item.nodeid, _one_in(item) * of_all, day)]
+        config.hook.pytest_deselected(items=left_out)
+        known = set(left_out)
+        items[:] = [item for item in items if item not in known]
+
+
+def _one_in(item: pytest.Item) -> int:
+    """Of how many cases of its family one is drawn."""
+    marker = item.get_closest_marker("drawn")
+    return int(marker.args[0]) if marker is not None and item.get_closest_marker("slow") else 1
 
 
 def _is_torch_s(item: pytest.Item) -> bool:

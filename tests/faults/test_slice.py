@@ -8,6 +8,9 @@ from tests.faults.cases import Case
 from tests.faults.run import Runner
 from tests.faults.table import CASES, OPEN
 
+# `python -m tests.faults` runs all.
+SLOW = (pytest.mark.slow, pytest.mark.drawn(5))
+
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
@@ -17,10 +20,7 @@ def runner() -> Runner:
 @pytest.mark.hang_after(120)
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case.fast and case.id not in OPEN else pytest.mark.slow, id=case.id)
-        for case in CASES
-    ],
+    [pytest.param(case, marks=() if case.fast and case.id not in OPEN else SLOW, id=case.id) for case in CASES],
 )
 def test_case(runner: Runner, case: Case) -> None:
     result = runner.run(case)
