@@ -204,7 +204,7 @@ class _Counted:
 
     def _command(self, command: Command) -> None:
         # Listeners are called before the command is done: all gradients of the unit are there, and its weights.
-        if self.in_backward and command.kind == "free":
+        if self.in_backward and command.kind == "reshard":
             self.backward[command.unit.name] = self.live()
         root = _unit(self.model).root
         assert root is not None

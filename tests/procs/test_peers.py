@@ -388,7 +388,7 @@ def _clips_on_one_rank(rank: int) -> str:
 def test_ranks_that_wait_for_each_other_in_different_calls_are_told() -> None:
     texts = run_forks(2, _clips_on_one_rank, (), 60)
     for text in texts:
-        assert "found rank" in text and "clip_grad_norm_" in text and "the gather of module 0" in text
+        assert "found rank" in text and "clip_grad_norm_" in text and "the all-gather of module 0" in text
 
 
 def _refused(rank: int) -> None:

@@ -418,7 +418,7 @@ def test_commands_are_ranges_of_a_profile_only_while_it_runs(monkeypatch: pytest
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             model(_inputs(0, 0)).sum().backward()
         seen = {event.key for event in profile.key_averages() if event.key.startswith("fullshard::")}
-        assert seen == set(made) and {"fullshard::gather (0)", "fullshard::reduce (2)"} <= seen
+        assert seen == set(made) and {"fullshard::unshard (0)", "fullshard::reduce (2)"} <= seen
         number = len(made)
         model(_inputs(0, 0)).sum().backward()
         assert len(made) == number

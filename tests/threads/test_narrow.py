@@ -274,14 +274,16 @@ def test_after_an_evaluation(impl: Implementation) -> None:
         with record(model) as trace, torch.no_grad():
             model(batch(rank, 0))
         kinds = {kind for kind, _ in trace.commands}
-        assert "widen" in kinds and "gather" not in kinds, "the next evaluation gathers from the block alone"
+        assert "unshard_secondary" in kinds and "unshard" not in kinds, (
+            "the next evaluation gathers from the block alone"
+        )
         assert all(u.channels.narrowing.parts[0].memory.live_nbytes for u in root.units)
 
     run(rank_main, impl, world=4)
 
 
 def test_a_part_is_there_only_while_it_is_kept() -> None:
-    """From `narrow` to the end of the gather over the block; bytes of the compute dtype, as the layout says."""
+    """From `reshard_secondary` to the end of the all-gather over the block; bytes of the compute dtype."""
 
     def rank_main(rank: int) -> None:
         model = build(2, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -301,7 +303,7 @@ def test_a_part_is_there_only_while_it_is_kept() -> None:
         loss.backward()
         assert (
             at["wait"] == unit.channels.narrowing.parts[0].pack.padded_local_numel * 2
-            and at["free"] == 0
+            and at["reshard"] == 0
             and kept_nbytes() == 0
         )
 

@@ -185,7 +185,7 @@ class Unit:
                 if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
                     note_initial(group.params, same)
         self.record.empty = not self.groups
-        self.record.narrows = any(links.block is not None for links in self.links)
+        self.record.keeps_secondary = any(links.block is not None for links in self.links)
         # The root that runs it, once one formed (root.py); full parameters that `full_params` put on the modules, while
         # nothing else may be done with the unit (full_params.py); the hooks on its modules (hooks.py).
         self.root: AnyRoot | None = None
@@ -273,7 +273,7 @@ class Unit:
         if self.record.full is Full.PENDING:
             # The old channels must complete their own gather.
             self.root.wait_unshard(self)
-        elif self.record.full is Full.NARROWED:
+        elif self.record.full is Full.SECONDARY:
             # Kept parts are lost with the old channels.
             self.root.reshard(self)
         self._make_channels()
@@ -325,7 +325,7 @@ class Unit:
         if self.staleness.is_written(self.root.thread):
             return True
         full = self.record.full
-        if full is Full.NARROWED or (full is Full.PENDING and self.channels.arrive_from_parts):
+        if full is Full.SECONDARY or (full is Full.PENDING and self.channels.arrive_from_parts):
             return not self.channels.narrowing.is_aliased()
         showing_full = full is Full.FULL
         return not all(group.is_aliased(showing_full=showing_full) for group in self.groups)

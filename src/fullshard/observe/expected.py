@@ -65,7 +65,7 @@ def kept_nbytes(unit: Unit) -> int:
 
 def _kept_pack(unit: Unit, position: int) -> Pack | None:
     group, block = unit.groups[position], unit.links[position].block
-    if not unit.record.narrows or unit.record.resident or block is None:
+    if not unit.record.keeps_secondary or unit.record.resident or block is None:
         return None
     return narrow_pack(group.pack, group.plan, block.group.world)
 
