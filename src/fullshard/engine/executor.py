@@ -194,10 +194,10 @@ class Executor:
     def _unshard_secondary(self, unit: Unit) -> None:
         # The secondary shards stem from the last all-gather, so its noted versions stay valid. Modules show shards in
         # the meantime, so that users find shards if this backward fails.
-        unit.channels.narrowing.show_shards()
+        unit.channels.secondary.show_shards()
         if self._order is not None:
             self._order.unshard_secondary(unit)
-        self._issue(unit, unit.channels.narrowing.widens)
+        self._issue(unit, unit.channels.secondary.gathers)
 
     def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
         unit.channels.arriving = channels
@@ -209,22 +209,22 @@ class Executor:
         for channel in unit.channels.arriving:
             channel.complete()
         unit.show_full()
-        if unit.channels.narrowing.kept:
-            unit.channels.narrowing.release()
+        if unit.channels.secondary.kept:
+            unit.channels.secondary.release()
 
     def _reshard(self, unit: Unit) -> None:
         unit.show_shards()
         for group in unit.groups:
             group.memory.release()
-        if unit.channels.narrowing.kept:
-            unit.channels.narrowing.release()
+        if unit.channels.secondary.kept:
+            unit.channels.secondary.release()
 
     def _cancel(self, unit: Unit) -> None:
         for channel in unit.channels.arriving:
             channel.cancel()
-        if unit.channels.arrive_from_parts:
-            if unit.channels.narrowing.kept:
-                unit.channels.narrowing.release()
+        if unit.channels.arrive_from_secondary:
+            if unit.channels.secondary.kept:
+                unit.channels.secondary.release()
 
     def _shelve(self, unit: Unit) -> None:
         unit.show_shards()
@@ -233,7 +233,7 @@ class Executor:
         unit.show_full()
 
     def _reshard_secondary(self, unit: Unit) -> None:
-        unit.channels.narrowing.keep()
+        unit.channels.secondary.keep()
 
     # ---- gradients -----------------------------------------------------------------------------------------
 

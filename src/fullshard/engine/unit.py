@@ -325,8 +325,8 @@ class Unit:
         if self.staleness.is_written(self.root.thread):
             return True
         full = self.record.full
-        if full is Full.SECONDARY or (full is Full.PENDING and self.channels.arrive_from_parts):
-            return not self.channels.narrowing.is_aliased()
+        if full is Full.SECONDARY or (full is Full.PENDING and self.channels.arrive_from_secondary):
+            return not self.channels.secondary.is_aliased()
         showing_full = full is Full.FULL
         return not all(group.is_aliased(showing_full=showing_full) for group in self.groups)
 
@@ -346,7 +346,7 @@ class Unit:
         """Put the sharded parameters on the modules."""
         for group in self.groups:
             group.show_shards()
-        self.channels.narrowing.show_shards()
+        self.channels.secondary.show_shards()
 
 
 def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .flat import Pack
 from .shard import ShardLayout, require_int
 
-# ---- narrow ----------------------------------------------------------------------------------------------------------
+# ---- secondary shards ------------------------------------------------------------------------------------------------
 # The part of the full parameters that a rank keeps between forward and backward, for an integer
 # `reshard_after_forward`.
 #
@@ -33,13 +33,13 @@ from .shard import ShardLayout, require_int
 # sharded along another dim is kept along that dim if the padded rows of dim 0 do not fit.
 
 
-def narrow_pack(pack: Pack, plan: GatherPlan, world: int) -> Pack:
-    """The pack of the kept parts over the `world` ranks of a block; its full offsets are those of `pack`.
+def secondary_layout(pack: Pack, plan: GatherPlan, world: int) -> Pack:
+    """The pack of secondary shards over the `world` ranks of a block; its full offsets are those of `pack`.
 
     >>> pack = Pack.build([ShardLayout((5, 3), world=4)], align_numel=4)
     >>> plan = GatherPlan(direct=(0,), packed=())
-    >>> narrow = narrow_pack(pack, plan, 2)
-    >>> narrow.segments[0].layout.local_shape(0), narrow.padded_local_numel, narrow.full_offsets == pack.full_offsets
+    >>> kept = secondary_layout(pack, plan, 2)
+    >>> kept.segments[0].layout.local_shape(0), kept.padded_local_numel, kept.full_offsets == pack.full_offsets
     ((3, 3), 12, True)
     """
     layouts = [_kept(segment.layout, world) for segment in pack.segments]

@@ -14,7 +14,7 @@ from .._torch import local_of
 from ..comm import direct_of, exchanges
 from ..engine import Unit
 from ..engine.root import formed
-from ..layout import Pack, Term, UnitMemory, narrow_pack, peak
+from ..layout import Pack, Term, UnitMemory, peak, secondary_layout
 from ..param import ShardedParam
 from ..policy import Options
 
@@ -67,7 +67,7 @@ def _kept_pack(unit: Unit, position: int) -> Pack | None:
     group, block = unit.groups[position], unit.links[position].block
     if not unit.record.keeps_secondary or unit.record.resident or block is None:
         return None
-    return narrow_pack(group.pack, group.plan, block.group.world)
+    return secondary_layout(group.pack, group.plan, block.group.world)
 
 
 def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMemory:
