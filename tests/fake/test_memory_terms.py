@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from fullshard import MixedPrecisionPolicy, fully_shard, report
 from fullshard.engine import Unit, unit_of
 from fullshard.layout import (
-    Pack,
+    FlatLayout,
     ShardLayout,
     UnitMemory,
     align_numel,
@@ -129,7 +129,7 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
         if not shapes:
             continue
         layouts = [ShardLayout(shape, -1 if setting.last_dim else 0, setting.world) for shape in shapes.values()]
-        pack = Pack.build(
+        pack = FlatLayout.build(
             layouts,
             align_numel([storage, compute, wire]),
             first=direct_indices(layouts, compute, backend="fake", direct_threshold_nbytes=1 << 20),

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from fullshard.layout import (
+    FlatLayout,
     GatherPlan,
-    Pack,
     ReduceLayout,
     ShardLayout,
     Term,
@@ -37,7 +37,7 @@ def unit(
 ) -> UnitMemory:
     """Two parameters of (rows, 16) and (16,): one message, or both gathered directly."""
     layouts = [ShardLayout((rows, 16), world=world), ShardLayout((16,), world=world)]
-    pack = Pack.build(layouts, 8)
+    pack = FlatLayout.build(layouts, 8)
     plan = GatherPlan((0, 1), ()) if direct else GatherPlan((), (0, 1))
     kept = None if degree is None else secondary_layout(pack, plan, degree)
     return UnitMemory(name, pack, plan, 4, compute, 4, reshard, outer, exchanges, kept=kept)

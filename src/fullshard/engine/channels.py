@@ -28,7 +28,7 @@ from ..comm import (
     direct_of,
     reduce_channel,
 )
-from ..layout import GatherPlan, Pack
+from ..layout import FlatLayout, GatherPlan
 from ..param import ExtensionGroup, OwnedMemory, ParamGroup, SecondaryGroup
 from ..policy import Controls
 
@@ -66,7 +66,7 @@ class Channels(NamedTuple):
         part.memory.release()
         return channel
 
-    def _from(self, flat: Tensor, group: ParamGroup, pack: Pack, shard: ShardGroup) -> PlannedGather | CastGather:
+    def _from(self, flat: Tensor, group: ParamGroup, pack: FlatLayout, shard: ShardGroup) -> PlannedGather | CastGather:
         if shard.world == 1:
             return CastGather(flat, group.memory)
         plan, pool, custom = group.plan, self.pool, self.controls.gather
@@ -85,7 +85,7 @@ class Channels(NamedTuple):
         gathered = {place for place, i in enumerate(group.trainable) if i in group.plan.direct}
         strategy = self.controls.strategy(self.communication)
         direct = direct_of(links, strategy, layouts, gathered, precision.wire.itemsize)
-        pack = Pack.build(layouts, group.pack.align_numel, names=names, first=direct)
+        pack = FlatLayout.build(layouts, group.pack.align_numel, names=names, first=direct)
         channel = reduce_channel(
             links,
             pack,

@@ -6,7 +6,7 @@ and its gradient messages), `gather` (direct or packed gathers; what stays betwe
 """
 
 from .flat import FACTS_NUMEL as FACTS_NUMEL
-from .flat import Pack as Pack
+from .flat import FlatLayout as FlatLayout
 from .flat import ReduceLayout as ReduceLayout
 from .flat import Segment as Segment
 from .flat import align_numel as align_numel

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .flat import FACTS_NUMEL, Pack, ReduceLayout, align_up
+from .flat import FACTS_NUMEL, FlatLayout, ReduceLayout, align_up
 from .gather import GatherPlan
 from .shard import require_int
 
@@ -39,7 +39,7 @@ class UnitMemory:
     """
 
     name: str
-    pack: Pack
+    pack: FlatLayout
     plan: GatherPlan
     storage_itemsize: int
     compute_itemsize: int
@@ -58,7 +58,7 @@ class UnitMemory:
     sum_itemsize: int = 4
     # For an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.gather`), over the
     # ranks of its block.
-    kept: Pack | None = None
+    kept: FlatLayout | None = None
     # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
     direct_gradients: tuple[int, ...] = ()
     # No parameter is trained: there are no gradients, and nothing is sent. With `reshard` off it stays full
@@ -69,7 +69,7 @@ class UnitMemory:
         if self.kept is not None and not self.reshard:
             raise ValueError(
                 f"kept of {self.name!r}: expected None with reshard=False, where full parameters stay after forward, "
-                f"found a pack; keep a part only of full parameters that are freed"
+                f"found a flat layout; keep a part only of full parameters that are freed"
             )
         for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
@@ -136,7 +136,7 @@ class UnitMemory:
         """The send buffer of the gradient reduction; a single rank sends nothing."""
         if self.frozen or (self.pack.world == 1 and self.replicas == 1):
             return 0
-        # As if the direct parameters were last in the pack: the bytes are the same.
+        # As if the direct parameters were last in the flat layout: the bytes are the same.
         chunk = self._chunk_numel - sum(
             align_up(self.pack.segments[i].padded_numel, self.pack.align_numel) for i in self.direct_gradients
         )

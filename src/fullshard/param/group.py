@@ -28,7 +28,15 @@ from .._torch import (
     sharded_parameter,
     version_of,
 )
-from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, plan_gather, secondary_layout
+from ..layout import (
+    FlatLayout,
+    ShardLayout,
+    align_numel,
+    contiguous_stride,
+    direct_indices,
+    plan_gather,
+    secondary_layout,
+)
 from ..policy import Precision
 from .initial import poison
 from .parameter import claim, set_data
@@ -100,7 +108,7 @@ class ParamGroup:
         layouts = [param.layout for param in self.params]
         alignment = align_numel(dtype.itemsize for dtype in (precision.storage, precision.compute, precision.wire))
         itemsize, backend, threshold = precision.compute.itemsize, placing.backend, placing.direct_nbytes
-        self.pack = Pack.build(
+        self.pack = FlatLayout.build(
             layouts,
             alignment,
             first=direct_indices(layouts, itemsize, backend=backend, direct_threshold_nbytes=threshold),
