@@ -223,7 +223,7 @@ def drive(port: int, ranks: range, world: int, start: Any, sender: Connection) -
         for i, rank in enumerate(ranks):
             if rank < world - 1:
                 groups[i].issued += 1
-                what = "the gather of layers.3"
+                what = "the all-gather of layers.3"
                 wait = Wait("message", scopes[i], what, name="small", number=groups[i].issued, ranks=everyone)
                 watches[i].waiting[thread] = wait
         run(at + seconds)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.common import ModelShape, on_ranks, paired_ratio, print_json
 from fullshard.comm import BufferPool, Dtypes, Links, PlannedGather, ShardGroup, reduce_channel
-from fullshard.layout import GatherPlan, Pack, ShardLayout
+from fullshard.layout import FlatLayout, GatherPlan, ShardLayout
 from fullshard.policy import Controls
 
 WEIGHTS = 7
@@ -50,7 +50,7 @@ class Unit:
         layouts = [ShardLayout((width, width), world=group.world)] * WEIGHTS
         everything = tuple(range(WEIGHTS))
         self.group, self.pool = group, BufferPool(keep=True)
-        self.pack = Pack.build(layouts, 4)
+        self.pack = FlatLayout.build(layouts, 4)
         self.flat = torch.randn(self.pack.padded_local_numel)
         self.gradients: list[Tensor | None] = [torch.randn(width, width) for _ in layouts]
         staged, straight = Memory(self.pack.full_numel), Memory(self.pack.full_numel)

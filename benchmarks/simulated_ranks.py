@@ -336,7 +336,7 @@ class Simulation:
             group = self.groups[rank]
             group.issued += 1
             everyone = self.scopes[rank].ranks
-            what = "the gather of layers.3"
+            what = "the all-gather of layers.3"
             wait = Wait("message", self.scopes[rank], what, name=group.name, number=group.issued, ranks=everyone)
             self.watches[rank].waiting[threading.get_ident()] = wait
 

@@ -4,10 +4,11 @@ Gathering ahead along the recorded order is switched off (`prefetch_depth=0`): t
 where on a device it relies on the CPU running ahead. Every command is checked for legality on the way
 (`check=True`).
 
-Compared are gather, wait, free, reduce, drop, narrow and widen, one flat list for a whole program. The other commands
-of ours have no counterpart in torch and are left out here: `shelve` and `expose` (torch leaves full parameters on the
-modules where no backward follows, ours puts the sharded ones there and keeps the memory), `hold` (torch keeps gradients
-without a word), `finish`. `discard` occurs in none of these programs.
+Compared are unshard, wait, reshard, reduce, cancel, reshard_secondary and unshard_secondary, one flat list for a whole
+program. The traces are files of version 0.1.0, read through one table of renamed words (tests/golden/words.py). The
+other commands of ours have no counterpart in torch and are left out here: `shelve` and `expose` (torch leaves full
+parameters on the modules where no backward follows, ours puts the sharded ones there and keeps the memory),
+`accumulate` (torch keeps gradients without a word), `finish`. `reset` occurs in none of these programs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tests.golden.scenarios import RESHARD, SCENARIOS, world_of
 from tests.golden.test_traces import CASES, read
 from tests.harness.fake import fake_world
 
-COMPARED = ("gather", "wait", "free", "reduce", "drop", "narrow", "widen")
-OURS_ALONE = ("shelve", "expose", "hold", "finish")
+COMPARED = ("unshard", "wait", "reshard", "reduce", "cancel", "reshard_secondary", "unshard_secondary")
+OURS_ALONE = ("shelve", "expose", "accumulate", "finish")
 
 # The inputs of this root need no gradient, and its gradients are ready first. torch waits for the end of the backward
 # before it frees and reduces the root, then layers.0. Ours frees the root as soon as its gradients are there (design
@@ -73,7 +74,7 @@ def test_memory_goes_early_and_messages_go_in_order(reshard: str) -> None:
     """The one intended difference: in each backward ours frees the root earlier and reduces it last."""
     found, expected = ours(EARLIER, reshard), torchs(EARLIER, reshard)
     assert Counter(found) == Counter(expected)
-    early, late = (_places(commands, "free root") for commands in (found, expected))
+    early, late = (_places(commands, "reshard root") for commands in (found, expected))
     assert all(a <= b for a, b in zip(early, late, strict=True)) and early != late
     assert _without_root(found) == _without_root(expected)
     assert _reduced(found) == ["layers.2", "layers.1", "layers.0", "root"] * 2
@@ -91,4 +92,4 @@ def _reduced(commands: list[str]) -> list[str]:
 
 
 def _without_root(commands: list[str]) -> list[str]:
-    return [command for command in commands if command not in ("free root", "reduce root")]
+    return [command for command in commands if command not in ("reshard root", "reduce root")]

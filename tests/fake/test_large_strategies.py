@@ -128,8 +128,8 @@ def test_order_of_commands(strategy: Strategy, moved: None) -> None:
     for case in SOME:
         expected = _commands(case, strategy, *strategy.small)
         kinds = {kind for kind, _ in expected[1]}
-        assert {"gather", "wait", "free", "reduce", "finish"} <= kinds
-        assert {"narrow", "widen"} <= kinds or "kept" not in strategy.name
+        assert {"unshard", "wait", "reshard", "reduce", "finish"} <= kinds
+        assert {"reshard_secondary", "unshard_secondary"} <= kinds or "kept" not in strategy.name
         assert bool(expected[-1]) == ("offload" in strategy.name)
         for shape, rank in strategy.large:
             assert _commands(case, strategy, shape, rank) == expected, f"{case.name}: rank {rank} of {shape}"

@@ -108,7 +108,7 @@ def _commands(case: Case, world: int, rank: int, **options: Any) -> list[list[tu
 def test_commands_are_those_of_two_ranks(case: Case) -> None:
     """What is gathered, freed and reduced, and in which order, depends neither on the world nor on the rank."""
     expected = _commands(case, 2, 0)
-    assert {kind for kind, _ in expected[1]} >= {"gather", "wait", "free", "reduce", "finish"}
+    assert {kind for kind, _ in expected[1]} >= {"unshard", "wait", "reshard", "reduce", "finish"}
     assert _commands(case, 2, 1) == expected
     for world, rank in WORLDS:
         assert _commands(case, world, rank) == expected, f"rank {rank} of {world}"

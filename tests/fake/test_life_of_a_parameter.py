@@ -33,12 +33,12 @@ UNIT = "layers.0"
 
 # Who decided, for each command in each event. That these functions and rules are there, a test below asks.
 DECIDED = {
-    ("pre_forward", "gather"): "`next_in_forward` [R3]",
+    ("pre_forward", "unshard"): "`next_in_forward` [R3]",
     ("pre_forward", "wait"): "`pre_forward` [R16]",
-    ("post_forward", "free"): "`post_forward` [R5]",
-    ("pre_backward", "gather"): "`next_in_backward` [R9]",
+    ("post_forward", "reshard"): "`post_forward` [R5]",
+    ("pre_backward", "unshard"): "`next_in_backward` [R9]",
     ("pre_backward", "wait"): "`pre_backward` [R16]",
-    ("grads_ready", "free"): "`grads_ready` [R17] [R18]",
+    ("grads_ready", "reshard"): "`grads_ready` [R17] [R18]",
     ("backward_end", "finish"): "`backward_end`",
 }
 
@@ -207,7 +207,7 @@ def test_the_functions_and_rules_that_are_named_exist() -> None:
     """A function of the rules (with what it calls there) or of the prefetch order, and the numbers in it."""
     helpers = "".join(
         inspect.getsource(getattr(rules, name))
-        for name in ("_make_full", "_end_use", "_gather_ahead", "_hand_over", "_send")
+        for name in ("_make_full", "_end_use", "_unshard_ahead", "_hand_over", "_send")
     )
     for _, _, _, _, _, decided, done in documented("moment")[1:-2]:
         name = re.findall(r"`(\w+)`", decided)[0]
@@ -270,7 +270,7 @@ def test_the_other_lives_are_as_they_are_told() -> None:
 
     lines = lines_of()
     start = lines.index("> pre_forward layers.0")
-    assert lines[start + 1 : start + 3] == ["gather layers.0", "wait layers.0"]
+    assert lines[start + 1 : start + 3] == ["unshard layers.0", "wait layers.0"]
 
     with fake_world(WORLD):
         unit = unit_of(fully_shard(nn.Linear(3, 5)))
@@ -278,18 +278,18 @@ def test_the_other_lives_are_as_they_are_told() -> None:
 
     lines = lines_of(reshard_after_forward=False)
     backward = lines.index("> pre_backward root")
-    assert "free layers.0" not in lines[:backward] and "gather layers.0" not in lines[backward:]
+    assert "reshard layers.0" not in lines[:backward] and "unshard layers.0" not in lines[backward:]
     lines = lines_of()
     backward = lines.index("> pre_backward root")
-    assert "free root" not in lines[:backward] and "gather root" not in lines[backward:]
+    assert "reshard root" not in lines[:backward] and "unshard root" not in lines[backward:]
 
     assert {"shelve layers.0", "shelve root"} <= set(lines_of(train=False, reshard_after_forward=False))
-    assert "free root" in lines_of(train=False) and "shelve root" not in lines_of(train=False)
+    assert "reshard root" in lines_of(train=False) and "shelve root" not in lines_of(train=False)
 
     lines = lines_of(sync=False)
-    assert "hold layers.0" in lines and not [line for line in lines if line.startswith("reduce")]
+    assert "accumulate layers.0" in lines and not [line for line in lines if line.startswith("reduce")]
 
-    assert "gather layers.0" in lines_of(world=1), "the commands are the same; what they cost is checked in lines_of"
+    assert "unshard layers.0" in lines_of(world=1), "the commands are the same; what they cost is checked in lines_of"
 
     with fake_world(WORLD):
         model: Any = Model()
@@ -300,8 +300,11 @@ def test_the_other_lives_are_as_they_are_told() -> None:
             model(torch.tensor([99]))
         with record(model) as trace:
             model(torch.arange(4))
-    assert trace.lines[0] == "> abandon root"
-    assert {line.split()[0] for line in trace.lines[1 : trace.lines.index("> pre_forward root")]} == {"free", "discard"}
+    assert trace.lines[0] == "> reset root"
+    assert {line.split()[0] for line in trace.lines[1 : trace.lines.index("> pre_forward root")]} == {
+        "reshard",
+        "reset",
+    }
 
 
 def test_the_document_fits_on_a_page() -> None:

@@ -17,8 +17,17 @@ from torch.distributed.tensor import Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard, report
 from fullshard.engine import Unit, unit_of
-from fullshard.layout import Pack, ShardLayout, UnitMemory, align_numel, direct_indices, narrow_pack, plan_gather, total
-from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, narrowing_terms, shard_terms
+from fullshard.layout import (
+    FlatLayout,
+    ShardLayout,
+    UnitMemory,
+    align_numel,
+    direct_indices,
+    plan_gather,
+    secondary_layout,
+    total,
+)
+from fullshard.layout.memory import backward_terms, buffer_terms, forward_terms, resharding_terms, shard_terms
 from fullshard.policy import use_options
 from fullshard.schedule import Command
 from tests.harness.fake import fake_world
@@ -120,7 +129,7 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
         if not shapes:
             continue
         layouts = [ShardLayout(shape, -1 if setting.last_dim else 0, setting.world) for shape in shapes.values()]
-        pack = Pack.build(
+        pack = FlatLayout.build(
             layouts,
             align_numel([storage, compute, wire]),
             first=direct_indices(layouts, compute, backend="fake", direct_threshold_nbytes=1 << 20),
@@ -146,7 +155,7 @@ def _expected_units(case: Case, setting: Setting) -> list[UnitMemory]:
                 sum_itemsize=2
                 if setting.policy == "bf16 reduce" and (setting.communication == "torch" or setting.world == 1)
                 else 4,
-                kept=None if degree is None else narrow_pack(pack, plan, degree),
+                kept=None if degree is None else secondary_layout(pack, plan, degree),
             )
         )
     return units
@@ -166,7 +175,7 @@ class _Counted:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.forward: dict[str, _Live] = {}
-        self.narrowing: dict[str, _Live] = {}
+        self.resharding: dict[str, _Live] = {}
         self.backward: dict[str, _Live] = {}
         # Messages under way that follow another one, when the gradients of a unit are ready.
         self.under_way: dict[str, int] = {}
@@ -190,21 +199,21 @@ class _Counted:
         assert root is not None
         root.executor.listeners.append(self._command)
         for unit in root.units:
-            for part in unit.channels.narrowing.parts:
+            for part in unit.channels.secondary.parts:
                 if part is not None:
                     part.show = self._showing(unit.record.name, part.show)  # type: ignore[method-assign]
 
     def _showing(self, name: str, show: Callable[[], None]) -> Callable[[], None]:
         # Between the copy of the part and the release of the full parameters.
         def note() -> None:
-            self.narrowing[name] = self.live()
+            self.resharding[name] = self.live()
             show()
 
         return note
 
     def _command(self, command: Command) -> None:
         # Listeners are called before the command is done: all gradients of the unit are there, and its weights.
-        if self.in_backward and command.kind == "free":
+        if self.in_backward and command.kind == "reshard":
             self.backward[command.unit.name] = self.live()
         root = _unit(self.model).root
         assert root is not None
@@ -278,8 +287,8 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
         forward = forward_terms(units, i, **ahead)
         assert counted.forward[unit.name] == _live(forward), f"forward of {unit.name}: {forward}"
         if unit.kept is not None:
-            narrowing = narrowing_terms(units, i, **ahead)
-            assert counted.narrowing[unit.name] == _live(narrowing), f"narrowing of {unit.name}: {narrowing}"
+            resharding = resharding_terms(units, i, **ahead)
+            assert counted.resharding[unit.name] == _live(resharding), f"resharding of {unit.name}: {resharding}"
         backward = backward_terms(
             units, i, reductions_in_flight=setting.reductions_in_flight, prefetch_nbytes=setting.prefetch_nbytes
         )
@@ -308,14 +317,14 @@ def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(sett
     assert shards == total(shard_terms(units))
     assert counted.forward["root"] == _live(forward_terms(units, 0))
     terms = [of(units, i) for of in (forward_terms, backward_terms) for i in range(len(units))]
-    terms += [narrowing_terms(units, i) for i, unit in enumerate(units) if unit.kept is not None]
-    found = [*counted.forward.values(), *counted.narrowing.values(), *counted.backward.values()]
+    terms += [resharding_terms(units, i) for i, unit in enumerate(units) if unit.kept is not None]
+    found = [*counted.forward.values(), *counted.resharding.values(), *counted.backward.values()]
     assert max(map(sum, found)) <= max(sum(_live(moment)) for moment in terms)
 
 
 def test_the_expectation_is_not_trivial() -> None:
     """In the settings above every kind of term is there somewhere."""
     units = [u for s in SETTINGS for case in CASES.values() for u in _expected_units(case, s)]
-    for kind in ("full", "arriving", "staging", "send", "receive", "replicating", "kept", "widening"):
+    for kind in ("full", "arriving", "staging", "send", "receive", "replicating", "kept", "secondary_staging"):
         sizes = {getattr(unit, f"{kind}_nbytes") for unit in units}
         assert len(sizes) > 3, kind

@@ -117,7 +117,7 @@ def test_the_first_step_gathers_when_needed(tower: Any) -> None:
     """Nothing is recorded yet: each layer is gathered and waited for in its own `pre_forward`."""
     lines = traced(tower)
     for i in range(BLOCKS):
-        assert during(lines, f"pre_forward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
+        assert during(lines, f"pre_forward layers.{i}") == [f"unshard layers.{i}", f"wait layers.{i}"]
 
 
 def test_a_forward_issues_the_next_gather_before_its_own_compute(tower: Any) -> None:
@@ -127,11 +127,11 @@ def test_a_forward_issues_the_next_gather_before_its_own_compute(tower: Any) -> 
     traced(tower)
     for _ in range(2):
         lines = traced(tower)
-        assert during(lines, "pre_forward root") == ["gather root", "wait root", "gather layers.0"]
+        assert during(lines, "pre_forward root") == ["unshard root", "wait root", "unshard layers.0"]
         for i in range(BLOCKS - 1):
-            assert during(lines, f"pre_forward layers.{i}") == [f"wait layers.{i}", f"gather layers.{i + 1}"]
+            assert during(lines, f"pre_forward layers.{i}") == [f"wait layers.{i}", f"unshard layers.{i + 1}"]
             issued, computed, waited = (
-                lines.index(line) for line in (f"gather layers.{i + 1}", f"= layers.{i}", f"wait layers.{i + 1}")
+                lines.index(line) for line in (f"unshard layers.{i + 1}", f"= layers.{i}", f"wait layers.{i + 1}")
             )
             assert issued < computed < waited
         assert during(lines, f"pre_forward layers.{BLOCKS - 1}") == [f"wait layers.{BLOCKS - 1}"]
@@ -142,11 +142,11 @@ def test_a_backward_issues_the_next_gather_before_its_own_compute(tower: Any) ->
     for _ in range(2):
         lines = traced(tower)
         lines = lines[lines.index("> pre_backward root") :]
-        assert during(lines, "pre_backward root") == [f"gather layers.{BLOCKS - 1}"]
+        assert during(lines, "pre_backward root") == [f"unshard layers.{BLOCKS - 1}"]
         for i in range(BLOCKS - 1, 0, -1):
-            assert during(lines, f"pre_backward layers.{i}") == [f"wait layers.{i}", f"gather layers.{i - 1}"]
+            assert during(lines, f"pre_backward layers.{i}") == [f"wait layers.{i}", f"unshard layers.{i - 1}"]
             issued, computed, waited = (
-                lines.index(line) for line in (f"gather layers.{i - 1}", f"== layers.{i}", f"wait layers.{i - 1}")
+                lines.index(line) for line in (f"unshard layers.{i - 1}", f"== layers.{i}", f"wait layers.{i - 1}")
             )
             assert issued < computed < waited
         assert during(lines, "pre_backward layers.0") == ["wait layers.0"]
@@ -156,7 +156,7 @@ def test_evaluation_gathers_ahead_too(tower: Any) -> None:
     """Along what the last pass recorded, with or without gradients."""
     traced(tower, train=False)
     lines = traced(tower, train=False)
-    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "gather layers.1"]
+    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "unshard layers.1"]
 
 
 def test_no_more_than_two_layers_have_memory(tower: Any) -> None:
@@ -166,9 +166,9 @@ def test_no_more_than_two_layers_have_memory(tower: Any) -> None:
     most = 0
     for line in traced(tower):
         kind, unit, *_ = line.split()
-        if kind == "gather":
+        if kind == "unshard":
             live.add(unit)
-        elif kind in ("free", "drop"):
+        elif kind in ("reshard", "cancel"):
             live.discard(unit)
         most = max(most, len(live - {"root"}))
     assert most == 2 and not live
@@ -189,10 +189,10 @@ def test_a_step_in_another_order_gathers_late_and_is_right(tower: Any, order: tu
     same = len(os.path.commonprefix([order, tuple(range(BLOCKS))]))
     for position, line in enumerate(forward):
         began = sum(earlier.startswith("> pre_forward layers.") for earlier in forward[:position])
-        if line.startswith("gather layers.") and began > same:
-            assert forward[position + 1] == line.replace("gather", "wait")
+        if line.startswith("unshard layers.") and began > same:
+            assert forward[position + 1] == line.replace("unshard", "wait")
     # At most one guess was wrong: the one that was issued before the deviation.
-    gathered = {line.removeprefix("gather ") for line in forward if line.startswith("gather ")}
+    gathered = {line.removeprefix("unshard ") for line in forward if line.startswith("unshard ")}
     assert gathered - {"root", *map(layer, order)} <= {layer(same)}
     assert sorted(line for line in lines if line.startswith("reduce ")) == sorted(
         f"reduce {name}" for name in {"root", *map(layer, order)}
@@ -201,7 +201,7 @@ def test_a_step_in_another_order_gathers_late_and_is_right(tower: Any, order: tu
     assert unit is not None and unit.root is not None
     assert all(unit.record.full is Full.SHARDED for unit in unit.root.units)
     # And the step after it follows what this one did.
-    assert during(traced(tower, order), "pre_forward root")[-1] == f"gather layers.{order[0]}"
+    assert during(traced(tower, order), "pre_forward root")[-1] == f"unshard layers.{order[0]}"
 
 
 def test_what_a_wrong_guess_gathered_is_not_used_after_an_update(tower: Any) -> None:
@@ -212,7 +212,7 @@ def test_what_a_wrong_guess_gathered_is_not_used_after_an_update(tower: Any) -> 
         for parameter in tower.parameters():
             parameter.mul_(2)
     lines = traced(tower, train=False)
-    assert "gather layers.1" in lines and lines.index("gather layers.1") < lines.index("wait layers.1")
+    assert "unshard layers.1" in lines and lines.index("unshard layers.1") < lines.index("wait layers.1")
 
 
 # ---- what the user says --------------------------------------------------------------------------------------
@@ -230,16 +230,16 @@ def test_a_forward_list_takes_effect(tower: Any) -> None:
     layers[0].set_modules_to_forward_prefetch([layers[2], layers[1]])
     lines = traced(tower)
     assert during(lines, "pre_forward layers.0") == [
-        "gather layers.0",
+        "unshard layers.0",
         "wait layers.0",
-        "gather layers.2",
-        "gather layers.1",
+        "unshard layers.2",
+        "unshard layers.1",
     ]
     assert during(lines, "pre_forward layers.1") == ["wait layers.1"]
     lines = traced(tower)
-    assert during(lines, "pre_forward root") == ["gather root", "wait root", "gather layers.0"]
-    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "gather layers.2", "gather layers.1"]
-    assert during(lines, "pre_forward layers.2") == ["wait layers.2", "gather layers.3"]
+    assert during(lines, "pre_forward root") == ["unshard root", "wait root", "unshard layers.0"]
+    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "unshard layers.2", "unshard layers.1"]
+    assert during(lines, "pre_forward layers.2") == ["wait layers.2", "unshard layers.3"]
 
 
 @behaviour(
@@ -253,9 +253,9 @@ def test_a_backward_list_takes_effect(tower: Any) -> None:
     layers = list(tower.layers)
     layers[3].set_modules_to_backward_prefetch([layers[1], layers[2]])
     lines = traced(tower)
-    assert during(lines, "pre_backward layers.3") == ["wait layers.3", "gather layers.1", "gather layers.2"]
+    assert during(lines, "pre_backward layers.3") == ["wait layers.3", "unshard layers.1", "unshard layers.2"]
     assert during(lines, "pre_backward layers.2") == ["wait layers.2"]
-    assert during(lines, "pre_backward layers.1") == ["wait layers.1", "gather layers.0"]
+    assert during(lines, "pre_backward layers.1") == ["wait layers.1", "unshard layers.0"]
 
 
 @use_options(prefetch_depth=0)
@@ -264,11 +264,11 @@ def test_prefetch_0_gathers_when_needed(tower: Any) -> None:
     tower.layers[2].set_modules_to_forward_prefetch([tower.layers[3]])
     for _ in range(2):
         lines = traced(tower)
-        assert during(lines, "pre_forward root") == ["gather root", "wait root"]
+        assert during(lines, "pre_forward root") == ["unshard root", "wait root"]
         for i in (0, 1):
-            assert during(lines, f"pre_forward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
-        assert during(lines, "pre_forward layers.2") == ["gather layers.2", "wait layers.2", "gather layers.3"]
-        assert during(lines, "pre_backward layers.3") == ["wait layers.3", "gather layers.2"]
+            assert during(lines, f"pre_forward layers.{i}") == [f"unshard layers.{i}", f"wait layers.{i}"]
+        assert during(lines, "pre_forward layers.2") == ["unshard layers.2", "wait layers.2", "unshard layers.3"]
+        assert during(lines, "pre_backward layers.3") == ["wait layers.3", "unshard layers.2"]
 
 
 @use_options(prefetch_depth=2)
@@ -276,8 +276,8 @@ def test_prefetch_2_gathers_two_ahead(tower: Any) -> None:
     """Each layer once, two before it is needed."""
     traced(tower)
     lines = traced(tower)
-    assert during(lines, "pre_forward root") == ["gather root", "wait root", "gather layers.0", "gather layers.1"]
-    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "gather layers.2"]
+    assert during(lines, "pre_forward root") == ["unshard root", "wait root", "unshard layers.0", "unshard layers.1"]
+    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "unshard layers.2"]
     assert during(lines, "pre_forward layers.2") == ["wait layers.2"]
 
 
@@ -294,23 +294,23 @@ def test_bytes_limit_what_is_gathered_ahead(tower: Any) -> None:
     tower.set_memory_budget(prefetch=0)
     lines = traced(tower)
     for i in range(BLOCKS):
-        assert during(lines, f"pre_forward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
-        assert during(lines, f"pre_backward layers.{i}") == [f"gather layers.{i}", f"wait layers.{i}"]
+        assert during(lines, f"pre_forward layers.{i}") == [f"unshard layers.{i}", f"wait layers.{i}"]
+        assert during(lines, f"pre_backward layers.{i}") == [f"unshard layers.{i}", f"wait layers.{i}"]
     tower.set_memory_budget(prefetch=2 * nbytes)
     lines = traced(tower)
-    assert during(lines, "pre_forward root") == ["gather root", "wait root", "gather layers.0", "gather layers.1"]
-    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "gather layers.2"]
-    assert during(lines, "pre_backward root") == ["gather layers.3", "gather layers.2"]
-    assert during(lines, "pre_backward layers.3") == ["wait layers.3", "gather layers.1"]
+    assert during(lines, "pre_forward root") == ["unshard root", "wait root", "unshard layers.0", "unshard layers.1"]
+    assert during(lines, "pre_forward layers.0") == ["wait layers.0", "unshard layers.2"]
+    assert during(lines, "pre_backward root") == ["unshard layers.3", "unshard layers.2"]
+    assert during(lines, "pre_backward layers.3") == ["wait layers.3", "unshard layers.1"]
     tower.set_memory_budget(prefetch=2 * nbytes - 1)
-    assert during(traced(tower), "pre_backward layers.3") == ["wait layers.3", "gather layers.2"]
+    assert during(traced(tower), "pre_backward layers.3") == ["wait layers.3", "unshard layers.2"]
     tower.set_memory_budget(prefetch=1 << 30)
     lines = traced(tower)
     assert [line for line in during(lines, "pre_forward root") if "layers" in line] == [
-        f"gather layers.{i}" for i in range(BLOCKS)
+        f"unshard layers.{i}" for i in range(BLOCKS)
     ]
     tower.set_memory_budget(prefetch=None)
-    assert during(traced(tower), "pre_forward layers.0") == ["wait layers.0", "gather layers.1"]
+    assert during(traced(tower), "pre_forward layers.0") == ["wait layers.0", "unshard layers.1"]
 
 
 def test_a_limit_in_bytes_is_of_the_root(tower: Any) -> None:
@@ -334,7 +334,7 @@ def test_more_backwards_may_be_announced_before_the_first_forward(tower: Any) ->
         tower.set_is_last_backward(True)
         first.backward()
     lines = [line.strip() for line in trace.lines]
-    assert during(lines, "pre_backward layers.3") == ["wait layers.3", "gather layers.2"]
+    assert during(lines, "pre_backward layers.3") == ["wait layers.3", "unshard layers.2"]
 
 
 def test_a_guess_may_outlive_a_backward_that_is_not_the_last() -> None:
@@ -350,7 +350,7 @@ def test_a_guess_may_outlive_a_backward_that_is_not_the_last() -> None:
             model.set_is_last_backward(True)
             loss, _ = model(torch.arange(3))
             loss.sum().backward()
-    assert ("drop", "layers.1") in trace.commands
+    assert ("cancel", "layers.1") in trace.commands
 
 
 def test_recomputation_that_is_cut_short_leaves_the_recorded_order() -> None:
@@ -374,5 +374,5 @@ def test_recomputation_that_is_cut_short_leaves_the_recorded_order() -> None:
         fully_shard(model)
         for _ in range(3):
             lines = traced(model)
-            assert not [line for line in lines if "abandon" in line]
-        assert during(lines, "pre_forward root")[-1] == "gather layers.0"
+            assert not [line for line in lines if "reset" in line]
+        assert during(lines, "pre_forward root")[-1] == "unshard layers.0"

@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.layout import Pack, ReduceLayout, ShardLayout
+from fullshard.layout import FlatLayout, ReduceLayout, ShardLayout
 from fullshard.observe import record
 from tests.harness.behaviours import behaviour
 from tests.harness.fake import fake_world
@@ -90,8 +90,8 @@ def test_commands_are_those_without_replicas_and_messages_are_two_stages(shape: 
     commands, messages = _steps(shape, rank)
     assert commands == _steps((2,), 0)[0]
     layouts = [ShardLayout((5, 5), world=8), ShardLayout((5,), world=8)]
-    chunk = ReduceLayout(Pack.build(layouts, align_numel=4)).chunk_numel * 4
-    gather = Pack.build(layouts, align_numel=4).padded_local_numel * 4 * 8
+    chunk = ReduceLayout(FlatLayout.build(layouts, align_numel=4)).chunk_numel * 4
+    gather = FlatLayout.build(layouts, align_numel=4).padded_local_numel * 4 * 8
     gathers, exchange, sums = ("_allgather_base_", gather), ("alltoall_base_", 8 * chunk), ("allreduce_", chunk)
     facts = ("allreduce_", 32)
     # Five units are gathered in forward and again in backward.

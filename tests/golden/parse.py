@@ -5,13 +5,16 @@
       gather layers.0
       wait layers.0
 
-`parse` and `render` are each other's reverse, comments aside. Vocabulary: README.md beside this file.
+The text has the words of version 0.1.0, the values have those of today: `gather` above is read as `unshard`. words.py
+has the table. `parse` and `render` are each other's reverse, comments aside. Vocabulary: README.md beside this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from tests.golden.words import WRITTEN
 
 EVENTS = (
     "pre_forward",
@@ -23,8 +26,10 @@ EVENTS = (
     "wait_unshard",
     "reshard",
 )
-COMMANDS = ("gather", "wait", "free", "reduce", "drop", "narrow", "widen")
+COMMANDS = ("unshard", "wait", "reshard", "reduce", "cancel", "reshard_secondary", "unshard_secondary")
 FLAGS = ("grad", "in_backward", "outputs", "none", "nosync", "final")
+# The words of a trace file -> the commands.
+_WORDS = {WRITTEN.get(kind, kind): kind for kind in COMMANDS}
 
 
 class Event(NamedTuple):
@@ -47,6 +52,11 @@ class Command(NamedTuple):
     def __str__(self) -> str:
         return f"  {self.kind} {self.unit}"
 
+    @property
+    def written(self) -> str:
+        """Its line in a trace file, in the words of 0.1.0."""
+        return f"  {WRITTEN.get(self.kind, self.kind)} {self.unit}"
+
 
 Trace = tuple[Event | Command, ...]
 
@@ -55,7 +65,7 @@ def parse(text: str) -> Trace:
     """The events and commands of a trace file, in order.
 
     >>> parse("> pre_forward root grad\\n  gather root\\n")
-    (Event(kind='pre_forward', unit='root', flags=('grad',)), Command(kind='gather', unit='root'))
+    (Event(kind='pre_forward', unit='root', flags=('grad',)), Command(kind='unshard', unit='root'))
 
     Raises `ValueError` with the line number for anything that `render` would not have written.
     """
@@ -67,9 +77,9 @@ def parse(text: str) -> Trace:
         item: Event | Command | None = None
         if line.startswith("> ") and len(words) >= 3 and words[1] in EVENTS and set(words[3:]) <= set(FLAGS):
             item = Event(words[1], words[2], tuple(words[3:]))
-        elif line.startswith("  ") and len(words) == 2 and words[0] in COMMANDS and items:
-            item = Command(words[0], words[1])
-        if item is None or str(item) != line:
+        elif line.startswith("  ") and len(words) == 2 and words[0] in _WORDS and items:
+            item = Command(_WORDS[words[0]], words[1])
+        if item is None or _line(item) != line:
             raise ValueError(
                 f"line {number}: expected '> EVENT UNIT FLAG...' or, below one, '  COMMAND UNIT', "
                 f"found {line!r}; record the trace again"
@@ -81,19 +91,23 @@ def parse(text: str) -> Trace:
 def render(trace: Iterable[Event | Command], *, comment: str = "") -> str:
     """The text of a trace; `comment` becomes its first line.
 
-    >>> print(render([Event("reshard", "root"), Command("free", "root")]), end="")
+    >>> print(render([Event("reshard", "root"), Command("reshard", "root")]), end="")
     > reshard root
       free root
     """
     head = [f"# {comment}"] if comment else []
-    return "".join(f"{line}\n" for line in (*head, *trace))
+    return "".join(f"{line}\n" for line in (*head, *map(_line, trace)))
+
+
+def _line(item: Event | Command) -> str:
+    return item.written if isinstance(item, Command) else str(item)
 
 
 def by_event(trace: Iterable[Event | Command]) -> list[tuple[Event, tuple[Command, ...]]]:
     """Each event with the commands executed while it was handled.
 
     >>> by_event(parse("> reshard root\\n  free root\\n> unshard root\\n"))[0]
-    (Event(kind='reshard', unit='root', flags=()), (Command(kind='free', unit='root'),))
+    (Event(kind='reshard', unit='root', flags=()), (Command(kind='reshard', unit='root'),))
     """
     found: list[tuple[Event, list[Command]]] = []
     for item in trace:
@@ -107,7 +121,7 @@ def by_event(trace: Iterable[Event | Command]) -> list[tuple[Event, tuple[Comman
 def commands_of(trace: Iterable[Event | Command], kinds: tuple[str, ...] = COMMANDS) -> list[Command]:
     """The commands alone, of the given kinds: what two implementations can be compared by.
 
-    >>> commands_of(parse("> reshard root\\n  free root\\n> unshard root\\n  gather root\\n"), ("gather",))
-    [Command(kind='gather', unit='root')]
+    >>> commands_of(parse("> reshard root\\n  free root\\n> unshard root\\n  gather root\\n"), ("unshard",))
+    [Command(kind='unshard', unit='root')]
     """
     return [item for item in trace if isinstance(item, Command) and item.kind in kinds]

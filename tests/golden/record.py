@@ -116,10 +116,10 @@ class Recorder:
 
     def unshard(self, original: Any, group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
         was_pending = group._all_gather_result is not None
-        was_narrowed = group.is_sharded_post_forward
+        kept_secondary = group.is_sharded_post_forward
         result = original(group, *args, **kwargs)
         if group._all_gather_result is not None and not was_pending:
-            self.command("widen" if was_narrowed else "gather", group)
+            self.command("unshard_secondary" if kept_secondary else "unshard", group)
         return result
 
     def wait_for_unshard(self, original: Any, group: FSDPParamGroup) -> Any:
@@ -128,19 +128,19 @@ class Recorder:
         return original(group)
 
     def to_sharded(self, original: Any, group: FSDPParamGroup) -> Any:
-        # While a gather of kept parts is in flight their state is that of before: what ends it is the drop.
+        # While an all-gather of secondary shards is in flight their state is that of before: a cancel ends it.
         if not group.is_sharded and group._all_gather_result is None:
-            self.command("free", group)
+            self.command("reshard", group)
         return original(group)
 
     def to_sharded_post_forward(self, original: Any, group: FSDPParamGroup) -> Any:
         if not group.is_sharded_post_forward:
-            self.command("narrow", group)
+            self.command("reshard_secondary", group)
         return original(group)
 
     def finalize_backward(self, original: Any, group: FSDPParamGroup) -> Any:
         if group._all_gather_result is not None:
-            self.command("drop", group)
+            self.command("cancel", group)
         return original(group)
 
     def foreach_reduce(self, original: Any, *args: Any, **kwargs: Any) -> Any:

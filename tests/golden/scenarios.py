@@ -1,4 +1,4 @@
-"""Small training programs in which the order of gather, wait, free and reduce is worth knowing.
+"""Small training programs in which the order of unshard, wait, reshard and reduce is worth knowing.
 
 Each is written once for any implementation of `fully_shard`: torch's is recorded into the golden traces, ours
 is compared with them. They only use what both have, assume an initialised process group, and never look at a

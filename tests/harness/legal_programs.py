@@ -51,7 +51,7 @@ SETTINGS = {
     "some of the ranks": 1,  # a mesh of some ranks; the others do something else
 }
 OPTIMIZERS = ("SGD", "AdamW", "AdamW on shards", "two optimizers", "momentum, late", "scheduled")
-STRATEGIES = ("default", "default", "resharded", "kept", "narrowed", "replicated", "replicated only", "offload")
+STRATEGIES = ("default", "default", "resharded", "kept", "secondary", "replicated", "replicated only", "offload")
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ def generate(seed: int) -> Program:
         setting, rng.choice([1, 2, 2, 3, 4])
     )
     strategy = rng.choice(STRATEGIES)
-    if setting in ("stages", "experts", "some of the ranks") and strategy in ("narrowed", "replicated"):
+    if setting in ("stages", "experts", "some of the ranks") and strategy in ("secondary", "replicated"):
         strategy = "default"
-    if strategy in ("narrowed", "replicated") and world != 4:
+    if strategy in ("secondary", "replicated") and world != 4:
         strategy = "resharded"
     spec = _spec(rng)
-    if setting == "experts" or strategy in ("narrowed", "offload"):
+    if setting == "experts" or strategy in ("secondary", "offload"):
         spec = replace(spec, policy="none")
-    if strategy == "narrowed":
+    if strategy == "secondary":
         spec = replace(spec, dims=(0,))
     drawn = [
         (
@@ -188,7 +188,7 @@ def _shard(program: Program, model: Any, ranks: int, **options: Any) -> Any:
         options["mesh"] = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicate", "shard"))
     elif program.strategy == "offload":
         options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=False)
-    options["reshard_after_forward"] = {"resharded": True, "kept": False, "narrowed": 2}.get(program.strategy)
+    options["reshard_after_forward"] = {"resharded": True, "kept": False, "secondary": 2}.get(program.strategy)
     if any(spec.dims):
         dims = {p: spec.dims[i % len(spec.dims)] % p.ndim for i, p in enumerate(model.parameters())}
         options["shard_placement_fn"] = lambda p: Shard(dims[p])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from fullshard.layout import Pack, ShardLayout, align_numel
+from fullshard.layout import FlatLayout, ShardLayout, align_numel
 
 worlds = st.integers(1, 6)
 itemsizes = st.sampled_from([1, 2, 4, 8])
@@ -35,12 +35,12 @@ def layout_lists(draw: st.DrawFn, *, max_params: int = 4) -> list[ShardLayout]:
 
 
 @st.composite
-def packs(draw: st.DrawFn) -> Pack:
+def packs(draw: st.DrawFn) -> FlatLayout:
     """A pack of any alignment and any choice of which parameters come first."""
     layouts = draw(layout_lists())
     alignment = align_numel(draw(st.lists(itemsizes, min_size=1, max_size=3)))
     first = draw(st.lists(st.sampled_from(range(len(layouts))), unique=True, max_size=len(layouts)))
-    return Pack.build(layouts, alignment, first=first)
+    return FlatLayout.build(layouts, alignment, first=first)
 
 
 @st.composite

@@ -167,9 +167,9 @@ def traces() -> list[tuple[list[str], list[str]]]:
 def test_in_forward_the_next_unit_travels_while_this_one_computes(traces: Any, step: int, i: int) -> None:
     """From the second step on, when the order is known."""
     forward, _ = traces[step]
-    gather, wait = f"  gather layers.{i + 1}", f"  wait layers.{i + 1}"
-    sent = _behind(forward, gather, "* sent gather")
-    _in_order(forward, gather, sent, f"* forward layers.{i}", wait, sent.replace("sent", "received"))
+    unshard, wait = f"  unshard layers.{i + 1}", f"  wait layers.{i + 1}"
+    sent = _behind(forward, unshard, "* sent gather")
+    _in_order(forward, unshard, sent, f"* forward layers.{i}", wait, sent.replace("sent", "received"))
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -177,9 +177,9 @@ def test_in_forward_the_next_unit_travels_while_this_one_computes(traces: Any, s
 def test_in_backward_the_next_unit_travels_while_this_one_computes(traces: Any, step: int, i: int) -> None:
     """At every step: the order of backward is that of the forward before it."""
     _, backward = traces[step]
-    gather, wait = f"  gather layers.{i - 1}", f"  wait layers.{i - 1}"
-    sent = _behind(backward, gather, "* sent gather")
-    _in_order(backward, gather, sent, f"* backward layers.{i}", wait, sent.replace("sent", "received"))
+    unshard, wait = f"  unshard layers.{i - 1}", f"  wait layers.{i - 1}"
+    sent = _behind(backward, unshard, "* sent gather")
+    _in_order(backward, unshard, sent, f"* backward layers.{i}", wait, sent.replace("sent", "received"))
 
 
 @pytest.mark.parametrize("i", range(1, DEPTH))
@@ -194,7 +194,7 @@ def test_in_the_first_forward_nothing_is_gathered_ahead(traces: Any) -> None:
     """The order is not known yet: late, but right."""
     forward, _ = traces[0]
     for i in range(DEPTH - 1):
-        _in_order(forward, f"* forward layers.{i}", f"  gather layers.{i + 1}", f"  wait layers.{i + 1}")
+        _in_order(forward, f"* forward layers.{i}", f"  unshard layers.{i + 1}", f"  wait layers.{i + 1}")
 
 
 # ---- a peer that sends only after this rank computes ---------------------------------------------------------

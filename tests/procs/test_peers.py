@@ -145,7 +145,7 @@ def test_one_rank_raises(world: int, where: str, block: int) -> None:
     texts = [said for rank, (_, said, _) in enumerate(found) if rank != 1]
     for text in texts:
         assert "rank 1 raised at step 1" in text
-        assert re.match(r"expected every rank to take part in the [a-z ]+ of (module \d|the root module), ", text)
+        assert re.match(r"expected every rank to take part in the [a-z -]+ of (module \d|the root module), ", text)
         # Why a backward failed is known to a guard alone.
         assert ("ValueError: a bad token" if where == "fail" else "in its backward") in text
     assert {renewed for _, _, renewed in found} == {1}
@@ -388,7 +388,7 @@ def _clips_on_one_rank(rank: int) -> str:
 def test_ranks_that_wait_for_each_other_in_different_calls_are_told() -> None:
     texts = run_forks(2, _clips_on_one_rank, (), 60)
     for text in texts:
-        assert "found rank" in text and "clip_grad_norm_" in text and "the gather of module 0" in text
+        assert "found rank" in text and "clip_grad_norm_" in text and "the all-gather of module 0" in text
 
 
 def _refused(rank: int) -> None:

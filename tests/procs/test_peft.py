@@ -80,7 +80,7 @@ def test_a_frozen_base_is_gathered_and_never_reduced() -> None:
     """The root holds frozen parameters alone: nothing of it is reduced, and no base stays full after the step."""
     for kinds, full_nbytes in pool(WORLD).run(_sent, timeout=TIMEOUT):
         assert len(kinds["reduce"]) == 2 and not any(name == "root" for name in kinds["reduce"])
-        assert any(name == "root" for name in kinds["gather"])
+        assert any(name == "root" for name in kinds["unshard"])
         assert full_nbytes == 0
 
 

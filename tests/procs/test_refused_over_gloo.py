@@ -14,4 +14,4 @@ def test_any_command_may_be_the_first_that_is_refused() -> None:
     expected = run_forks(2, undisturbed_steps, (STEPS,), 60)
     for (found, refused), plain in zip(run_forks(2, refused_steps, (STEPS,), 60), expected, strict=True):
         assert all(map(torch.equal, found, plain))
-        assert {"gather", "wait", "free", "reduce"} <= refused
+        assert {"unshard", "wait", "reshard", "reduce"} <= refused

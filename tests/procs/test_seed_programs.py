@@ -233,9 +233,9 @@ def _explicit_prefetching(rank: int) -> None:
     begin = next(i for i, line in enumerate(lines) if line.startswith("> pre_forward layers.0"))
     assert first is None or first == begin
     end = next(i for i, line in enumerate(lines) if i > begin and line.startswith("> post_forward layers.0"))
-    assert [line for line in lines[begin:end] if line.startswith("gather")][-2:] == [
-        "gather layers.1",
-        "gather layers.2",
+    assert [line for line in lines[begin:end] if line.startswith("unshard")][-2:] == [
+        "unshard layers.1",
+        "unshard layers.2",
     ]
 
 

@@ -237,20 +237,20 @@ def test_a_process_that_is_gone_is_lost_at_once_unless_it_said_why(host: Host) -
 
 def test_who_is_late_is_named_with_where_it_is() -> None:
     waits = wait("ask", 0, 1, 2, 3, number=7, what="the order of messages")
-    here = world(record(0, waits), record(1, doing="the gather of layers.3"), record(2, wait("torch", 2, 3)))
+    here = world(record(0, waits), record(1, doing="the all-gather of layers.3"), record(2, wait("torch", 2, 3)))
     fault = late(waits, here, 0, 30.2)
     assert (fault.rank, fault.kind, fault.scope, fault.epoch) == (1, "late", SCOPE, 2) and fault.is_found
     assert fault.message == (
         "rank 1 did not come to the order of messages for 30 s, the time limit of the process group: it is rank 1 in "
-        "the gather of layers.3 (train.py:1 in step); nor did rank 2 in the torch (train.py:2 in step), rank 3, which "
-        "has not begun to train"
+        "the all-gather of layers.3 (train.py:1 in step); nor did rank 2 in the torch (train.py:2 in step), rank 3, "
+        "which has not begun to train"
     )
     assert "it is rank 1 in no call of fullshard's" in late(waits, world(record(0, waits), record(1)), 0, 30.2).text
 
 
 def test_what_ranks_say_of_themselves() -> None:
     failed = {"rank": 1, "kind": "raised", "text": "ValueError: a bad token", "scope": SCOPE, "epoch": 2}
-    ended = record(2, ended="its process ended", step=7, doing="the gather of layers.3")
+    ended = record(2, ended="its process ended", step=7, doing="the all-gather of layers.3")
     old = failed | {"epoch": 1}
     found = published([record(0), record(1, failed={SCOPE: failed}), record(3, failed={SCOPE: old}), ended], SCOPE, 2)
     assert [(one.rank, one.kind, one.step) for one in found] == [(1, "raised", -1), (2, "ended", 7)]

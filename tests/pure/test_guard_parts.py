@@ -120,7 +120,7 @@ def test_faults_travel_as_text() -> None:
     one = fault(issued={"g": 3}, asked=2, step=7, doing="the gather", attempts=1, meets={"3": 1.25})
     assert Fault.loads(one.dumps(3)) == one
     assert Fault.loads(one.dumps()) == Fault.loads(one.dumps(4)) == replace(one, meets={})
-    error = one.error("the gather of layers.1")
+    error = one.error("the all-gather of layers.1")
     assert isinstance(error, PeerFailed) and (error.rank, error.step, error.unit) == (1, 7, "the gather")
     assert "rank 1 raised at step 7 in the gather: why" in str(error)
     assert isinstance(fault("disagree").error(), RanksDisagree)

@@ -101,7 +101,9 @@ def test_a_question_that_somebody_does_not_come_to(world: int) -> None:
         assert sorted(simulation.raised) == list(range(world - 1))
         assert world - 1 in simulation.cut
         text = str(simulation.raised[0])
-        assert "none of them can continue" in text and "the gather of layers.3" in text and "waiting in what" in text
+        assert (
+            "none of them can continue" in text and "the all-gather of layers.3" in text and "waiting in what" in text
+        )
 
 
 @pytest.mark.parametrize("world", (2, 9, 64))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout import GatherPlan, Pack, ShardLayout, Span, direct_gradients, direct_indices, plan_gather
+from fullshard.layout import FlatLayout, GatherPlan, ShardLayout, Span, direct_gradients, direct_indices, plan_gather
 from tests.harness.strategies import layout_lists
 
 backends = st.sampled_from(["gloo", "nccl", "fake"])
@@ -15,7 +15,7 @@ backends = st.sampled_from(["gloo", "nccl", "fake"])
 def test_plan_partitions_and_packed_is_one_message(layouts: list[ShardLayout], backend: str, threshold: int) -> None:
     """Each parameter is gathered exactly once, and the staging buffer of the packed ones holds them all."""
     options = {"backend": backend, "direct_threshold_nbytes": threshold}
-    pack = Pack.build(layouts, 4, first=direct_indices(layouts, 4, **options))
+    pack = FlatLayout.build(layouts, 4, first=direct_indices(layouts, 4, **options))
     plan = plan_gather(pack, 4, **options)
     assert sorted((*plan.direct, *plan.packed)) == list(range(len(layouts)))
 
@@ -44,7 +44,7 @@ def test_plan_partitions_and_packed_is_one_message(layouts: list[ShardLayout], b
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_one_parameter_is_always_direct(backend: str) -> None:
     """Whatever the threshold: its gathered output already is the parameter."""
-    pack = Pack.build([ShardLayout((3, 2), world=2)], 4)
+    pack = FlatLayout.build([ShardLayout((3, 2), world=2)], 4)
     plan = plan_gather(pack, 4, backend=backend, direct_threshold_nbytes=1 << 30)
     assert plan == GatherPlan(direct=(0,), packed=())
     assert plan.packed_span(pack) == Span(0, 0) and plan.staging_numel(pack) == 0
@@ -52,7 +52,7 @@ def test_one_parameter_is_always_direct(backend: str) -> None:
 
 def test_one_parameter_whose_chunks_interleave_is_packed() -> None:
     """Cut along dim 1 the gathered chunks are not the parameter's memory."""
-    pack = Pack.build([ShardLayout((3, 4), dim=1, world=2)], 4)
+    pack = FlatLayout.build([ShardLayout((3, 4), dim=1, world=2)], 4)
     plan = plan_gather(pack, 4, backend="nccl", direct_threshold_nbytes=0)
     assert plan == GatherPlan(direct=(), packed=(0,))
     assert plan.staging_numel(pack) == pack.gathered_numel
@@ -69,7 +69,7 @@ def test_gloo_packs_and_nccl_compares_padded_full_bytes() -> None:
 
 def test_world_of_one_stages_nothing() -> None:
     """No gather, no copy-out."""
-    pack = Pack.build([ShardLayout((3, 4), dim=1), ShardLayout((2,))], 4)
+    pack = FlatLayout.build([ShardLayout((3, 4), dim=1), ShardLayout((2,))], 4)
     plan = plan_gather(pack, 4, backend="gloo", direct_threshold_nbytes=1 << 30)
     assert plan == GatherPlan(direct=(0, 1), packed=())
 
@@ -79,8 +79,8 @@ def test_packed_segments_must_be_neighbours() -> None:
     layouts = [ShardLayout((2,), world=2), ShardLayout((64,), world=2), ShardLayout((2,), world=2)]
     options = {"backend": "nccl", "direct_threshold_nbytes": 256}
     with pytest.raises(ValueError, match="big in between.*first=direct_indices"):
-        plan_gather(Pack.build(layouts, 4, names=("x", "big", "y")), 4, **options)
-    pack = Pack.build(layouts, 4, first=direct_indices(layouts, 4, **options))
+        plan_gather(FlatLayout.build(layouts, 4, names=("x", "big", "y")), 4, **options)
+    pack = FlatLayout.build(layouts, 4, first=direct_indices(layouts, 4, **options))
     plan = plan_gather(pack, 4, **options)
     assert plan == GatherPlan(direct=(1,), packed=(0, 2))
     assert plan.packed_span(pack) == Span(32, 40)
@@ -98,7 +98,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="each parameter once"):
         GatherPlan(direct=(0,), packed=(0,))
     with pytest.raises(ValueError, match="index"):
-        GatherPlan(direct=(0,), packed=(1,)).staged_segment(Pack.build(layouts, 4), 0, 0)
+        GatherPlan(direct=(0,), packed=(1,)).staged_segment(FlatLayout.build(layouts, 4), 0, 0)
 
 
 def test_from_which_size_ranks_send_to_each_other() -> None:

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 
 from fullshard.layout import (
+    FlatLayout,
     GatherPlan,
-    Pack,
     ReduceLayout,
     ShardLayout,
     Term,
     UnitMemory,
     backward_terms,
     forward_terms,
-    narrow_pack,
-    narrowing_terms,
     peak,
+    resharding_terms,
+    secondary_layout,
     shard_terms,
     total,
 )
@@ -37,9 +37,9 @@ def unit(
 ) -> UnitMemory:
     """Two parameters of (rows, 16) and (16,): one message, or both gathered directly."""
     layouts = [ShardLayout((rows, 16), world=world), ShardLayout((16,), world=world)]
-    pack = Pack.build(layouts, 8)
+    pack = FlatLayout.build(layouts, 8)
     plan = GatherPlan((0, 1), ()) if direct else GatherPlan((), (0, 1))
-    kept = None if degree is None else narrow_pack(pack, plan, degree)
+    kept = None if degree is None else secondary_layout(pack, plan, degree)
     return UnitMemory(name, pack, plan, 4, compute, 4, reshard, outer, exchanges, kept=kept)
 
 
@@ -160,12 +160,12 @@ def test_terms_of_kept_parts_by_hand() -> None:
     found = unit("block", 8, world=8, compute=2, degree=2)
     kept = 4 * 16 + 8
     assert found.kept_nbytes == kept * 2
-    assert found.widening_nbytes == 2 * kept * 2
+    assert found.secondary_staging_nbytes == 2 * kept * 2
     assert found.staging_nbytes == 8 * (16 + 8) * 2
     direct = unit("block", 8, world=8, direct=True, degree=2)
-    assert (direct.widening_nbytes, direct.kept_nbytes) == (0, kept * 4)
+    assert (direct.secondary_staging_nbytes, direct.kept_nbytes) == (0, kept * 4)
     nothing = unit("block", 8, world=8)
-    assert (nothing.kept_nbytes, nothing.widening_nbytes) == (0, 0)
+    assert (nothing.kept_nbytes, nothing.secondary_staging_nbytes) == (0, 0)
 
 
 def test_parts_are_kept_from_forward_to_the_gather_for_backward() -> None:
@@ -175,18 +175,18 @@ def test_parts_are_kept_from_forward_to_the_gather_for_backward() -> None:
     units = [root, *blocks]
     names = {
         of.__name__: [term.name for term in of(units, 2)][len(units) :]
-        for of in (forward_terms, narrowing_terms, backward_terms, sending_terms)
+        for of in (forward_terms, resharding_terms, backward_terms, sending_terms)
     }
     ahead = "staging of layers.2"
     assert names["forward_terms"] == ["full root (kept)", "kept part of layers.0", "full layers.1", ahead]
-    assert names["narrowing_terms"] == [*names["forward_terms"], "kept part of layers.1"]
+    assert names["resharding_terms"] == [*names["forward_terms"], "kept part of layers.1"]
     # In backward the part of the next unit is there until its message has arrived.
     start = ["full root (kept)", "kept part of layers.0"]
     assert names["backward_terms"][:4] == [*start, "full layers.1", "staging of layers.0"]
     assert names["sending_terms"][:3] == [*start, "staging of layers.0"]
     staging = next(term for term in backward_terms(units, 2) if term.name == "staging of layers.0")
-    assert staging.nbytes == blocks[0].widening_nbytes
-    last = narrowing_terms(units, 0)[len(units) :]
+    assert staging.nbytes == blocks[0].secondary_staging_nbytes
+    last = resharding_terms(units, 0)[len(units) :]
     assert [term.name for term in last] == [
         *(f"kept part of layers.{i}" for i in range(3)),
         "full root",
@@ -194,21 +194,21 @@ def test_parts_are_kept_from_forward_to_the_gather_for_backward() -> None:
     ]
     assert last[-1].nbytes == root.kept_nbytes
     buffers = {term.name: term.nbytes for term in buffer_terms(units)}
-    assert buffers["1 staging of kept parts as of layers.2"] == blocks[0].widening_nbytes
-    assert buffers["1 staging of kept parts as of root"] == root.widening_nbytes
+    assert buffers["1 staging of kept parts as of layers.2"] == blocks[0].secondary_staging_nbytes
+    assert buffers["1 staging of kept parts as of root"] == root.secondary_staging_nbytes
 
 
-def test_the_moment_of_narrowing_may_be_the_peak() -> None:
+def test_the_moment_of_resharding_may_be_the_peak() -> None:
     """Where so much is gathered ahead in forward that backward needs less."""
     alone = unit("layers.0", 64, world=8, degree=4)
     name, terms = peak([alone])
     moments = {
-        of.__name__: total(of([alone], 0)) for of in (forward_terms, narrowing_terms, backward_terms, sending_terms)
+        of.__name__: total(of([alone], 0)) for of in (forward_terms, resharding_terms, backward_terms, sending_terms)
     }
     assert total(terms) == max(moments.values())
-    assert moments["narrowing_terms"] == moments["forward_terms"] + alone.kept_nbytes
+    assert moments["resharding_terms"] == moments["forward_terms"] + alone.kept_nbytes
     units = [unit(f"layers.{i}", 64, world=8, degree=2) for i in range(7)]
-    assert peak(units, prefetch_depth=6, reductions_in_flight=0)[0] == "narrowing layers.0"
+    assert peak(units, prefetch_depth=6, reductions_in_flight=0)[0] == "resharding layers.0"
 
 
 def test_peak_is_the_largest_moment() -> None:
@@ -245,7 +245,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="units"):
         peak([])
     with pytest.raises(ValueError, match="current: expected a unit that keeps a part, found 'root'"):
-        narrowing_terms(units, 0)
+        resharding_terms(units, 0)
     with pytest.raises(ValueError, match="kept of 'root': expected None with reshard=False"):
         unit("root", 4, world=4, reshard=False, degree=2)
     with pytest.raises(ValueError, match="wire_itemsize of 'root'"):

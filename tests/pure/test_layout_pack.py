@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout import Pack, ReduceLayout, Segment, ShardLayout, align_numel, align_up
+from fullshard.layout import FlatLayout, ReduceLayout, Segment, ShardLayout, align_numel, align_up
 from tests.harness.strategies import packs
 
 
-def fill_local(pack: Pack, fulls: list[torch.Tensor], rank: int) -> torch.Tensor:
+def fill_local(pack: FlatLayout, fulls: list[torch.Tensor], rank: int) -> torch.Tensor:
     """The flat local buffer of `rank`; alignment and padding are -1."""
     flat = torch.full((pack.padded_local_numel,), -1)
     for segment, full in zip(pack.segments, fulls, strict=True):
@@ -22,7 +22,7 @@ def fill_local(pack: Pack, fulls: list[torch.Tensor], rank: int) -> torch.Tensor
     return flat
 
 
-def numbered_fulls(pack: Pack) -> list[torch.Tensor]:
+def numbered_fulls(pack: FlatLayout) -> list[torch.Tensor]:
     """Full parameters in which every element of the unit is different."""
     fulls, first = [], 0
     for segment in pack.segments:
@@ -33,7 +33,7 @@ def numbered_fulls(pack: Pack) -> list[torch.Tensor]:
 
 
 @given(packs())
-def test_segments_are_disjoint_aligned_and_in_bounds(pack: Pack) -> None:
+def test_segments_are_disjoint_aligned_and_in_bounds(pack: FlatLayout) -> None:
     """No element belongs to two parameters, in the local and in the full buffer, and little is wasted."""
     owners: list[int] = []
     for segment in pack.segments:
@@ -54,7 +54,7 @@ def test_segments_are_disjoint_aligned_and_in_bounds(pack: Pack) -> None:
 
 
 @given(packs())
-def test_pack_gather_unpack_is_identity(pack: Pack) -> None:
+def test_pack_gather_unpack_is_identity(pack: FlatLayout) -> None:
     """From the rank-major gathered buffer every parameter can be put together again."""
     fulls = numbered_fulls(pack)
     gathered = torch.cat([fill_local(pack, fulls, rank) for rank in range(pack.world)])
@@ -68,7 +68,7 @@ def test_pack_gather_unpack_is_identity(pack: Pack) -> None:
 
 
 @given(packs(), st.data())
-def test_reduction_messages_carry_sums_and_presence(pack: Pack, data: st.DataObject) -> None:
+def test_reduction_messages_carry_sums_and_presence(pack: FlatLayout, data: st.DataObject) -> None:
     """Each rank receives the sum of its shards, and a parameter is present where any rank had a gradient."""
     layout = ReduceLayout(pack)
     count = len(pack.segments)
@@ -109,7 +109,7 @@ def test_reduction_messages_carry_sums_and_presence(pack: Pack, data: st.DataObj
 def test_first_comes_first_and_indices_stay() -> None:
     """`first` changes the order in memory and nothing else."""
     layouts = [ShardLayout((size,), world=2) for size in (8, 16, 24)]
-    pack = Pack.build(layouts, 4, first=(2,), names=("a", "b", "c"))
+    pack = FlatLayout.build(layouts, 4, first=(2,), names=("a", "b", "c"))
     assert pack.order == (2, 0, 1)
     assert [segment.offset for segment in pack.segments] == [12, 16, 0]
     assert [segment.layout for segment in pack.segments] == layouts
@@ -131,12 +131,12 @@ def test_align_up(numel: int, alignment: int) -> None:
     assert up % alignment == 0 and numel <= up < numel + alignment
 
 
-def two_parameters() -> Pack:
+def two_parameters() -> FlatLayout:
     """a [0, 6), b [8, 10) in 12 elements."""
-    return Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], 4, names=("a", "b"))
+    return FlatLayout.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], 4, names=("a", "b"))
 
 
-def moved(pack: Pack, index: int, offset: int) -> tuple[Segment, ...]:
+def moved(pack: FlatLayout, index: int, offset: int) -> tuple[Segment, ...]:
     """The segments with one at another offset."""
     return tuple(
         dataclasses.replace(segment, offset=offset) if segment.index == index else segment for segment in pack.segments
@@ -170,15 +170,15 @@ def test_build_refuses_what_cannot_be_packed() -> None:
     """Wrong arguments are named."""
     layout = ShardLayout((4,), world=2)
     with pytest.raises(ValueError, match="layouts"):
-        Pack.build([], 4)
+        FlatLayout.build([], 4)
     with pytest.raises(ValueError, match="world 2.*found 3"):
-        Pack.build([layout, ShardLayout((4,), world=3)], 4)
+        FlatLayout.build([layout, ShardLayout((4,), world=3)], 4)
     with pytest.raises(ValueError, match="first"):
-        Pack.build([layout], 4, first=(1,))
+        FlatLayout.build([layout], 4, first=(1,))
     with pytest.raises(ValueError, match="first"):
-        Pack.build([layout, layout], 4, first=(1, 1))
+        FlatLayout.build([layout, layout], 4, first=(1, 1))
     with pytest.raises(ValueError, match="names"):
-        Pack.build([layout], 4, names=("a", "b"))
+        FlatLayout.build([layout], 4, names=("a", "b"))
     with pytest.raises(ValueError, match="itemsizes"):
         align_numel([])
     with pytest.raises(ValueError, match="itemsizes"):
@@ -192,12 +192,12 @@ def test_build_refuses_what_cannot_be_packed() -> None:
 
 
 @given(packs(), st.data())
-def test_direct_gradients_and_the_message_make_up_the_chunk(pack: Pack, data: st.DataObject) -> None:
+def test_direct_gradients_and_the_message_make_up_the_chunk(pack: FlatLayout, data: st.DataObject) -> None:
     """For each rank: direct gradients, the message and `unwritten` cover the whole chunk, each element once."""
     layouts = [segment.layout for segment in pack.segments]
     front = [i for i, layout in enumerate(layouts) if layout.gathers_in_place]
     front = data.draw(st.lists(st.sampled_from(front), unique=True)) if front else []
-    pack = Pack.build(layouts, pack.align_numel, first=front)
+    pack = FlatLayout.build(layouts, pack.align_numel, first=front)
     whole, layout = ReduceLayout(pack), ReduceLayout(pack, tuple(front))
     assert (layout.chunk_numel, layout.presence_offset) == (whole.chunk_numel, whole.presence_offset)
     assert layout.numel == pack.world * layout.message_numel
@@ -222,6 +222,6 @@ def test_direct_gradients_are_runs_of_memory_at_the_front() -> None:
         ReduceLayout(pack, direct=(1,))
     with pytest.raises(ValueError, match="packed parameters"):
         ReduceLayout(pack, direct=(0,)).segment(0, 0)
-    columns = Pack.build([ShardLayout((4, 3), dim=1, world=2)], 4, names=["wide"])
+    columns = FlatLayout.build([ShardLayout((4, 3), dim=1, world=2)], 4, names=["wide"])
     with pytest.raises(ValueError, match=r"wide, cut along dim 1 of \(4, 3\)"):
         ReduceLayout(columns, direct=(0,))

@@ -12,9 +12,9 @@ from tests.pure.test_lifecycle_worlds import Report, World, evaluation, setting
 def test_unshard_issues_and_wait_unshard_waits() -> None:
     """Each only where something is missing; repeating them changes nothing."""
     world = World("a")
-    assert says(world, "unshard a", "unshard a") == ["gather a"]
+    assert says(world, "unshard a", "unshard a") == ["unshard a"]
     assert says(world, "wait_unshard a", "wait_unshard a", "unshard a") == ["wait a"]
-    assert says(world, "reshard a", "reshard a") == ["free a"]
+    assert says(world, "reshard a", "reshard a") == ["reshard a"]
     assert say(world, "wait_unshard a") == [], "a forward used and freed them in between"
 
 
@@ -23,27 +23,32 @@ def test_unshard_finds_kept_memory_unless_shards_changed() -> None:
     world = World("a", reshard=False)
     world.feed(evaluation("a"))
     assert says(world, "unshard a", "wait_unshard a") == ["expose a"]
-    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
+    assert says(world, "unshard a stale", "wait_unshard a") == ["reshard a", "unshard a", "wait a"]
     world.feed(evaluation("a"))
-    assert says(world, "unshard a stale", "wait_unshard a") == ["free a", "gather a", "wait a"]
+    assert says(world, "unshard a stale", "wait_unshard a") == ["reshard a", "unshard a", "wait a"]
 
 
 def test_unshard_gathers_again_what_is_in_flight_once_its_shards_changed() -> None:
     """The first gather is waited for all the same: every rank issued it."""
     world = World("a")
-    assert says(world, "unshard a", "unshard a stale", "wait_unshard a") == ["gather a", "drop a", "gather a", "wait a"]
+    assert says(world, "unshard a", "unshard a stale", "wait_unshard a") == [
+        "unshard a",
+        "cancel a",
+        "unshard a",
+        "wait a",
+    ]
 
 
 def test_reshard_frees_drops_and_respects_a_running_forward() -> None:
     """What is in flight is dropped, kept memory is freed, and a unit that is to stay full stays so in its forward."""
     world = World("a", reshard=False)
-    assert says(world, "unshard a", "reshard a") == ["gather a", "drop a"]
+    assert says(world, "unshard a", "reshard a") == ["unshard a", "cancel a"]
     world.feed(evaluation("a"))
-    assert say(world, "reshard a") == ["free a"]
+    assert say(world, "reshard a") == ["reshard a"]
     says(world, "pre_forward root", "pre_forward a")
     assert says(world, "reshard a", "reshard root") == []
     world["a"].reshard_after_forward = True
-    assert say(world, "reshard a") == ["free a"]
+    assert say(world, "reshard a") == ["reshard a"]
 
 
 # ---- forwards that end early -------------------------------------------------------------------------------
@@ -55,7 +60,7 @@ def test_a_forward_that_failed_may_be_caught() -> None:
     says(world, "pre_forward root", "pre_forward a")
     assert say(world, "forward_failed a") == []
     assert world["a"].phase is Phase.IDLE and world.run.forward_root is world["root"]
-    assert says(world, "pre_forward a", "post_forward a inputs outputs") == ["free a"]
+    assert says(world, "pre_forward a", "post_forward a inputs outputs") == ["reshard a"]
 
 
 def test_a_recomputation_that_is_cut_short_leaves_nothing_behind() -> None:
@@ -97,22 +102,22 @@ def test_recomputation_after_a_forward_that_failed_ends_no_pass() -> None:
 
 
 def test_whoever_catches_a_failure_outside_of_the_model_finds_sharded_parameters() -> None:
-    """Whatever stands full is put aside, kept parts too; what is under way, and the memory, are for `abandon`."""
+    """Whatever stands full is put aside, kept parts too; what is under way, and the memory, are for `reset`."""
     world = World("a", "b", "c", depth=1)
-    world["b"].narrows = True
+    world["b"].keeps_secondary = True
     says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
     says(world, "pre_forward b", "post_forward b inputs outputs", "unshard a", "pre_forward c", "forward_failed c")
-    assert world["b"].full is Full.NARROWED and world["a"].full is Full.PENDING
+    assert world["b"].full is Full.SECONDARY and world["a"].full is Full.PENDING
     assert say(world, "forward_failed root") == ["shelve root", "shelve b", "shelve c"]
     assert world["a"].full is Full.PENDING and world.run.has_leftovers
-    assert say(world, "abandon root") == ["free root", "drop a", "free b", "free c", "discard root"]
+    assert say(world, "reset root") == ["reshard root", "cancel a", "reshard b", "reshard c", "reset root"]
 
 
 def test_a_loss_from_before_a_forward_that_failed_has_its_backward() -> None:
     """What was put aside is found again."""
     world = before_backward("a")
     says(world, "pre_forward root", "forward_failed root")
-    assert say(world, "pre_backward root") == ["expose root", "gather a"]
+    assert say(world, "pre_backward root") == ["expose root", "unshard a"]
 
 
 def test_a_backward_that_failed_leaves_sharded_parameters() -> None:
@@ -121,7 +126,7 @@ def test_a_backward_that_failed_leaves_sharded_parameters() -> None:
     says(world, "pre_backward root", "pre_backward b")
     assert say(world, "backward_failed root") == ["shelve root", "shelve b"]
     assert world.run.has_leftovers and world["a"].full is Full.PENDING
-    says(world, "abandon root", "pre_forward root", "pre_forward a", "post_forward a inputs outputs", "pre_forward b")
+    says(world, "reset root", "pre_forward root", "pre_forward a", "post_forward a inputs outputs", "pre_forward b")
     says(world, "pre_backward a")
     assert say(world, "backward_failed root") == ["shelve a"]
     assert world["b"].full is world["root"].full is Full.FULL

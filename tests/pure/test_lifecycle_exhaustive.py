@@ -202,7 +202,7 @@ def test_nothing_is_left_of_a_step_that_failed_at_any_point(
     for before in ([], good, evaluation("a"), setting("is_last_backward", False) + step("b")):
         for failed in (*failures(good), *failures(graph)):
             world = fresh()
-            world.feed(before + failed + [Report("abandon")])
+            world.feed(before + failed + [Report("reset")])
             assert world.state == fresh().state
             assert not world.full() and not world.arrived and world.run.generation == 1
             start = len(world.commands)
@@ -304,7 +304,7 @@ class AnyProgram(RuleBasedStateMachine):
                 "sync",
                 "reshard_after_forward",
                 "reshard_after_backward",
-                "narrows",
+                "keeps_secondary",
                 "frees_late",
                 "is_last_backward",
                 "keeps_in_evaluation",
@@ -325,8 +325,8 @@ class AnyProgram(RuleBasedStateMachine):
             setattr(world[name], field, tuple(world[other] for other in listed))
 
     @rule()
-    def abandon(self) -> None:
-        self.hear(Report("abandon"))
+    def reset(self) -> None:
+        self.hear(Report("reset"))
         self.running.clear()
         assert self.world.state == World(*NAMES).state
         assert not self.world.full()

@@ -18,13 +18,13 @@ from tests.pure.test_lifecycle_worlds import World, setting, step
 def test_r21_a_forward_inside_a_method_of_the_unit_is_part_of_it(name: str) -> None:
     """[R21] Weights stay until the method is over, whatever it calls in between; one use, one place in the order."""
     world = World("a")
-    assert says(world, f"pre_forward {name}") == [f"gather {name}", f"wait {name}"]
+    assert says(world, f"pre_forward {name}") == [f"unshard {name}", f"wait {name}"]
     log = list(world.run.forward_log)
     for _ in range(2):
         assert says(world, f"pre_forward {name} nested", f"post_forward {name} nested outputs") == []
     assert world[name].phase is Phase.FORWARD and world.run.forward_root is world[name]
     assert world.run.forward_log == log and world.run.order == []
-    assert say(world, f"post_forward {name} inputs outputs") == [f"free {name}"]
+    assert say(world, f"post_forward {name} inputs outputs") == [f"reshard {name}"]
     assert world.run.order == [world[name]] and world.run.forward_root is None
 
 
@@ -32,7 +32,7 @@ def test_r21_a_forward_inside_finds_weights_that_were_freed_meanwhile() -> None:
     """[R21] By the user's reshard(), in the middle of a method."""
     world = World("a")
     says(world, "pre_forward a", "reshard a")
-    assert say(world, "pre_forward a nested") == ["gather a", "wait a"]
+    assert say(world, "pre_forward a nested") == ["unshard a", "wait a"]
 
 
 def test_r21_a_nested_forward_that_failed_ends_nothing() -> None:
@@ -50,11 +50,11 @@ def test_r22_one_gather_serves_all_modules_of_a_unit() -> None:
     """[R22] From the first to the last that runs, and one use for all."""
     world = World("h")
     say(world, "pre_forward root")
-    assert says(world, "pre_forward h", "post_forward h inputs outputs more") == ["gather h", "wait h"]
+    assert says(world, "pre_forward h", "post_forward h inputs outputs more") == ["unshard h", "wait h"]
     assert world["h"].phase is Phase.FORWARD and world["h"].uses == []
-    assert says(world, "pre_forward h", "post_forward h inputs outputs") == ["free h"]
+    assert says(world, "pre_forward h", "post_forward h inputs outputs") == ["reshard h"]
     assert not world["h"].pass_open and world.run.open_passes == []
-    assert say(world, "post_forward root outputs") == ["free root"]
+    assert say(world, "post_forward root outputs") == ["reshard root"]
     assert world["h"].uses == [0] and world.run.order == [world["h"], world["root"]]
 
 
@@ -73,11 +73,11 @@ def test_r23_modules_that_did_not_run_are_not_waited_for() -> None:
     world = World("h", "a")
     says(world, "pre_forward root", "pre_forward h", "post_forward h inputs outputs more")
     assert world["h"].pass_open and world.run.open_passes == [world["h"]]
-    assert says(world, "pre_forward a", "post_forward a inputs outputs")[-1] == "free a"
-    assert say(world, "post_forward root outputs") == ["free h", "free root"]
+    assert says(world, "pre_forward a", "post_forward a inputs outputs")[-1] == "reshard a"
+    assert say(world, "post_forward root outputs") == ["reshard h", "reshard root"]
     assert world.run.order == [world["a"], world["h"], world["root"]]
     assert not world["h"].pass_open and not world["h"].pass_outputs and world["h"].phase is Phase.IDLE
-    assert says(world, "pre_backward root", "pre_backward h")[2:4] == ["gather h", "wait h"]
+    assert says(world, "pre_backward root", "pre_backward h")[2:4] == ["unshard h", "wait h"]
 
 
 def test_r23_an_evaluation_with_modules_that_did_not_run_leaves_nothing() -> None:
@@ -95,11 +95,11 @@ CHUNK = ("pre_forward h", "post_forward h inputs outputs more")
 def test_r24_chunks_of_a_loss_share_a_gather_and_a_place() -> None:
     """[R24] The unit stays full from the first chunk to the end of the backward of all."""
     world = World("h")
-    assert says(world, *CHUNK, *CHUNK, *CHUNK) == ["gather h", "wait h"]
+    assert says(world, *CHUNK, *CHUNK, *CHUNK) == ["unshard h", "wait h"]
     assert world.run.order == [world["h"]] and world["h"].uses == [0] and world.run.forward_root is None
     assert says(world, "pre_backward h", "pre_backward h") == []
     world.arrived.add("h")
-    assert says(world, "inputs_reached h", "backward_end root") == ["free h", "reduce h", "finish root"]
+    assert says(world, "inputs_reached h", "backward_end root") == ["reshard h", "reduce h", "finish root"]
     assert not world["h"].pass_open and world.run.open_passes == []
 
 
@@ -107,9 +107,9 @@ def test_r24_a_backward_for_each_chunk_makes_each_a_use_of_its_own() -> None:
     """[R24] The backward ends the pass."""
     world = World("h")
     for _ in range(2):
-        assert says(world, *CHUNK) == ["gather h", "wait h"]
+        assert says(world, *CHUNK) == ["unshard h", "wait h"]
         assert world["h"].pass_open
-        assert says(world, "pre_backward h", "inputs_reached h", "backward_end root")[0] == "free h"
+        assert says(world, "pre_backward h", "inputs_reached h", "backward_end root")[0] == "reshard h"
         assert not world["h"].pass_open
 
 
@@ -119,7 +119,7 @@ def test_r24_the_forward_of_the_model_begins_a_new_pass() -> None:
     says(world, *CHUNK, "pre_forward root")
     assert not world["h"].pass_open and not world["h"].pass_outputs
     assert says(world, *CHUNK) == [], "still full"
-    assert say(world, "post_forward root outputs") == ["free h", "free root"]
+    assert say(world, "post_forward root outputs") == ["reshard h", "reshard root"]
     assert world["h"].uses == [0, 1]
 
 
@@ -127,7 +127,7 @@ def test_r24_without_gradients_a_module_by_itself_leaves_nothing_full() -> None:
     """[R24] No backward comes that would free it."""
     world = World("h")
     for _ in range(2):
-        assert says(world, "pre_forward h", "post_forward h more") == ["gather h", "wait h", "free h"]
+        assert says(world, "pre_forward h", "post_forward h more") == ["unshard h", "wait h", "reshard h"]
         assert world.run.order == [] and not world["h"].pass_open
 
 
@@ -143,14 +143,14 @@ def test_r24_the_last_module_by_itself_ends_the_pass() -> None:
     """[R24] And keeps the place that the first one took."""
     world = World("h")
     says(world, *CHUNK)
-    assert says(world, "pre_forward h", "post_forward h inputs outputs") == ["free h"]
+    assert says(world, "pre_forward h", "post_forward h inputs outputs") == ["reshard h"]
     assert world["h"].uses == [0] and not world["h"].pass_open and world.run.open_passes == []
 
 
 def test_a_pass_of_a_failed_step_is_over() -> None:
     """The next one begins with the first module again."""
     world = World("h")
-    says(world, "pre_forward root", *CHUNK, "forward_failed root", "abandon root")
+    says(world, "pre_forward root", *CHUNK, "forward_failed root", "reset root")
     assert not world["h"].pass_open and world.run.open_passes == [] and not world.full()
 
 
@@ -175,7 +175,17 @@ def test_r25_backward_does_not_gather_what_it_does_not_read() -> None:
     # In its backward the weights of `e` are not read.
     reads = [i for i, report in enumerate(program) if report.kind == "compute" and report.unit == "e"]
     found = world.feed(report for i, report in enumerate(program) if i != reads[-1])
-    forward = ["gather root", "wait root", "gather e", "wait e", "free e", "gather a", "wait a", "free a", "free root"]
+    forward = [
+        "unshard root",
+        "wait root",
+        "unshard e",
+        "wait e",
+        "reshard e",
+        "unshard a",
+        "wait a",
+        "reshard a",
+        "reshard root",
+    ]
     assert found[: len(forward)] == forward
     assert [c for c in found[len(forward) :] if c.endswith(" e")] == ["reduce e"]
     world = before_backward("e")
@@ -187,14 +197,14 @@ def test_r25_a_weight_that_is_read_all_the_same_is_there() -> None:
     """[R25] Where that is noticed: the user was wrong, and the result is right."""
     world = before_backward("e")
     world["e"].gathers_in_backward = False
-    assert says(world, "pre_backward e", "pre_backward e needed") == ["gather e", "wait e"]
+    assert says(world, "pre_backward e", "pre_backward e needed") == ["unshard e", "wait e"]
     world = before_backward("e")
     world["e"].gathers_in_backward = False
-    assert says(world, "pre_backward e needed") == ["gather e", "wait e"]
+    assert says(world, "pre_backward e needed") == ["unshard e", "wait e"]
 
 
 def test_r25_recomputation_reads_weights_in_any_case() -> None:
     """[R25] The user speaks of the backward, not of the forward that is repeated in it."""
     world = before_backward("e")
     world["e"].gathers_in_backward = False
-    assert says(world, "pre_backward e", "pre_forward e in_backward") == ["gather e", "wait e"]
+    assert says(world, "pre_backward e", "pre_forward e in_backward") == ["unshard e", "wait e"]

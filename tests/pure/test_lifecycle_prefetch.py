@@ -29,7 +29,7 @@ def issued(world: World, program: Program) -> dict[str, list[str]]:
     for report in program:
         commands = world.report(report)
         if report.kind == "pre_forward":
-            gathered = [command.removeprefix("gather ") for command in commands if command.startswith("gather ")]
+            gathered = [command.removeprefix("unshard ") for command in commands if command.startswith("unshard ")]
             found[report.unit] = gathered
     return found
 
@@ -90,7 +90,7 @@ def test_a_longer_pass_falls_back_and_a_shorter_one_leaves_a_gather_to_be_droppe
     world.feed(step("a"))
     assert issued(world, step(*ABC)) == {"root": ["root", "a"], "a": [], "b": ["b"], "c": ["c"]}
     commands = world.feed(step("a"))
-    assert commands.count("gather b") == commands.count("drop b") == 1
+    assert commands.count("unshard b") == commands.count("cancel b") == 1
     assert world.full() == set()
 
 
@@ -125,7 +125,7 @@ def test_a_failed_pass_is_no_plan() -> None:
     """After an exception the next pass gathers when needed, and records anew."""
     world = World(*ABC, depth=1)
     world.feed(step(*ABC) * 2)
-    says(world, "pre_forward root", "pre_forward a", "forward_failed a", "forward_failed root", "abandon root")
+    says(world, "pre_forward root", "pre_forward a", "forward_failed a", "forward_failed root", "reset root")
     assert world.run.forward_plan == []
     assert issued(world, step(*ABC)) == {unit: [unit] for unit in ("root", *ABC)}
     assert issued(world, step(*ABC))["a"] == ["b"]
@@ -143,7 +143,7 @@ def test_evaluation_loops_do_not_let_the_order_grow() -> None:
     world.feed(evaluation(*ABC) * 50 + evaluation("a", "a", "c"))
     assert world.run.order == order and {unit.name: unit.uses for unit in world.run.units} == uses
     commands = world.feed([*backward([pending], {}), Report("backward_end")])
-    assert commands[:6] == ["gather root", "wait root", "gather c", "wait c", "gather b", "free c"]
+    assert commands[:6] == ["unshard root", "wait root", "unshard c", "wait c", "unshard b", "reshard c"]
 
 
 def test_only_evaluation_is_forgotten() -> None:
@@ -165,7 +165,7 @@ def test_backward_follows_the_order_of_this_step_in_reverse() -> None:
             says(world, f"pre_forward {name}", f"post_forward {name} inputs outputs")
         say(world, "post_forward root outputs")
         ahead = [say(world, f"pre_backward {name}")[-1] for name in ("root", "c", "a", "b")]
-        assert ahead == ["gather c", "gather a", "gather b", "wait b"]
+        assert ahead == ["unshard c", "unshard a", "unshard b", "wait b"]
 
 
 def test_two_forwards_are_taken_back_youngest_first() -> None:
@@ -174,7 +174,7 @@ def test_two_forwards_are_taken_back_youngest_first() -> None:
     second = model("b", "a")
     world.feed([*forward(model("a", "b"), {}), *forward(second, {})])
     found = world.feed(backward([second], {}))
-    assert [command for command in found if "gather" in command] == ["gather root", "gather a", "gather b"]
+    assert [command for command in found if "unshard" in command] == ["unshard root", "unshard a", "unshard b"]
 
 
 def test_a_second_backward_over_one_forward_gathers_when_needed() -> None:
@@ -185,8 +185,8 @@ def test_a_second_backward_over_one_forward_gathers_when_needed() -> None:
     world.feed([*forward(kept, {}), *backward([kept], {}), end])
     assert world["a"].uses == []
     found = world.feed([*backward([kept], {}), end])
-    assert found[:3] == ["gather root", "wait root", "gather b"]
-    assert found.index("free b") < found.index("gather a")
+    assert found[:3] == ["unshard root", "wait root", "unshard b"]
+    assert found.index("reshard b") < found.index("unshard a")
 
 
 # ---- the user's lists ---------------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ def test_a_backward_list_takes_the_place_of_the_recorded_order() -> None:
     """Each time it is asked; the places are not taken back."""
     world = before_backward(*ABC)
     world["root"].backward_prefetch = (world["b"], world["a"])
-    assert say(world, "pre_backward root") == ["gather root", "wait root", "gather b", "gather a"]
+    assert say(world, "pre_backward root") == ["unshard root", "wait root", "unshard b", "unshard a"]
     assert world["root"].uses == [3]
-    assert say(world, "pre_backward c") == ["gather c", "wait c"]
+    assert say(world, "pre_backward c") == ["unshard c", "wait c"]
 
 
 def test_what_is_there_is_not_gathered_again() -> None:
@@ -257,7 +257,9 @@ def backward_ahead(world: World, *names: str) -> dict[str, list[str]]:
     """For each unit whose backward begins: what is gathered ahead then."""
     world.feed(list(forward(model(*names), {})))
     return {
-        name: [command.removeprefix("gather ") for command in say(world, f"pre_backward {name}") if "gather" in command]
+        name: [
+            command.removeprefix("unshard ") for command in say(world, f"pre_backward {name}") if "unshard" in command
+        ]
         for name in ("root", *reversed(names))
     }
 

@@ -55,7 +55,7 @@ def fresh(name: str, reshard: str, events: Sequence[Event]) -> RunRecord:
         for unit in inner:
             units[unit].reshard_after_forward = True
     for record in units.values():
-        record.narrows = reshard == "two"
+        record.keeps_secondary = reshard == "two"
     attribute, lists = LISTS.get(name, ("", {}))
     for unit, blocks in lists.items():
         setattr(units[unit], attribute, tuple(units[f"layers.{i}"] for i in blocks))

@@ -37,9 +37,9 @@ def test_r1_recomputation_gathers_again_and_changes_nothing_else() -> None:
     world = before_backward("a")
     says(world, "pre_backward root", "pre_backward a")
     assert say(world, "pre_forward a in_backward") == []
-    assert say(world, "inputs_reached a") == ["free a", "reduce a"]
+    assert say(world, "inputs_reached a") == ["reshard a", "reduce a"]
     before = world.state
-    assert say(world, "pre_forward a in_backward") == ["gather a", "wait a"]
+    assert say(world, "pre_forward a in_backward") == ["unshard a", "wait a"]
     assert world.state == before | {"a.full": Full.FULL}
 
 
@@ -47,7 +47,7 @@ def test_r1_is_for_units_whose_backward_began() -> None:
     """[R1] Before that, recomputation is a forward: of this unit, with its phase."""
     world = before_backward("a", "b")
     says(world, "pre_backward root")
-    assert say(world, "pre_forward a in_backward") == ["gather a", "wait a"]
+    assert say(world, "pre_forward a in_backward") == ["unshard a", "wait a"]
     assert world["a"].phase is Phase.FORWARD and world.run.forward_root is None
     assert say(world, "post_forward a in_backward inputs outputs") == []
     assert world["a"].phase is Phase.IDLE and world.run.forward_root is None
@@ -60,7 +60,7 @@ def test_r36_what_is_frozen_is_needed_again_in_recomputation() -> None:
         world = before_backward("a")
         world["a"].frees_late = frozen
         says(world, "pre_backward root", "pre_backward a", "inputs_reached a", "pre_forward a in_backward")
-        assert say(world, "grads_ready a") == ([] if frozen else ["free a"])
+        assert say(world, "grads_ready a") == ([] if frozen else ["reshard a"])
         assert world["a"].full is (Full.FULL if frozen else Full.SHARDED)
 
 
@@ -71,7 +71,7 @@ def test_r2_kept_parameters_are_not_used_once_their_shards_changed() -> None:
         world.feed(setting("reshard_after_backward", False, "root", "a") + prepare)
         assert world.full() == {"root", "a"}
         say(world, "pre_forward root")
-        assert say(world, "pre_forward a stale") == ["free a", "gather a", "wait a"]
+        assert say(world, "pre_forward a stale") == ["reshard a", "unshard a", "wait a"]
         say(world, "post_forward a inputs outputs")
         assert say(world, "pre_forward a") == []
 
@@ -82,15 +82,15 @@ def test_r2_a_gather_in_flight_is_not_used_once_its_shards_changed() -> None:
     world.feed(evaluation("a", "b") + evaluation())
     assert world["a"].full is Full.PENDING
     say(world, "pre_forward root")
-    assert say(world, "pre_forward a stale") == ["drop a", "gather a", "wait a"]
+    assert say(world, "pre_forward a stale") == ["cancel a", "unshard a", "wait a"]
 
 
 def test_r3_what_is_needed_first_is_gathered_first() -> None:
     """[R3] Own gather, own wait, then those ahead, in the order in which they will be needed, before any compute."""
     world = World("a", "b", "c", depth=2)
     world.feed(step("a", "b", "c"))
-    assert say(world, "pre_forward root") == ["gather root", "wait root", "gather a", "gather b"]
-    assert say(world, "pre_forward a") == ["wait a", "gather c"]
+    assert say(world, "pre_forward root") == ["unshard root", "wait root", "unshard a", "unshard b"]
+    assert say(world, "pre_forward a") == ["wait a", "unshard c"]
 
 
 def test_r3_recomputation_gathers_only_what_the_user_listed() -> None:
@@ -99,10 +99,10 @@ def test_r3_recomputation_gathers_only_what_the_user_listed() -> None:
     world.feed(step("a", "b", "c"))
     says(world, "pre_backward root")
     log = list(world.run.forward_log)
-    assert say(world, "pre_forward a in_backward") == ["gather a", "wait a"]
+    assert say(world, "pre_forward a in_backward") == ["unshard a", "wait a"]
     assert world.run.forward_log == log
     world["b"].forward_prefetch = (world["c"],)
-    assert say(world, "pre_forward b in_backward") == ["gather b", "wait b", "gather c"]
+    assert say(world, "pre_forward b in_backward") == ["unshard b", "wait b", "unshard c"]
 
 
 def test_r4_the_end_of_recomputation_frees_nothing() -> None:
@@ -112,7 +112,7 @@ def test_r4_the_end_of_recomputation_frees_nothing() -> None:
     before = world.state
     assert say(world, "post_forward a in_backward outputs") == []
     assert world.state == before and world["a"].phase is Phase.BACKWARD
-    assert say(world, "inputs_reached a") == ["free a", "reduce a"]
+    assert say(world, "inputs_reached a") == ["reshard a", "reduce a"]
 
 
 def test_recomputation_has_no_place_in_the_order() -> None:
@@ -130,7 +130,7 @@ def test_r5_memory_is_given_back_after_forward() -> None:
     world = World("a", "b")
     world["b"].reshard_after_forward = False
     says(world, "pre_forward root", "pre_forward a")
-    assert say(world, "post_forward a inputs outputs") == ["free a"]
+    assert say(world, "post_forward a inputs outputs") == ["reshard a"]
     says(world, "pre_forward b")
     assert say(world, "post_forward b inputs outputs") == []
     assert world["b"].full is Full.FULL
@@ -144,15 +144,15 @@ def test_r6_without_a_backward_users_find_sharded_parameters() -> None:
     assert say(world, "post_forward a") == ["shelve a"]
     assert say(world, "pre_forward a") == ["expose a"]
     says(world, "pre_forward b")
-    assert say(world, "post_forward b") == ["free b"]
+    assert say(world, "post_forward b") == ["reshard b"]
 
 
 def test_r20_what_was_kept_for_a_backward_is_freed_when_none_comes() -> None:
     """[R20] The root, by default; where memory was asked for, it stays (R6), and where a backward may come, too."""
     world = World("a", reshard=None, root_kept=False)
     says(world, "pre_forward root")
-    assert say(world, "post_forward root") == ["free root"]
-    assert says(world, "pre_forward root", "post_forward root outputs") == ["gather root", "wait root"]
+    assert say(world, "post_forward root") == ["reshard root"]
+    assert says(world, "pre_forward root", "post_forward root outputs") == ["unshard root", "wait root"]
     assert world["root"].full is Full.FULL
     world = World("a", reshard=None, root_kept=True)
     assert says(world, "pre_forward root", "post_forward root")[-1] == "shelve root"
@@ -185,8 +185,8 @@ def test_r8_a_second_output_of_one_use_brings_nothing_ahead() -> None:
     says(world, "pre_backward root", "pre_backward c")
     uses = list(world["b"].uses)
     assert say(world, "pre_backward c") == []
-    assert say(world, "reshard c") == ["free c"]
-    assert say(world, "pre_backward c") == ["gather c", "wait c"]
+    assert say(world, "reshard c") == ["reshard c"]
+    assert say(world, "pre_backward c") == ["unshard c", "wait c"]
     assert world["b"].uses == uses and world["a"].full is Full.SHARDED
 
 
@@ -197,17 +197,17 @@ def test_r8_another_use_is_another_backward() -> None:
     for name in ("a", "b", "a"):
         says(world, f"pre_forward {name}", f"post_forward {name} inputs outputs")
     say(world, "post_forward root outputs")
-    assert say(world, "pre_backward root") == ["gather root", "wait root", "gather a"]
-    assert says(world, "pre_backward a", "inputs_reached a") == ["wait a", "gather b", "free a"]
-    assert says(world, "pre_backward b", "inputs_reached b") == ["wait b", "gather a", "free b", "reduce b"]
-    assert says(world, "pre_backward a", "inputs_reached a") == ["wait a", "free a", "reduce a"]
+    assert say(world, "pre_backward root") == ["unshard root", "wait root", "unshard a"]
+    assert says(world, "pre_backward a", "inputs_reached a") == ["wait a", "unshard b", "reshard a"]
+    assert says(world, "pre_backward b", "inputs_reached b") == ["wait b", "unshard a", "reshard b", "reduce b"]
+    assert says(world, "pre_backward a", "inputs_reached a") == ["wait a", "reshard a", "reduce a"]
 
 
 def test_r9_the_next_unit_of_the_backward_travels_while_this_one_computes() -> None:
     """[R9] After the own gather and wait, before the compute."""
     world = before_backward("a", "b")
-    assert say(world, "pre_backward root") == ["gather root", "wait root", "gather b"]
-    assert say(world, "pre_backward b") == ["wait b", "gather a"]
+    assert say(world, "pre_backward root") == ["unshard root", "wait root", "unshard b"]
+    assert say(world, "pre_backward b") == ["wait b", "unshard a"]
     assert say(world, "pre_backward a") == ["reduce b", "wait a"]
 
 
@@ -217,7 +217,7 @@ def test_r10_a_frozen_weight_waits_for_the_gradient_of_the_inputs() -> None:
     says(world, "pre_backward root", "pre_backward a", "gradient a")
     assert say(world, "grads_ready a") == []
     assert world["a"].full is Full.FULL
-    assert say(world, "inputs_reached a") == ["free a", "reduce a"]
+    assert say(world, "inputs_reached a") == ["reshard a", "reduce a"]
 
 
 def test_r10_waits_for_the_end_where_no_input_reports() -> None:
@@ -226,19 +226,19 @@ def test_r10_waits_for_the_end_where_no_input_reports() -> None:
     says(world, "pre_forward root", "pre_forward a", "post_forward a outputs", "post_forward root outputs")
     says(world, "pre_backward root", "pre_backward a", "gradient a")
     assert say(world, "grads_ready a") == []
-    assert {"free a", "reduce a"} <= {*say(world, "backward_end root")}
+    assert {"reshard a", "reduce a"} <= {*say(world, "backward_end root")}
 
 
 def test_r10_does_not_wait_for_what_will_not_come() -> None:
     """[R10] The gradients came by a way that no output announced; or nothing is frozen."""
     world = before_backward("a", traits={"a": Trait("mixed")})
-    assert says(world, "pre_backward root", "gradient a", "grads_ready a") == ["gather root", "wait root", "gather a"]
+    assert says(world, "pre_backward root", "gradient a", "grads_ready a") == ["unshard root", "wait root", "unshard a"]
     assert world["a"].phase is Phase.DONE
     assert "reduce a" in say(world, "backward_end root")
 
     world = before_backward("a")
     says(world, "pre_backward root", "pre_backward a", "gradient a")
-    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+    assert say(world, "grads_ready a") == ["reshard a", "reduce a"]
 
 
 def test_r11_the_end_of_the_backward_takes_what_is_left() -> None:
@@ -247,7 +247,7 @@ def test_r11_the_end_of_the_backward_takes_what_is_left() -> None:
     says(world, "pre_backward root", "pre_backward c", "gradient c", "grads_ready c", "inputs_reached c")
     says(world, "pre_backward b", "inputs_reached b", "gradient b", "gradient root")
     assert world["b"].phase is world["c"].phase is Phase.DONE
-    assert say(world, "backward_end root") == ["free root", "reduce root", "free a", "reduce b", "finish root"]
+    assert say(world, "backward_end root") == ["reshard root", "reduce root", "reshard a", "reduce b", "finish root"]
     assert all(unit.phase is Phase.IDLE and not unit.in_backward for unit in world.units.values())
 
 
@@ -255,8 +255,8 @@ def test_r11_what_was_gathered_once_more_behind_its_gradients_is_freed() -> None
     """[R11] Recomputation may come for the sake of an inner unit, when the own gradients were handed over already."""
     world = before_backward("a")
     says(world, "pre_backward root", "pre_backward a", "gradient a", "grads_ready a")
-    assert says(world, "pre_forward a in_backward", "post_forward a in_backward outputs") == ["gather a", "wait a"]
-    assert say(world, "backward_end root") == ["free root", "reduce root", "free a", "finish root"]
+    assert says(world, "pre_forward a in_backward", "post_forward a in_backward outputs") == ["unshard a", "wait a"]
+    assert say(world, "backward_end root") == ["reshard root", "reduce root", "reshard a", "finish root"]
 
 
 def test_the_end_of_a_backward_ends_what_it_began() -> None:
@@ -271,11 +271,11 @@ def test_r12_a_gather_that_nobody_needed_is_waited_for_and_dropped() -> None:
     """[R12] At the end of the last backward; before that, it may still be of use."""
     world = before_backward("a", "b")
     world.feed(setting("is_last_backward", False))
-    assert says(world, "pre_backward root")[-1] == "gather b"
+    assert says(world, "pre_backward root")[-1] == "unshard b"
     says(world, "inputs_reached b", "backward_end root")
     assert world["b"].full is Full.PENDING
     world.feed(setting("is_last_backward", True))
-    assert says(world, "pre_backward root", "backward_end root")[-2:] == ["drop b", "finish root"]
+    assert says(world, "pre_backward root", "backward_end root")[-2:] == ["cancel b", "finish root"]
 
 
 def test_r13_each_step_has_an_order_of_its_own() -> None:
@@ -304,7 +304,7 @@ def test_r14_nothing_of_an_abandoned_step_is_left() -> None:
     says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs", "post_forward root outputs")
     says(world, "pre_forward root", "pre_forward a", "unshard b", "pre_backward a create_graph")
     assert {world["b"].full, world["a"].full} == {Full.PENDING, Full.FULL} and world.run.order_mark
-    assert say(world, "abandon root") == ["free root", "free a", "drop b", "discard root"]
+    assert say(world, "reset root") == ["reshard root", "reshard a", "cancel b", "reset root"]
     fresh = World("a", "b", "c", reshard=False, depth=1)
     assert world.state == fresh.state
     assert world.run.generation == 1
@@ -314,10 +314,10 @@ def test_r15_an_abandoned_order_is_no_plan() -> None:
     """[R15] The step after gathers when needed, and records anew."""
     world = World("a", "b", depth=1)
     world.feed(step("a", "b") + step("a", "b"))
-    says(world, "pre_forward root", "abandon root")
+    says(world, "pre_forward root", "reset root")
     first = World("a", "b", depth=1)
     assert world.feed(step("a", "b")) == first.feed(step("a", "b"))
-    assert say(world, "pre_forward root")[-1] == "gather a"
+    assert say(world, "pre_forward root")[-1] == "unshard a"
 
 
 # ---- shared by the rules ------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_r15_an_abandoned_order_is_no_plan() -> None:
 @pytest.mark.parametrize(
     ("full", "commands"),
     [
-        (Full.SHARDED, ["gather a", "wait a"]),
+        (Full.SHARDED, ["unshard a", "wait a"]),
         (Full.PENDING, ["wait a"]),
         (Full.FULL, []),
         (Full.SHELVED, ["expose a"]),
@@ -354,11 +354,11 @@ def test_r17_weights_go_before_the_message_comes() -> None:
     """[R17] Free, then reduce; shelved memory too."""
     world = before_backward("a")
     says(world, "pre_backward root", "pre_backward a", "gradient a")
-    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+    assert say(world, "grads_ready a") == ["reshard a", "reduce a"]
     world = World("a", reshard=False)
     world.feed(evaluation("a"))
     assert world["a"].full is Full.SHELVED
-    assert "free a" in says(world, "pre_backward root", "backward_end root")
+    assert "reshard a" in says(world, "pre_backward root", "backward_end root")
 
 
 def test_r17_weights_stay_where_they_are_needed_again() -> None:
@@ -370,7 +370,7 @@ def test_r17_weights_stay_where_they_are_needed_again() -> None:
         assert say(world, "grads_ready a") == ["reduce a"]
         assert world["a"].full is Full.FULL
     world = before_backward("a")
-    assert says(world, "pre_backward root", "inputs_reached a", "gradient a")[-1] == "gather a"
+    assert says(world, "pre_backward root", "inputs_reached a", "gradient a")[-1] == "unshard a"
     assert say(world, "inputs_reached a") == []
 
 
@@ -389,7 +389,7 @@ def test_r31_the_backward_through_a_recorded_graph_frees() -> None:
     assert "expose root" in found and "expose a" in found
     says(world, "gradient root", "grads_ready root")
     found = say(world, "backward_end root spent")
-    assert {"free root", "free a"} <= set(found) and found[-1] == "finish root"
+    assert {"reshard root", "reshard a"} <= set(found) and found[-1] == "finish root"
     assert not any(unit.pins for unit in world.units.values())
 
 
@@ -437,12 +437,12 @@ def test_r31_what_is_not_in_memory_is_not_pinned() -> None:
 
 def test_r31_weights_of_an_opaque_graph_stay_until_the_shards_change() -> None:
     """[R31] Or until the user says so, or the step is given up."""
-    for ending in ("pre_forward a stale", "reshard a", "abandon root"):
+    for ending in ("pre_forward a stale", "reshard a", "reset root"):
         world = World("a")
         says(world, "pre_forward root", "pre_forward a")
         assert say(world, "post_forward a outputs opaque") == ["shelve a"]
         assert world["a"].pins == 1
-        assert "free a" in say(world, ending)
+        assert "reshard a" in say(world, ending)
         assert world["a"].pins == 0
 
 
@@ -484,9 +484,9 @@ def test_r18_gradients_are_sent_or_kept() -> None:
     world = before_backward("a", "b")
     world.feed(setting("sync", False, "b"))
     says(world, "pre_backward root", "pre_backward b", "gradient b")
-    assert say(world, "grads_ready b") == ["free b", "hold b"]
+    assert say(world, "grads_ready b") == ["reshard b", "accumulate b"]
     says(world, "pre_backward a", "gradient a")
-    assert say(world, "grads_ready a") == ["free a", "reduce a"]
+    assert say(world, "grads_ready a") == ["reshard a", "reduce a"]
     world = before_backward("a")
     assert says(world, "pre_backward root", "pre_backward a", "inputs_reached a")[-1] == "reduce a"
 
@@ -525,46 +525,55 @@ def test_r19_gradients_that_came_unannounced_are_sent_with_the_end() -> None:
 def test_r26_a_part_is_kept_after_forward_while_an_integer_is_set() -> None:
     """[R26] `set_reshard_after_forward` takes its place, from the next forward on."""
     world = before_backward("a", reshard=2)
-    assert [unit.full for unit in world.run.units] == [Full.NARROWED] * 2
-    world["a"].narrows = False
-    assert says(world, "pre_forward a", "post_forward a outputs") == ["widen a", "wait a", "free a"]
-    world["a"].narrows, world["a"].reshard_after_forward = True, False
-    assert says(world, "pre_forward a", "post_forward a outputs") == ["gather a", "wait a"]
+    assert [unit.full for unit in world.run.units] == [Full.SECONDARY] * 2
+    world["a"].keeps_secondary = False
+    assert says(world, "pre_forward a", "post_forward a outputs") == ["unshard_secondary a", "wait a", "reshard a"]
+    world["a"].keeps_secondary, world["a"].reshard_after_forward = True, False
+    assert says(world, "pre_forward a", "post_forward a outputs") == ["unshard a", "wait a"]
 
 
 def test_r27_after_an_evaluation_shards_stand_on_the_modules_and_parts_are_kept() -> None:
     """[R27] The next forward gathers them; a forward that a backward may follow shows the parts."""
     world = World("a", reshard=2)
     says(world, "pre_forward root", "pre_forward a")
-    assert say(world, "post_forward a") == ["narrow a", "shelve a"]
-    assert world["a"].full is Full.NARROWED
-    assert says(world, "pre_forward a", "post_forward a outputs") == ["widen a", "wait a", "narrow a"]
+    assert say(world, "post_forward a") == ["reshard_secondary a", "shelve a"]
+    assert world["a"].full is Full.SECONDARY
+    assert says(world, "pre_forward a", "post_forward a outputs") == [
+        "unshard_secondary a",
+        "wait a",
+        "reshard_secondary a",
+    ]
 
 
 def test_r28_what_was_kept_is_gathered_from_those_who_kept_it() -> None:
     """[R28] Until it is stale, freed by its backward, resharded, or abandoned: then from all."""
     world = before_backward("a", reshard=2)
-    assert says(world, "pre_backward root", "pre_backward a") == ["widen root", "wait root", "widen a", "wait a"]
+    assert says(world, "pre_backward root", "pre_backward a") == [
+        "unshard_secondary root",
+        "wait root",
+        "unshard_secondary a",
+        "wait a",
+    ]
     assert say(world, "pre_forward a in_backward") == []
-    for end in ("reshard a", "abandon root"):
+    for end in ("reshard a", "reset root"):
         world = before_backward("a", reshard=2)
-        assert "free a" in say(world, end)
-        assert says(world, "unshard a", "wait_unshard a") == ["gather a", "wait a"]
+        assert "reshard a" in say(world, end)
+        assert says(world, "unshard a", "wait_unshard a") == ["unshard a", "wait a"]
     world = before_backward("a", reshard=2)
     assert say(world, "wait_unshard a") == [], "nobody asked for it"
     assert says(world, "pre_forward root stale", "pre_forward a stale") == [
-        *("free root", "gather root", "wait root"),
-        *("free a", "gather a", "wait a"),
+        *("reshard root", "unshard root", "wait root"),
+        *("reshard a", "unshard a", "wait a"),
     ]
     world = before_backward("a", reshard=2)
-    assert says(world, "unshard a", "reshard a") == ["widen a", "drop a"]
+    assert says(world, "unshard a", "reshard a") == ["unshard_secondary a", "cancel a"]
 
 
 def test_parts_of_units_that_the_loss_did_not_reach_are_freed() -> None:
     """With the end of the backward; a prefetch of them is dropped."""
     world = before_backward("a", "b", reshard=2)
     says(world, "pre_backward root", "inputs_reached root")
-    assert say(world, "backward_end root") == ["reduce root", "free a", "drop b", "finish root"]
+    assert say(world, "backward_end root") == ["reduce root", "reshard a", "cancel b", "finish root"]
 
 
 def resident(*names: str, traits: dict[str, Trait] | None = None, **options: object) -> World:
@@ -581,7 +590,7 @@ def test_r34_a_resident_unit_is_gathered_once_in_a_step() -> None:
         world = resident("a", reshard=reshard)
         for _ in range(2):
             commands = [command for command in world.feed(step("a")) if command.endswith(" a")]
-            assert commands == ["gather a", "wait a", "free a", "reduce a"]
+            assert commands == ["unshard a", "wait a", "reshard a", "reduce a"]
 
 
 def test_r34_after_an_evaluation_users_find_shards() -> None:
@@ -601,15 +610,15 @@ def test_r35_a_frozen_resident_unit_is_gathered_once() -> None:
     def of_a(program: list[Report]) -> list[str]:
         return [command for report in program for command in world.report(report) if command.endswith(" a")]
 
-    assert of_a(step("a", traits=frozen)) == ["gather a", "wait a", "shelve a"]
+    assert of_a(step("a", traits=frozen)) == ["unshard a", "wait a", "shelve a"]
     assert of_a(step("a", traits=frozen)) == ["expose a", "shelve a"]
     assert of_a(evaluation("a")) == ["expose a", "shelve a"]
     says(world, "pre_forward root")
-    assert say(world, "pre_forward a stale") == ["free a", "gather a", "wait a"]
+    assert say(world, "pre_forward a stale") == ["reshard a", "unshard a", "wait a"]
     says(world, "post_forward a inputs outputs", "post_forward root outputs", "pre_backward root", "pre_backward a")
     assert say(world, "inputs_reached a none") == ["shelve a"]
     world.report(Report("backward_end"))
-    assert say(world, "reshard a") == ["free a"]
+    assert say(world, "reshard a") == ["reshard a"]
 
 
 def test_r35_two_uses_of_a_frozen_resident_unit() -> None:
@@ -618,4 +627,4 @@ def test_r35_two_uses_of_a_frozen_resident_unit() -> None:
     world = resident("a", "b", traits=frozen)
     program = step("a", "b", "a", traits=frozen)
     commands = [command for report in program for command in world.report(report) if command.endswith(" a")]
-    assert commands == ["gather a", "wait a", "shelve a", "expose a", "shelve a"]
+    assert commands == ["unshard a", "wait a", "shelve a", "expose a", "shelve a"]

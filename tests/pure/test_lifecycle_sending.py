@@ -1,7 +1,7 @@
 """Ranks on which other gradients are absent issue the same messages in the same order. No torch.
 
 Each rank is a world of its own, which hears its own reports: where a gradient is absent, `grads_ready` is missing. What
-is compared is what other ranks see: gather, widen, reduce.
+is compared is what other ranks see: unshard, unshard_secondary, reduce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.pure.test_lifecycle_worlds import (
     step,
 )
 
-MESSAGES = ("gather", "widen", "reduce")
+MESSAGES = ("unshard", "unshard_secondary", "reduce")
 # On a rank: all gradients of a unit, all but one, none of them.
 PRESENT = ("all", "some", "absent")
 

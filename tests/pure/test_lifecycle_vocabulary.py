@@ -53,12 +53,12 @@ def test_a_command_is_told_in_words_that_name_the_module(kind: str) -> None:
     assert told["root"].endswith(" the root module")
     assert told["layers.0"].endswith(" layers.0")
     assert told["3"].endswith(" module 3")
-    assert not {"shelve", "expose", "widen", "narrow", "discard"} & set(told["layers.0"].split())
+    assert not {"shelve", "expose", "unshard_secondary", "reshard_secondary", "reset"} & set(told["layers.0"].split())
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", ">", "> pre_forward", "pre_forward a", "> gather a", "> pre_forward a twice", "  gather a", ">pre_forward a"],
+    ["", ">", "> pre_forward", "pre_forward a", "> cancel a", "> pre_forward a twice", "  unshard a", ">pre_forward a"],
 )
 def test_what_is_no_event_is_refused(text: str) -> None:
     """With what was found."""
@@ -67,7 +67,7 @@ def test_what_is_no_event_is_refused(text: str) -> None:
     assert repr(text) in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "gather", "gather a b", "> pre_forward a", "fetch a"])
+@pytest.mark.parametrize("text", ["", "unshard", "unshard a b", "> pre_forward a", "fetch a"])
 def test_what_is_no_command_is_refused(text: str) -> None:
     """With what was found."""
     with pytest.raises(ValueError, match="command: expected") as error:
@@ -88,7 +88,7 @@ def test_every_event_has_one_rule() -> None:
 def test_the_vocabulary_is_the_documented_one() -> None:
     """The tables in the docstring of events.py name each event and each command once, and nothing else."""
     assert events.__doc__ is not None
-    head, _, tail = events.__doc__.partition("    command   the executor\n")
+    head, _, tail = events.__doc__.partition("    command             the executor\n")
     listed = re.findall(r"^    (\w+(?:, \w+)*)  ", head.partition("the runtime reports that\n")[2], re.MULTILINE)
     assert [name for entry in listed for name in entry.split(", ")] == list(EVENTS)
     assert re.findall(r"^    (\w+)  ", tail, re.MULTILINE) == list(COMMANDS)
@@ -99,12 +99,12 @@ def test_the_vocabulary_is_the_documented_one() -> None:
 # Commands that bring a unit from "sharded" to a record.
 REACH: dict[Full, list[str]] = {
     Full.SHARDED: [],
-    Full.PENDING: ["gather"],
-    Full.FULL: ["gather", "wait"],
-    Full.SHELVED: ["gather", "wait", "shelve"],
-    Full.NARROWED: ["gather", "wait", "narrow"],
+    Full.PENDING: ["unshard"],
+    Full.FULL: ["unshard", "wait"],
+    Full.SHELVED: ["unshard", "wait", "shelve"],
+    Full.SECONDARY: ["unshard", "wait", "reshard_secondary"],
 }
-MOVES = ("gather", "wait", "free", "drop", "shelve", "expose", "narrow", "widen")
+MOVES = ("unshard", "wait", "reshard", "cancel", "shelve", "expose", "reshard_secondary", "unshard_secondary")
 
 
 def documented() -> dict[tuple[Full, str], Full]:
@@ -123,7 +123,7 @@ def test_the_documented_table_is_complete() -> None:
 def test_exactly_the_documented_transitions_are_legal(before: Full, command: str) -> None:
     """Each other pair raises, and says what was expected, what was found, and what came before."""
     checker = CommandChecker()
-    checker.run([("gather", "other"), *((kind, "a") for kind in REACH[before])])
+    checker.run([("unshard", "other"), *((kind, "a") for kind in REACH[before])])
     if (before, command) in documented():
         checker.command(command, "a")
         assert checker.full["a"] is documented()[before, command]
@@ -137,7 +137,7 @@ def test_exactly_the_documented_transitions_are_legal(before: Full, command: str
     assert set(text.partition(" needs ")[2].partition(",")[0].split(" or ")) == legal
 
 
-@pytest.mark.parametrize("command", ["reduce", "hold", "discard"])
+@pytest.mark.parametrize("command", ["reduce", "accumulate", "reset"])
 @pytest.mark.parametrize("before", Full)
 def test_gradients_do_not_depend_on_where_the_weights_are(before: Full, command: str) -> None:
     """Nor do they move them."""
@@ -150,34 +150,36 @@ def test_gradients_do_not_depend_on_where_the_weights_are(before: Full, command:
 def test_a_backward_ends_with_nothing_in_flight() -> None:
     """Whichever unit it is; full and shelved ones may stay."""
     checker = CommandChecker()
-    checker.run([("gather", "root"), ("wait", "root"), ("finish", "root"), ("gather", "b"), ("gather", "c")])
-    with pytest.raises(LifecycleError, match="no gather in flight, found those of b, c"):
+    checker.run([("unshard", "root"), ("wait", "root"), ("finish", "root"), ("unshard", "b"), ("unshard", "c")])
+    with pytest.raises(LifecycleError, match="no all-gather in flight, found those of b, c"):
         checker.command("finish", "root")
 
 
 def test_memory_is_bounded() -> None:
     """Beside what is to stay full. A gather in flight has memory, and so has what is shelved."""
     checker = CommandChecker(max_full=2, stays_full=["root"])
-    checker.run([("gather", "root"), ("gather", "a"), ("wait", "a"), ("gather", "b"), ("shelve", "a")])
-    with pytest.raises(LifecycleError, match="gather c: expected at most 2 units with memory, found a, b, c"):
-        checker.command("gather", "c")
+    checker.run([("unshard", "root"), ("unshard", "a"), ("wait", "a"), ("unshard", "b"), ("shelve", "a")])
+    with pytest.raises(LifecycleError, match="unshard c: expected at most 2 units with memory, found a, b, c"):
+        checker.command("unshard", "c")
     checker = CommandChecker(max_full=1)
-    checker.run([("gather", "a"), ("drop", "a"), ("gather", "b"), ("wait", "b"), ("free", "b"), ("gather", "a")])
+    checker.run(
+        [("unshard", "a"), ("cancel", "a"), ("unshard", "b"), ("wait", "b"), ("reshard", "b"), ("unshard", "a")]
+    )
 
 
 def test_an_error_shows_the_last_ten_commands_of_its_unit() -> None:
     """And of no other."""
     checker = CommandChecker()
     for _ in range(7):
-        checker.run([("gather", "a"), ("drop", "a"), ("gather", "b"), ("drop", "b")])
+        checker.run([("unshard", "a"), ("cancel", "a"), ("unshard", "b"), ("cancel", "b")])
     with pytest.raises(LifecycleError) as error:
         checker.command("wait", "a")
-    assert str(error.value).endswith("last commands: " + ", ".join(["gather", "drop"] * 5))
+    assert str(error.value).endswith("last commands: " + ", ".join(["unshard", "cancel"] * 5))
 
 
 def test_ranks_can_be_compared_by_their_logs() -> None:
     """Every command is noted, in order, those that move nothing too."""
-    commands = [("gather", "a"), ("wait", "a"), ("free", "a"), ("reduce", "a"), ("finish", "root")]
+    commands = [("unshard", "a"), ("wait", "a"), ("reshard", "a"), ("reduce", "a"), ("finish", "root")]
     checker = CommandChecker()
     checker.run(commands)
     assert checker.log == commands

@@ -18,7 +18,7 @@ from fullshard.schedule import Command, CommandChecker, Full, LifecycleError, Ph
 from fullshard.schedule import Use as RecordedUse
 
 # Commands of ours that torch does not have: kept memory is put aside, gradients are kept, a step ends.
-OURS_ALONE = ("shelve", "expose", "hold", "finish", "discard")
+OURS_ALONE = ("shelve", "expose", "accumulate", "finish", "reset")
 
 
 # Fields of the records that no step writes. Every other one belongs to a step, and has to be gone with it.
@@ -33,7 +33,7 @@ UNIT_SETTINGS = frozenset(
         "index",
         "keeps_in_evaluation",
         "name",
-        "narrows",
+        "keeps_secondary",
         "reshard_after_backward",
         "reshard_after_forward",
         "sync",
@@ -250,7 +250,7 @@ class World:
         }
         for name, unit in self.units.items():
             unit.empty = name in set(empty)
-            unit.narrows = reshard is not None and not isinstance(reshard, bool)
+            unit.keeps_secondary = reshard is not None and not isinstance(reshard, bool)
             unit.frees_late = trait_of(traits or {}, name).gradients in ("none", "mixed")
             unit.trainable = trait_of(traits or {}, name).gradients != "none"
         self["root"].keeps_in_evaluation = reshard is not None or root_kept
@@ -314,7 +314,7 @@ class World:
         if kind == "backward_end":
             present = [u.name in self.arrived or (u.name in self.held and u.sync) for u in run.units]
             return rules.backward_end(run, unit, present, spent="spent" in flags)
-        if kind == "abandon":
+        if kind == "reset":
             self.uses.forget()
         commands = getattr(rules, kind)(run, unit, **dict.fromkeys(flags, True))
         return commands
@@ -325,10 +325,10 @@ class World:
         if kind != "finish" or self.run.is_last_backward:
             # A gather may stay in flight between backwards of one step; the checker cannot know of that.
             self.checker.command(kind, name)
-        if kind in ("reduce", "hold"):
+        if kind in ("reduce", "accumulate"):
             self.arrived.discard(name)
             (self.held.discard if kind == "reduce" else self.held.add)(name)
-        elif kind in ("finish", "discard"):
+        elif kind in ("finish", "reset"):
             self.arrived.clear()
 
     @property
@@ -359,7 +359,7 @@ def test_a_world_notices_an_illegal_command() -> None:
     world = World("a")
     world.feed([Report("unshard", "a")])
     world["a"].full = Full.FULL
-    with pytest.raises(LifecycleError, match="a: free needs FULL or SHELVED or NARROWED, found PENDING"):
+    with pytest.raises(LifecycleError, match="a: reshard needs FULL or SHELVED or SECONDARY, found PENDING"):
         world.feed([Report("reshard", "a")])
 
 

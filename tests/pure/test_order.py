@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fullshard.guard import Action, Order, Question, deviation, disagreement, parse_action, parse_question
 
-KINDS = ("gather", "reduce")
+KINDS = ("unshard", "reduce")
 
 
 def action(kind: str, index: int, *flags: str, family: int = 0, sizes: str = "") -> Action:
@@ -36,7 +36,7 @@ class Loop:
     trained: bool = False
 
     def add(self, kind: str, index: int, *flags: str) -> None:
-        if kind == "gather" and index == 0:
+        if kind == "unshard" and index == 0:
             if "eval" not in flags and not self.trained:
                 flags = ("train", *flags)
             self.trained = "eval" not in flags
@@ -46,14 +46,14 @@ class Loop:
 
     def forward(self, order: Sequence[int]) -> None:
         for index in order:
-            self.add("gather", index)
+            self.add("unshard", index)
 
     def micro_batch(self, order: Sequence[int], *, sync: bool = True) -> None:
         """Forward and backward: in backward each unit but the root is gathered before that after it is reduced."""
         self.forward([0, *order])
         back = list(reversed(order))
         for position, index in enumerate(back):
-            self.add("gather", index)
+            self.add("unshard", index)
             if position and sync:
                 self.add("reduce", back[position - 1])
         if sync:
@@ -65,7 +65,7 @@ class Loop:
 
     def evaluate(self, batches: int) -> None:
         for _ in range(batches):
-            self.add("gather", 0, "eval")
+            self.add("unshard", 0, "eval")
             self.forward(range(1, self.units))
 
 
@@ -286,7 +286,7 @@ def test_the_history_is_bounded() -> None:
         return sum(len(script.actions) for known in order._scripts.values() for script in known)
 
     for place in range(5000):
-        order.enter(action("gather", place % 700, *["eval"] * (place % 3 == 0)))
+        order.enter(action("unshard", place % 700, *["eval"] * (place % 3 == 0)))
         assert kept() <= 100 and order._kept == kept() and len(order._new) <= 100
     most = max(map(len, order._scripts.values()), default=0)
     assert most <= 8
@@ -365,7 +365,7 @@ def test_any_divergence_is_found_before_a_message_of_it(
     who = data.draw(st.integers(0, world - 1))
     assert callable(diverge)
     # Something follows on all ranks: without any message after it nothing can be noticed, and nothing is wrong.
-    tail = [action("gather", 0, "eval"), action("gather", 1), action("gather", 0, "eval", "stepped")]
+    tail = [action("unshard", 0, "eval"), action("unshard", 1), action("unshard", 0, "eval", "stepped")]
     programs = [[*(diverge(cycle, at) if rank == who else cycle), *tail] for rank in range(world)]
     found = ranks.run(programs)
     if programs[who] == programs[(who + 1) % world]:  # two equal units swapped
@@ -416,7 +416,7 @@ def test_a_rank_that_follows_does_not_ask_and_one_that_deviates_does() -> None:
 @given(
     st.builds(
         Action,
-        st.sampled_from(["gather", "widen", "reduce", "form"]),
+        st.sampled_from(["unshard", "unshard_secondary", "reduce", "form"]),
         st.integers(0, 9),
         st.integers(0, 999),
         st.sampled_from(["root", "layers.0", "a+b"]),
@@ -434,7 +434,7 @@ def test_actions_and_questions_are_printed_and_read_back(printed: Action, place:
     assert parse_question(str(question)) == question
 
 
-@pytest.mark.parametrize("text", ["", "gather", "gather 0 root x", "gather a.b root x", "gather 0.1 root x loudly"])
+@pytest.mark.parametrize("text", ["", "unshard", "unshard 0 root x", "unshard a.b root x", "unshard 0.1 root x loudly"])
 def test_other_texts_are_no_actions(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         parse_action(text)
@@ -443,7 +443,7 @@ def test_other_texts_are_no_actions(text: str) -> None:
 
 
 def test_what_is_said_about_units_in_another_order() -> None:
-    first, second = action("gather", 1), action("gather", 2)
+    first, second = action("unshard", 1), action("unshard", 2)
     questions = {0: Question(7, second, first), 1: Question(9, action("reduce", 0), None), 2: Question(7, first, first)}
     assert disagreement(questions) == (
         "unit2: expected all ranks to gather the parameters of unit1 (float32*32), as in the steps before "
@@ -461,16 +461,16 @@ def test_what_is_said_about_units_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "advice"),
     [
-        (action("gather", 0, "stepped"), action("gather", 0), "call optimizer.step() on all ranks alike"),
-        (action("gather", 0, "eval"), action("gather", 0, "stepped"), "fullshard.joined"),
-        (action("gather", 0), action("reduce", 2), "as many forwards and backwards"),
+        (action("unshard", 0, "stepped"), action("unshard", 0), "call optimizer.step() on all ranks alike"),
+        (action("unshard", 0, "eval"), action("unshard", 0, "stepped"), "fullshard.joined"),
+        (action("unshard", 0), action("reduce", 2), "as many forwards and backwards"),
         (action("reduce", 1), action("reduce", 1, sizes="float16*3"), "the same dtype, requires_grad"),
         (action("reduce", 1), action("reduce", 1, "added"), "call zero_grad() on all ranks alike"),
         (action("reduce", 1, "added"), action("reduce", 1, "cleared"), "call zero_grad() on all ranks alike"),
-        (action("gather", 1), action("full", 0), "call them on all ranks"),
+        (action("unshard", 1), action("full", 0), "call them on all ranks"),
         (action("open", 0, sizes="4*ab"), action("reduce", 2), "call them on all ranks"),
         (action("full", 0), action("full", 0, sizes="3x2"), "the same parameters in the same order"),
-        (action("form", 0), action("gather", 0), "the same models in the same order"),
+        (action("form", 0), action("unshard", 0), "the same models in the same order"),
     ],
 )
 def test_advice_is_for_what_differs(one: Action, other: Action, advice: str) -> None:

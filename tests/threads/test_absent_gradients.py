@@ -83,7 +83,7 @@ def test_gradients_absent_on_some_ranks_do_not_mix_messages(shared: bool, absent
                 loss(model, rank, step, absent).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return collect(model, optimizer), [c for c in trace.commands if c[0] in ("gather", "reduce")]
+        return collect(model, optimizer), [c for c in trace.commands if c[0] in ("unshard", "reduce")]
 
     for world in (2, 3):
         results = run_ranks(world, rank_main)

@@ -172,7 +172,9 @@ def test_who_imported_before_is_named(put_back: dict[tuple[str, str], Any], monk
     early = types.ModuleType("an_early_library")
     early.shard_it = torch_fsdp.fully_shard  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "an_early_library", early)
-    with pytest.warns(UserWarning, match=r"expected no module .* found .*an_early_library\.shard_it.*, which still call"):
+    with pytest.warns(
+        UserWarning, match=r"expected no module .* found .*an_early_library\.shard_it.*, which still call"
+    ):
         fullshard.install()
     with fullshard.install():  # it was said
         pass
@@ -418,7 +420,7 @@ def test_commands_are_ranges_of_a_profile_only_while_it_runs(monkeypatch: pytest
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             model(_inputs(0, 0)).sum().backward()
         seen = {event.key for event in profile.key_averages() if event.key.startswith("fullshard::")}
-        assert seen == set(made) and {"fullshard::gather (0)", "fullshard::reduce (2)"} <= seen
+        assert seen == set(made) and {"fullshard::unshard (0)", "fullshard::reduce (2)"} <= seen
         number = len(made)
         model(_inputs(0, 0)).sum().backward()
         assert len(made) == number

@@ -274,25 +274,27 @@ def test_after_an_evaluation(impl: Implementation) -> None:
         with record(model) as trace, torch.no_grad():
             model(batch(rank, 0))
         kinds = {kind for kind, _ in trace.commands}
-        assert "widen" in kinds and "gather" not in kinds, "the next evaluation gathers from the block alone"
-        assert all(u.channels.narrowing.parts[0].memory.live_nbytes for u in root.units)
+        assert "unshard_secondary" in kinds and "unshard" not in kinds, (
+            "the next evaluation gathers from the block alone"
+        )
+        assert all(u.channels.secondary.parts[0].memory.live_nbytes for u in root.units)
 
     run(rank_main, impl, world=4)
 
 
 def test_a_part_is_there_only_while_it_is_kept() -> None:
-    """From `narrow` to the end of the gather over the block; bytes of the compute dtype, as the layout says."""
+    """From `reshard_secondary` to the end of the all-gather over the block; bytes of the compute dtype."""
 
     def rank_main(rank: int) -> None:
         model = build(2, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         unit = unit_of(model.layers[1])
 
         def kept_nbytes() -> int:
-            return sum(narrowed.memory.live_nbytes for narrowed in unit.channels.narrowing.parts)
+            return sum(part.memory.live_nbytes for part in unit.channels.secondary.parts)
 
         loss = model(batch(rank, 0)).float().sum()
         assert unit.groups[0].memory.live_nbytes == 0
-        assert kept_nbytes() == unit.channels.narrowing.parts[0].pack.padded_local_numel * 2
+        assert kept_nbytes() == unit.channels.secondary.parts[0].pack.padded_local_numel * 2
         assert {p.dtype for p in model.layers[1].parameters()} == {torch.bfloat16}
         at: dict[str, int] = {}
         unit.root.executor.listeners.append(
@@ -300,8 +302,8 @@ def test_a_part_is_there_only_while_it_is_kept() -> None:
         )
         loss.backward()
         assert (
-            at["wait"] == unit.channels.narrowing.parts[0].pack.padded_local_numel * 2
-            and at["free"] == 0
+            at["wait"] == unit.channels.secondary.parts[0].pack.padded_local_numel * 2
+            and at["reshard"] == 0
             and kept_nbytes() == 0
         )
 

@@ -46,7 +46,7 @@ def _live(model: Any) -> dict[str, int]:
 def _gathers(model: Any, run: Callable[[], object]) -> list[str]:
     with record(model) as trace:
         run()
-    return [unit for kind, unit in trace.commands if kind == "gather"]
+    return [unit for kind, unit in trace.commands if kind == "unshard"]
 
 
 def _step(model: Any) -> None:

@@ -68,20 +68,20 @@ def test_a_rank_that_failed_is_named_while_others_wait() -> None:
     def ranks(rank: int) -> tuple[str, float]:
         scope = _scope()
         if rank == 1:
-            scope.doing, scope.step = "the gather of layers.3", lambda: 7
+            scope.doing, scope.step = "the all-gather of layers.3", lambda: 7
             scope.publish("raised", "ValueError: no such token")
             return "", 0.0
         begun = time.monotonic()
         with pytest.raises(PeerFailed) as caught:
-            scope.agree("order", "gather layers.4")
+            scope.agree("order", "unshard layers.4")
         error = caught.value
-        assert (error.rank, error.step, error.unit) == (1, 7, "the gather of layers.3")
+        assert (error.rank, error.step, error.unit) == (1, 7, "the all-gather of layers.3")
         assert "no such token" in error.text
         return str(error), time.monotonic() - begun
 
     text, seconds = run_ranks(2, ranks)[0]
     assert text == (
-        "expected every rank to take part in order, found that rank 1 raised at step 7 in the gather of layers.3: "
+        "expected every rank to take part in order, found that rank 1 raised at step 7 in the all-gather of layers.3: "
         "ValueError: no such token"
     )
     assert seconds < 2
@@ -100,7 +100,7 @@ def test_the_rank_that_failed_is_named_and_not_one_that_followed() -> None:
             while not store.check(["followed"]):
                 time.sleep(0.001)
         with pytest.raises(PeerFailed) as caught:
-            scope.agree("order", "gather layers.4")
+            scope.agree("order", "unshard layers.4")
         if rank == 1:
             store.set("followed", "")
             assert scope.failed is None
@@ -131,17 +131,17 @@ def test_an_exception_in_a_question_is_told(at: int) -> None:
 
             scope.watch.records.store = Interrupted()  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
-                scope.agree("order", "gather layers.4")
+                scope.agree("order", "unshard layers.4")
             scope.watch.records.store = store
         else:
             try:
-                scope.agree("order", "gather layers.4")
+                scope.agree("order", "unshard layers.4")
             except PeerFailed as error:
                 assert error.rank == 1 and "KeyboardInterrupt" in error.text
         # Where the other one had its answer already it hears of the failure in its next wait.
         if not scope.must_meet:
             with pytest.raises(PeerFailed, match="KeyboardInterrupt"):
-                scope.agree("order", "gather layers.5")
+                scope.agree("order", "unshard layers.5")
         scope.meet()
         return [scope.epoch, scope.asked, scope.agree("again", "same"), scope.agree("what", str(rank))]
 
@@ -164,16 +164,16 @@ def test_nobody_finds_a_question_answered_that_another_rank_gave_up() -> None:
 
             scope.watch.records.store = _But(store, check=check)  # type: ignore[assignment]
             with pytest.raises(PeerFailed, match="it was lost"):
-                scope.agree("order", "gather layers.4")
+                scope.agree("order", "unshard layers.4")
             scope.watch.records.store = store
             store.set("gave up", "")
         else:
             while not store.check(["gave up"]):
                 time.sleep(0.001)
             with pytest.raises(PeerFailed, match="it was lost"):
-                scope.agree("order", "gather layers.4")
+                scope.agree("order", "unshard layers.4")
         scope.meet()
-        return str(scope.agree("order", "gather layers.4"))
+        return str(scope.agree("order", "unshard layers.4"))
 
     assert run_ranks(2, ranks) == ["None"] * 2
 
@@ -199,11 +199,11 @@ def test_a_meeting_begins_an_epoch() -> None:
                 scope.publish("raised", "ValueError: a bad token")
             else:
                 with pytest.raises(PeerFailed, match="a bad token"):
-                    scope.agree("order", "gather layers.4")
+                    scope.agree("order", "unshard layers.4")
             assert scope.must_meet
             renews = scope.meet()
             assert renews and not scope.must_meet and not scope.causes() and scope.failed is None
-            assert scope.agree("order", "gather layers.4") is None
+            assert scope.agree("order", "unshard layers.4") is None
         return [scope.epoch, scope.renewed]
 
     assert run_ranks(3, ranks) == [[3, 3]] * 3
@@ -245,7 +245,7 @@ def test_who_raised_where_all_raised_may_go_on() -> None:
         scope.watch.post()
         assert scope.causes()
         time.sleep(0.2 * rank)
-        found = scope.agree("order", "gather layers.4")
+        found = scope.agree("order", "unshard layers.4")
         return found, scope.must_meet
 
     assert run_ranks(2, ranks) == [(None, True)] * 2
@@ -269,7 +269,7 @@ def test_of_several_things_that_a_rank_said_the_last_one_knows_most() -> None:
         dist.barrier()
         scope.watch.post()
         with pytest.raises(PeerFailed) as caught:
-            scope.agree("order", "gather layers.4")
+            scope.agree("order", "unshard layers.4")
         assert len(scope.causes()) == 1
         return caught.value.text
 
@@ -291,7 +291,7 @@ def test_what_is_told_before_a_rank_is_there_is_heard_when_it_comes() -> None:
             time.sleep(0.001)
         here.post()
         with pytest.raises(PeerFailed) as caught:
-            _scope().agree("order", "gather layers.4")
+            _scope().agree("order", "unshard layers.4")
         dist.barrier()
         return caught.value.text
 
@@ -306,7 +306,7 @@ def test_a_ring_of_ranks_each_of_which_waits_for_the_next(world: int) -> None:
         scope = scope_of(sorted((rank, (rank + 1) % world)))
         assert scope is not None
         with pytest.raises(RanksDisagree) as caught:
-            scope.agree("order", "gather layers.4")
+            scope.agree("order", "unshard layers.4")
         return str(caught.value)
 
     found = run_ranks(world, ranks)
@@ -323,7 +323,7 @@ def test_ranks_that_wait_in_different_ways_are_told() -> None:
                 wait = Wait("connect", scope, "the connections of data", name="data", ranks=scope.ranks)
                 wait_until(lambda: False, wait)
             else:
-                scope.agree("order", "gather layers.4")
+                scope.agree("order", "unshard layers.4")
         return str(caught.value)
 
     found = run_ranks(2, ranks)
@@ -341,7 +341,7 @@ def test_a_wait_ends_with_the_limit_of_the_process_group() -> None:
         scope = _scope()
         scope.watch.settings = replace(scope.watch.settings, limit_seconds=1.5)
         if rank == 1:
-            scope.doing = "the gather of layers.3"
+            scope.doing = "the all-gather of layers.3"
             begun = time.monotonic()
             scope.watch.post()
             while time.monotonic() - begun < 4:
@@ -349,14 +349,14 @@ def test_a_wait_ends_with_the_limit_of_the_process_group() -> None:
                 time.sleep(0.02)
             return ""
         with pytest.raises(PeerFailed) as caught:
-            scope.agree("order", "gather layers.4")
+            scope.agree("order", "unshard layers.4")
         assert caught.value.rank == 1
         return str(caught.value)
 
     text = run_ranks(2, ranks)[0]
     assert re.search(
         r"found that rank 1 did not come to order for [2-4] s, the time limit of the process group: it is rank 1 in "
-        r"the gather of layers.3 \(.*test_scope.py:\d+ in ranks\)",
+        r"the all-gather of layers.3 \(.*test_scope.py:\d+ in ranks\)",
         text,
     ), text
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fullshard import MixedPrecisionPolicy, full_params, fully_shard, materialize, report
 from fullshard.comm import BufferPool, Dtypes, Links, ShardGroup, reduce_channel
 from fullshard.comm.message import MessageReduce
-from fullshard.layout import Pack, ShardLayout
+from fullshard.layout import FlatLayout, ShardLayout
 from fullshard.policy import Controls, use_options
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
@@ -248,7 +248,7 @@ def test_the_dim_changes_no_bit() -> None:
 def test_gradients_of_any_strides_and_offset_are_sent_alike() -> None:
     """Autograd hands over what it got: parts of larger tensors; those of DTensors may have any strides."""
     layouts = [ShardLayout(shape, dim, 3) for shape, dim in (((5, 3), 1), ((4, 6, 2), 1), ((7, 3), 0), ((6, 2), 0))]
-    pack = Pack.build(layouts, 4)
+    pack = FlatLayout.build(layouts, 4)
     whole = [torch.randn(layout.shape) for layout in layouts]
 
     def offset(t: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def test_a_failure_of_one_root_discards_its_own_reductions() -> None:
         # In the middle of the backward of the first, with its reductions in flight, the second one's are discarded.
         first[0].linear.weight.register_post_accumulate_grad_hook(lambda _: None)
         hidden.register_hook(lambda _: None)
-        first[1].register_full_backward_pre_hook(lambda *_: root.abandon())
+        first[1].register_full_backward_pre_hook(lambda *_: root.reset())
         hidden.sum().backward()
         assert all(torch.equal(p.grad.full_tensor(), e) for p, e in zip(first.parameters(), expected, strict=True))
 
@@ -161,9 +161,9 @@ def test_an_embedding_is_not_gathered_in_backward(impl: Implementation) -> None:
             with record(model) as trace:
                 model(torch.tensor([1, 2])).sum().backward()
             assert [kind for kind, unit in trace.commands if unit == "embedding"] == [
-                "gather",
+                "unshard",
                 "wait",
-                "free",
+                "reshard",
                 "reduce",
             ]
 
@@ -239,7 +239,7 @@ def test_set_unshard_async_op(impl: Implementation) -> None:
         assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
         if traces:
             assert traces[0] == traces[1] == traces[2]
-            first = traces[0].index("  gather 1")
+            first = traces[0].index("  unshard 1")
             assert traces[0][first:].index("  wait 1") > 1, "in flight over the forward of the unit before it"
             with pytest.raises(TypeError, match="async_op: expected a bool, found 1"):
                 model._set_unshard_async_op(1)
@@ -281,9 +281,9 @@ def test_prefetch_lists_have_an_effect(impl: Implementation) -> None:
         with record(model) as trace:
             model(_batch(0, rank)).sum().backward()
         forward = trace.lines.index("> pre_forward 0")
-        assert trace.lines[forward + 1 : forward + 5] == ["  gather 0", "  wait 0", "  gather 2", "  gather 3"]
+        assert trace.lines[forward + 1 : forward + 5] == ["  unshard 0", "  wait 0", "  unshard 2", "  unshard 3"]
         backward = trace.lines.index("> pre_backward 3")
-        assert trace.lines[backward + 1 : backward + 5] == ["  gather 3", "  wait 3", "  gather 1", "  gather 0"]
+        assert trace.lines[backward + 1 : backward + 5] == ["  unshard 3", "  wait 3", "  unshard 1", "  unshard 0"]
 
     run(rank_main, impl)
 

@@ -161,7 +161,7 @@ def test_one_gather_one_wait_and_one_reduction_for_a_list() -> None:
                 loss.backward()
             return [kind for kind, name in trace.commands if name == unit]
 
-        once = ["gather", "wait", "free"]
+        once = ["unshard", "wait", "reshard"]
         for _ in range(2):
             assert commands("norm head") == [*once, *once, "reduce"]
             # Two uses, in the forward of the model, which ends without the head, and for all chunks; one message.

@@ -195,8 +195,8 @@ def _(rank: int, title: str) -> None:
     row.mend()
     (few,) = row.see()
     # 7 linears, 3 blocks with a norm each and the root; then 3 blocks and the root, which is gathered once.
-    assert (many["gather"], many["reduce"]) == (2 * 10 + 1, 11)
-    assert (few["gather"], few["reduce"]) == (2 * 3 + 1, 4)
+    assert (many["unshard"], many["reduce"]) == (2 * 10 + 1, 11)
+    assert (few["unshard"], few["reduce"]) == (2 * 3 + 1, 4)
 
 
 @symptom("Parameters stay full after forward")

@@ -310,7 +310,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._units(recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.record.reshard_after_forward = reshard_after_forward
-            unit.record.narrows = False
+            unit.record.keeps_secondary = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to reshard after backward. Parameters kept full are all-gathered again once the shards change."""
@@ -390,7 +390,7 @@ class FSDPModule(TorchFSDPModule):
             raise RuntimeError(
                 f"reset_iter_state: expected the root module, found {unit.record.name} below it; call it on the root"
             )
-        root.abandon()
+        root.reset()
 
     # ---- nn.Module methods ---------------------------------------------------------------------------------
 

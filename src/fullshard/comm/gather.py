@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import allocate_for
-from ..layout import GatherPlan, Pack
+from ..layout import FlatLayout, GatherPlan
 from ..policy import CustomComm
 from .data_group import DataGroup, drain
 from .group import SUM, ShardGroup, Work
@@ -106,7 +106,7 @@ class _CopyOut(NamedTuple):
     full_strides: tuple[int, ...]
 
 
-def _copies_out(pack: Pack, plan: GatherPlan) -> list[_CopyOut]:
+def _copies_out(pack: FlatLayout, plan: GatherPlan) -> list[_CopyOut]:
     """The copies of packed parameters out of the staging buffer; their number does not depend on the world size."""
     span = plan.packed_span(pack).numel
     copies = []
@@ -137,7 +137,7 @@ class PlannedGather:
     def __init__(
         self,
         group: ShardGroup,
-        pack: Pack,
+        pack: FlatLayout,
         plan: GatherPlan,
         flat: Tensor,  # (padded_local_numel,) storage dtype
         full: FullMemory,

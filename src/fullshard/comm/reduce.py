@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..guard import node, same_on_all, scope_of
-from ..layout import Pack, ReduceLayout, ShardLayout, direct_gradients, exchanges_gradients
+from ..layout import FlatLayout, ReduceLayout, ShardLayout, direct_gradients, exchanges_gradients
 from ..policy import Controls, Scale, resolve_scale
 from .comparison import Comparison
 from .data_group import GRADIENTS_TAG, drain
@@ -404,7 +404,7 @@ def _on_several_nodes(links: Links) -> bool:
 
 def reduce_channel(
     links: Links,
-    pack: Pack,
+    pack: FlatLayout,
     direct: tuple[int, ...],
     dtypes: Dtypes,
     pool: BufferPool,

@@ -114,7 +114,7 @@ class ReduceChannel(Protocol):
         keep: bool = False,
         carried: Comparison | None = None,
     ) -> Reduction:
-        """Send `gradients`, one full gradient (unpadded shape) per parameter of the pack or None.
+        """Send `gradients`, one full gradient (unpadded shape) per parameter of the flat layout or None.
 
         `accumulated`: they are sums over several backwards in the reduce dtype. The gradients may be freed on return.
         `partials`: results of earlier reductions with `keep`, per parameter; they are added, and stay the caller's.

@@ -28,8 +28,8 @@ from ..comm import (
     direct_of,
     reduce_channel,
 )
-from ..layout import GatherPlan, Pack
-from ..param import ExtensionGroup, NarrowedGroup, OwnedMemory, ParamGroup
+from ..layout import FlatLayout, GatherPlan
+from ..param import ExtensionGroup, OwnedMemory, ParamGroup, SecondaryGroup
 from ..policy import Controls
 
 # ---- channels --------------------------------------------------------------------------------------------------------
@@ -59,14 +59,14 @@ class Channels(NamedTuple):
         shard.release()
         return OffloadedGather(inner, group.flat, shard, self.host_link)
 
-    def widen(self, group: ParamGroup, part: NarrowedGroup, block: Block) -> GatherChannel:
-        """The all-gather from the parts of `group` that the ranks of `block` keep to its full parameters."""
+    def gather_secondary(self, group: ParamGroup, part: SecondaryGroup, block: Block) -> GatherChannel:
+        """The all-gather from the secondary shards of `group`, over the ranks of `block`, to its full parameters."""
         part.memory.allocate()
         channel = self._from(part.memory.flat, group, part.pack, block.group)
         part.memory.release()
         return channel
 
-    def _from(self, flat: Tensor, group: ParamGroup, pack: Pack, shard: ShardGroup) -> PlannedGather | CastGather:
+    def _from(self, flat: Tensor, group: ParamGroup, pack: FlatLayout, shard: ShardGroup) -> PlannedGather | CastGather:
         if shard.world == 1:
             return CastGather(flat, group.memory)
         plan, pool, custom = group.plan, self.pool, self.controls.gather
@@ -85,7 +85,7 @@ class Channels(NamedTuple):
         gathered = {place for place, i in enumerate(group.trainable) if i in group.plan.direct}
         strategy = self.controls.strategy(self.communication)
         direct = direct_of(links, strategy, layouts, gathered, precision.wire.itemsize)
-        pack = Pack.build(layouts, group.pack.align_numel, names=names, first=direct)
+        pack = FlatLayout.build(layouts, group.pack.align_numel, names=names, first=direct)
         channel = reduce_channel(
             links,
             pack,
@@ -98,14 +98,14 @@ class Channels(NamedTuple):
         return channel if self.host_link is None else OffloadedReduce(channel, self.host_link)
 
 
-# ---- narrowing -------------------------------------------------------------------------------------------------------
-# The parts that groups keep between forward and backward with an integer `reshard_after_forward`.
+# ---- secondary shards ------------------------------------------------------------------------------------------------
+# What groups keep between forward and backward with an integer `reshard_after_forward` (hpZ).
 #
 # A group without a block (its ranks are the k ranks) is freed completely and gathered from all ranks.
 
 
-class Narrowing:
-    """`groups[i]` keeps `parts[i]`, and `widens[i]` gathers it from there; from all ranks if the part is None."""
+class SecondaryShards:
+    """`groups[i]` keeps `parts[i]`, and `gathers[i]` gathers it from there; from all ranks if the part is None."""
 
     def __init__(
         self,
@@ -115,16 +115,16 @@ class Narrowing:
         channels: Channels | None = None,
     ) -> None:
         self._groups = groups
-        self.parts: list[NarrowedGroup | None] = []
-        self.widens: list[GatherChannel] = []
+        self.parts: list[SecondaryGroup | None] = []
+        self.gathers: list[GatherChannel] = []
         for group, link, gather in zip(groups, links, gathers, strict=True):
             part = None
             if link.block is not None:
                 assert channels is not None
-                part = NarrowedGroup(group, link.block.mesh)
-                gather = channels.widen(group, part, link.block)
+                part = SecondaryGroup(group, link.block.mesh)
+                gather = channels.gather_secondary(group, part, link.block)
             self.parts.append(part)
-            self.widens.append(gather)
+            self.gathers.append(gather)
         self.kept = [part for part in self.parts if part is not None]
 
     @property
@@ -174,8 +174,8 @@ class UnitChannels:
         self._factory: Channels | None = None
         self._links: Sequence[Links] = ()
         self.gathers: list[GatherChannel] = []
-        # The parts kept between forward and backward.
-        self.narrowing = Narrowing()
+        # What is kept between forward and backward.
+        self.secondary = SecondaryShards()
         # Channels of the current or last gather.
         self.arriving: list[GatherChannel] = []
         # Per group: trainable positions -> channel.
@@ -189,9 +189,9 @@ class UnitChannels:
         return self._pool is not None
 
     @property
-    def arrive_from_parts(self) -> bool:
-        """Whether the last gather was from kept parts."""
-        return self.arriving is self.narrowing.widens
+    def arrive_from_secondary(self) -> bool:
+        """Whether the last all-gather was from secondary shards."""
+        return self.arriving is self.secondary.gathers
 
     def use(self, pool: BufferPool, communication: str) -> None:
         """Take buffers from `pool`; `communication` is the default strategy of the unit."""
@@ -203,7 +203,7 @@ class UnitChannels:
         factory = Channels(self._pool, self._communication, controls, self._device, self._host_link)
         with torch.inference_mode(False):
             self.gathers = [factory.gather(group, link) for group, link in zip(self._groups, links, strict=True)]
-            self.narrowing = Narrowing(self._groups, links, self.gathers, factory)
+            self.secondary = SecondaryShards(self._groups, links, self.gathers, factory)
         self._factory, self._links = factory, links
         self.times_made += 1
         self.arriving = self.gathers

@@ -94,22 +94,22 @@ class Executor:
         self.stepping = Stepping()
         # Facts that travel with the first reduction of a backward; set by the root.
         self.facts: StepFacts
-        # Whether this is not the last backward (`set_is_last_backward(False)`), so gathers may be in flight at its end.
+        # Whether this is not the last backward (`set_is_last_backward(False)`): prefetches may be pending at its end.
         self.may_stay_pending: Callable[[], bool] = lambda: False
         self.listeners: list[Callable[[Command], None]] = []
         self._actions: dict[str, Callable[[Unit], None]] = {
-            "gather": self._gather,
+            "unshard": self._unshard,
             "wait": self._wait,
-            "free": self._free,
-            "drop": self._drop,
+            "reshard": self._reshard,
+            "cancel": self._cancel,
             "shelve": self._shelve,
             "expose": self._expose,
-            "narrow": self._narrow,
-            "widen": self._widen,
+            "reshard_secondary": self._reshard_secondary,
+            "unshard_secondary": self._unshard_secondary,
             "reduce": self._reduce,
-            "hold": self._hold,
+            "accumulate": self._accumulate,
             "finish": self._finish,
-            "discard": self._discard,
+            "reset": self._reset,
         }
 
     def run(self, commands: Sequence[Command]) -> None:
@@ -140,19 +140,19 @@ class Executor:
 
         The next event discards the failed step according to those notes. So memory noted as freed must be freed, also
         for the failed command, which may have been refused because a peer failed. Messages noted as arrived must be
-        dropped, or the next gather would wait for them. No event follows the end of a backward, so `finish` is
+        dropped, or the next all-gather would wait for them. No event follows the end of a backward, so `finish` is
         discarded here.
         """
         if self._checker is not None:
             for command in commands[1:]:
                 self._checker.command(command.kind, command.unit.name)
         for command in commands:
-            if command.kind in ("free", "drop", "shelve"):
+            if command.kind in ("reshard", "cancel", "shelve"):
                 self._actions[command.kind](self.units[command.unit.index])
             elif command.kind == "wait":
-                self._drop(self.units[command.unit.index])
+                self._cancel(self.units[command.unit.index])
         if commands[-1].kind == "finish":
-            self._discard(self.units[commands[-1].unit.index])
+            self._reset(self.units[commands[-1].unit.index])
 
     @property
     def replicating_nbytes(self) -> int:
@@ -184,21 +184,21 @@ class Executor:
 
     # ---- full parameters -----------------------------------------------------------------------------------
 
-    def _gather(self, unit: Unit) -> None:
+    def _unshard(self, unit: Unit) -> None:
         unit.repair()
         assert unit.root is not None
         unit.staleness.note(unit.root.thread)
         if self._order is not None:
-            self._order.gather(unit)
+            self._order.unshard(unit)
         self._issue(unit, unit.channels.gathers)
 
-    def _widen(self, unit: Unit) -> None:
-        # The kept parts stem from the last gather, so its noted versions stay valid. Modules show shards during the
-        # gather, so that users find shards if this backward fails.
-        unit.channels.narrowing.show_shards()
+    def _unshard_secondary(self, unit: Unit) -> None:
+        # The secondary shards stem from the last all-gather, so its noted versions stay valid. Modules show shards in
+        # the meantime, so that users find shards if this backward fails.
+        unit.channels.secondary.show_shards()
         if self._order is not None:
-            self._order.widen(unit)
-        self._issue(unit, unit.channels.narrowing.widens)
+            self._order.unshard_secondary(unit)
+        self._issue(unit, unit.channels.secondary.gathers)
 
     def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
         unit.channels.arriving = channels
@@ -210,22 +210,22 @@ class Executor:
         for channel in unit.channels.arriving:
             channel.complete()
         unit.show_full()
-        if unit.channels.narrowing.kept:
-            unit.channels.narrowing.release()
+        if unit.channels.secondary.kept:
+            unit.channels.secondary.release()
 
-    def _free(self, unit: Unit) -> None:
+    def _reshard(self, unit: Unit) -> None:
         unit.show_shards()
         for group in unit.groups:
             group.memory.release()
-        if unit.channels.narrowing.kept:
-            unit.channels.narrowing.release()
+        if unit.channels.secondary.kept:
+            unit.channels.secondary.release()
 
-    def _drop(self, unit: Unit) -> None:
+    def _cancel(self, unit: Unit) -> None:
         for channel in unit.channels.arriving:
             channel.cancel()
-        if unit.channels.arrive_from_parts:
-            if unit.channels.narrowing.kept:
-                unit.channels.narrowing.release()
+        if unit.channels.arrive_from_secondary:
+            if unit.channels.secondary.kept:
+                unit.channels.secondary.release()
 
     def _shelve(self, unit: Unit) -> None:
         unit.show_shards()
@@ -233,8 +233,8 @@ class Executor:
     def _expose(self, unit: Unit) -> None:
         unit.show_full()
 
-    def _narrow(self, unit: Unit) -> None:
-        unit.channels.narrowing.keep()
+    def _reshard_secondary(self, unit: Unit) -> None:
+        unit.channels.secondary.keep()
 
     # ---- gradients -----------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Executor:
         while sum(f.reduction.keeps_send_buffer for f in replicating) + len(in_flight) >= send_buffers:
             self._advance_oldest(replicating)
 
-    def _hold(self, unit: Unit) -> None:
+    def _accumulate(self, unit: Unit) -> None:
         self._touched[unit] = None
         self._waiting_nbytes -= self._waiting.pop(unit, 0)
         unit.gradients.arrived = 0
@@ -397,7 +397,7 @@ class Executor:
                         self.facts.hooked(unit, position, param.name)
         self.stepping.finish({unit: [param for _, param in params] for unit, params in arrived.items()})
 
-    def _discard(self, root: Unit) -> None:
+    def _reset(self, root: Unit) -> None:
         for flights in self.shared.all_in_flight:
             for _ in range(len(flights)):
                 flight = flights.popleft()

@@ -225,7 +225,7 @@ class _Lane:
         known = [
             (kind, unit.record.index, unit.record.name, sizes)
             for unit, positions in self._members.items()
-            for kind in ("gather", "widen", "reduce")
+            for kind in ("unshard", "unshard_secondary", "reduce")
             if (sizes := _sizes(unit, positions, kind, now=False))
         ]
         form = order.introduce(self._first.record.name, known)
@@ -251,8 +251,8 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
                 which = "" if len(trainable) == len(group.params) else "@" + ".".join(map(str, trainable))
                 texts.append(f"{_name(group.precision.wire)}*{numel}{which}{_way(unit, links)}")
             continue
-        block = links.block if kind == "widen" else None
-        if kind == "widen" and not unit.record.narrows:
+        block = links.block if kind == "unshard_secondary" else None
+        if kind == "unshard_secondary" and not unit.record.keeps_secondary:
             continue
         if links.shard.world > 1:
             among = f"/{block.group.world}" if block is not None else ""
@@ -310,15 +310,15 @@ class MessageOrder:
         for lane in self._lanes:
             lane.later = facts.sent
 
-    def gather(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """The all-gather of `unit` is about to be issued."""
         for lane in self._of[unit]:
-            lane.before(unit, "gather")
+            lane.before(unit, "unshard")
 
-    def widen(self, unit: Unit) -> None:
+    def unshard_secondary(self, unit: Unit) -> None:
         """The all-gather of the kept parts of `unit` is about to be issued."""
         for lane in self._of[unit]:
-            lane.before(unit, "widen")
+            lane.before(unit, "unshard_secondary")
 
     def reduce(self, unit: Unit, *, accumulated: bool, partials: bool, keep: bool) -> None:
         """The reduction of `unit` is about to be issued."""

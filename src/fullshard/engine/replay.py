@@ -25,9 +25,9 @@ from .unit import Unit
 # (description, how often it occurred in this step).
 Moment = tuple[str, int]
 
-_SHARDS = frozenset({"gather"})
-_FULL = frozenset({"free", "shelve", "narrow"})
-_GRADIENTS = frozenset({"reduce", "hold"})
+_SHARDS = frozenset({"unshard"})
+_FULL = frozenset({"reshard", "shelve", "reshard_secondary"})
+_GRADIENTS = frozenset({"reduce", "accumulate"})
 
 
 class Recorder:

@@ -3,7 +3,7 @@
     report (hooks.py)  ->  event + what the rules must know  ->  schedule.rules  ->  commands  ->  executor
 
 `root_of` forms a root. The first report of a backward marks its begin, backward.py its end. The next report after a
-failed step discards its leftovers (`abandon`), so no stale flag survives; see ADR 0008.
+failed step discards its leftovers (`reset`), so no stale flag survives; see ADR 0008.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Root:
         """All ranks met after a failure, outside of a step, as they otherwise do at a forward."""
         self._backward.settle()
         if renewed or self.run.has_leftovers:
-            self.abandon()
+            self.reset()
 
     # ---- forward -------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Root:
         if not self._agreed and not self.provisional:
             # If a peer failed since, wait for all ranks to meet.
             if self.peers.meet():
-                self.abandon()
+                self.reset()
             # All ranks must make the same checks, but some may have memory without values while others have values.
             self.unproven = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven)
             self._agreed = True  # only now: if a peer fails before it gets here, all ranks ask again
@@ -144,7 +144,7 @@ class Root:
         if not in_backward and outermost and not in_method:
             # After a meeting also discard what a successful forward left: other ranks may not have it.
             if self.peers.meet() or run.has_leftovers:
-                self.abandon()
+                self.reset()
         nested = running(run.generation)
         if self.agreement is not None and not in_backward:
             trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.module.training
@@ -253,7 +253,7 @@ class Root:
         """The first report of a backward: register the callback for its end."""
         self._backward.settle()
         if self.run.in_backward:
-            self.abandon()
+            self.reset()
         self._spends, self._brought = not keeps_graph(), False
         self._backward.begin()
 
@@ -307,7 +307,7 @@ class Root:
             if unit in inputs_only and not unit.gradients.arrived and not unit.gradients.are_held()
         ]
         if lost:
-            self.abandon()
+            self.reset()
             raise RuntimeError(
                 f"{lost[0].record.name}: expected gradients of its weights, found backwards that computed those of its "
                 f"inputs alone ({len(lost)} of {len(self.units)} units): a schedule that splits the backward (zero "
@@ -316,12 +316,12 @@ class Root:
             )
         self.backward_end()
 
-    def abandon(self) -> None:
+    def reset(self) -> None:
         """Discard the leftovers of an unfinished step."""
         failed_in_backward = self.run.in_backward
         self.watch.reset()
         self._backward.forget()
-        self._do("abandon", self.run.units[0], rules.abandon(self.run, self.run.units[0]))
+        self._do("reset", self.run.units[0], rules.reset(self.run, self.run.units[0]))
         if failed_in_backward and self.options.watch == "auto":
             # The backward may have failed on weights read without a report: watch for that.
             for unit in self.units:

@@ -54,7 +54,7 @@ class Staleness:
         self.versions = self._versions_now(thread)
         record = self._record
         keeps = record.keeps_in_evaluation and not record.reshard_after_forward
-        kept = keeps or record.narrows or not record.reshard_after_backward
+        kept = keeps or record.keeps_secondary or not record.reshard_after_backward
         self._sample = self._sums() if kept else None
 
     def is_written(self, thread: int) -> bool:

@@ -185,7 +185,7 @@ class Unit:
                 if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
                     note_initial(group.params, same)
         self.record.empty = not self.groups
-        self.record.narrows = any(links.block is not None for links in self.links)
+        self.record.keeps_secondary = any(links.block is not None for links in self.links)
         # The root that runs it, once one formed (root.py); full parameters that `full_params` put on the modules, while
         # nothing else may be done with the unit (full_params.py); the hooks on its modules (hooks.py).
         self.root: AnyRoot | None = None
@@ -273,7 +273,7 @@ class Unit:
         if self.record.full is Full.PENDING:
             # The old channels must complete their own gather.
             self.root.wait_unshard(self)
-        elif self.record.full is Full.NARROWED:
+        elif self.record.full is Full.SECONDARY:
             # Kept parts are lost with the old channels.
             self.root.reshard(self)
         self._make_channels()
@@ -319,8 +319,8 @@ class Unit:
         if self.staleness.is_written(self.root.thread):
             return True
         full = self.record.full
-        if full is Full.NARROWED or (full is Full.PENDING and self.channels.arrive_from_parts):
-            return not self.channels.narrowing.is_aliased()
+        if full is Full.SECONDARY or (full is Full.PENDING and self.channels.arrive_from_secondary):
+            return not self.channels.secondary.is_aliased()
         for group in self.groups:
             if not group.is_aliased(showing_full=full is Full.FULL):
                 return True
@@ -342,8 +342,8 @@ class Unit:
         """Put the sharded parameters on the modules."""
         for group in self.groups:
             group.show_shards()
-        if self.channels.narrowing.kept:
-            self.channels.narrowing.show_shards()
+        if self.channels.secondary.kept:
+            self.channels.secondary.show_shards()
 
 
 def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:

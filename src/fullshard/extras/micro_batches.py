@@ -130,7 +130,7 @@ class Start:
     def restore(self) -> None:
         """On every rank, outside of a backward. Discards the remains of the failed step, on this rank or another."""
         for root in dict.fromkeys(root for unit in self._units if (root := formed(unit)) is not None):
-            root.abandon()
+            root.reset()
         for gradients in self._gradients:
             gradients.restore()
         for unit, windows in zip(self._units, self._windows, strict=True):

@@ -15,7 +15,7 @@ class PeerFailed(RuntimeError):
     """Another rank raised, was killed, was stopped or ended while this one waits for it.
 
     `rank`: its rank in the default process group. `step`: the number of optimizer steps it had taken. `unit`: its
-    activity, with the name of the sharded module ("the gather of layers.3"), or "" if unknown. `text`: its error.
+    activity, with the name of the sharded module ("the all-gather of layers.3"), or "" if unknown. `text`: its error.
     """
 
     def __init__(self, message: str, *, rank: int, step: int = -1, unit: str = "", text: str = "") -> None:

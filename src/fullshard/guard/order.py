@@ -3,7 +3,7 @@
 Messages of one group match by their position in its order only. Ranks that run units of equal shapes in different
 orders silently exchange wrong values; with different sizes or message counts they abort or hang.
 
-    action     one message, as a value with a text form:  gather 0.3 layers.2 float32*1024 stepped
+    action     one message, as a value with a text form:  unshard 0.3 layers.2 float32*1024 stepped
     start      an action after an optimizer step, or the first of an evaluation: the program starts over
     script     the actions from one start to the next, as recorded the last time
     expected   the next action of the script. It follows from earlier actions, so every rank has the same
@@ -69,8 +69,8 @@ class Action(NamedTuple):
 def parse_action(text: str) -> Action:
     """The reverse of `str(action)`.
 
-    >>> parse_action("gather 0.3 layers.2 float32*1024 stepped")
-    Action(kind='gather', family=0, unit=3, name='layers.2', sizes='float32*1024', flags=('stepped',))
+    >>> parse_action("unshard 0.3 layers.2 float32*1024 stepped")
+    Action(kind='unshard', family=0, unit=3, name='layers.2', sizes='float32*1024', flags=('stepped',))
 
     Raises `ValueError` for another form or an unknown flag.
     """
@@ -289,8 +289,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _phrase(action: Action) -> str:
     what = {
-        "gather": "gather the parameters of",
-        "widen": "gather what is kept of",
+        "unshard": "gather the parameters of",
+        "unshard_secondary": "gather what is kept of",
         "reduce": "reduce the gradients of",
         "form": "run the model",
         "count": "count the batches that are left for",

@@ -6,7 +6,7 @@ and its gradient messages), `gather` (direct or packed gathers; what stays betwe
 """
 
 from .flat import FACTS_NUMEL as FACTS_NUMEL
-from .flat import Pack as Pack
+from .flat import FlatLayout as FlatLayout
 from .flat import ReduceLayout as ReduceLayout
 from .flat import Segment as Segment
 from .flat import align_numel as align_numel
@@ -17,8 +17,8 @@ from .gather import direct_gradients as direct_gradients
 from .gather import direct_indices as direct_indices
 from .gather import exchanges_gradients as exchanges_gradients
 from .gather import groups_messages as groups_messages
-from .gather import narrow_pack as narrow_pack
 from .gather import plan_gather as plan_gather
+from .gather import secondary_layout as secondary_layout
 from .gather import sends_in_pairs as sends_in_pairs
 from .memory import Candidate as Candidate
 from .memory import Term as Term
@@ -28,8 +28,8 @@ from .memory import buffer_terms as buffer_terms
 from .memory import choose_resident as choose_resident
 from .memory import forward_terms as forward_terms
 from .memory import leading_within as leading_within
-from .memory import narrowing_terms as narrowing_terms
 from .memory import peak as peak
+from .memory import resharding_terms as resharding_terms
 from .memory import sending_terms as sending_terms
 from .memory import shard_terms as shard_terms
 from .memory import total as total

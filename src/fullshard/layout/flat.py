@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .shard import ShardLayout, require_int
 
-# ---- pack ------------------------------------------------------------------------------------------------------------
+# ---- flat layout -----------------------------------------------------------------------------------------------------
 # The shards of one unit in one flat rank-local buffer, and the shapes of the messages built from it.
 #
 # Three parameters on 2 ranks, `align_numel` 4; one character is one element, `.` is padding of rows, `_` of
@@ -21,7 +21,7 @@ from .shard import ShardLayout, require_int
 #     with `a` direct                    bbb.cccc110ffffffff_      the rest of the chunk; `a` travels by itself
 #
 # Everything is counted in elements, so the offsets are the same in storage, compute and reduce dtype. Every
-# list is indexed by the position of the parameter in the `layouts` given to `Pack.build`; only `order` gives
+# list is indexed by the position of the parameter in the `layouts` given to `FlatLayout.build`; only `order` gives
 # the order of the segments in memory.
 
 # Shards start at multiples of this, for vector loads, collectives and views in other dtypes.
@@ -77,10 +77,10 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class FlatLayout:
     """Order and offsets (elements) of all shards of a unit in one flat local buffer; made by `build`.
 
-    >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+    >>> pack = FlatLayout.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
     >>> [str(segment) for segment in pack.segments], pack.padded_local_numel, pack.gathered_numel
     (['0 [0, 6)', '1 [8, 10)'], 12, 24)
     >>> pack.gathered_segment(1, rank=1)
@@ -113,7 +113,7 @@ class Pack:
         first: Sequence[int] = (),
         names: Sequence[str] | None = None,
         full_align_numel: int | None = None,
-    ) -> Pack:
+    ) -> FlatLayout:
         """Lay out the shards of `layouts` one after another: the indices in `first`, then the others in their order.
 
         `align_numel`: see the function of that name. `full_align_numel` aligns the full tensors (default: 4 *
@@ -160,15 +160,17 @@ class Pack:
         if sorted(self.order) != list(range(count)) or len(self.full_offsets) != count:
             raise ValueError(
                 f"order, full_offsets: expected each of {count} indices once and {count} offsets, found "
-                f"order {self.order} and {len(self.full_offsets)} offsets; use Pack.build"
+                f"order {self.order} and {len(self.full_offsets)} offsets; use FlatLayout.build"
             )
         for index, segment in enumerate(self.segments):
             if segment.index != index:
-                raise ValueError(f"segments[{index}]: expected index {index}, found {segment.index}; use Pack.build")
+                raise ValueError(
+                    f"segments[{index}]: expected index {index}, found {segment.index}; use FlatLayout.build"
+                )
             if segment.layout.world != self.world:
                 raise ValueError(
-                    f"{segment.name}: expected world {self.world} as for the whole pack, found "
-                    f"{segment.layout.world}; put parameters of different meshes into different packs"
+                    f"{segment.name}: expected world {self.world} as for the whole flat layout, found "
+                    f"{segment.layout.world}; put parameters of different meshes into different flat layouts"
                 )
         _prove_ranges(
             [(str(self.segments[i]), self.segments[i].offset, self.segments[i].end) for i in self.order],
@@ -193,7 +195,7 @@ class Pack:
 
     @property
     def gathered_numel(self) -> int:
-        """Elements of the rank-major buffer that one gather of the whole pack fills."""
+        """Elements of the rank-major buffer that one gather of the whole flat layout fills."""
         return self.world * self.padded_local_numel
 
     @property
@@ -215,15 +217,15 @@ class Pack:
 def _prove_ranges(ranges: list[tuple[str, int, int]], alignment: int, total: int, total_name: str) -> None:
     """Check that `ranges`, (label, start, end) in memory order, are aligned, ordered, disjoint and in bounds."""
     if total % alignment:
-        raise ValueError(f"{total_name}: expected a multiple of {alignment}, found {total}; use Pack.build")
+        raise ValueError(f"{total_name}: expected a multiple of {alignment}, found {total}; use FlatLayout.build")
     previous_label, previous_end = "the beginning [0, 0)", 0
     for label, start, end in ranges:
         if start % alignment:
-            raise ValueError(f"{label}: expected to begin at a multiple of {alignment}; use Pack.build")
+            raise ValueError(f"{label}: expected to begin at a multiple of {alignment}; use FlatLayout.build")
         if start < previous_end:
-            raise ValueError(f"{label}: expected to begin after {previous_label}; use Pack.build")
+            raise ValueError(f"{label}: expected to begin after {previous_label}; use FlatLayout.build")
         if end > total:
-            raise ValueError(f"{label}: expected to end within {total_name} {total}; use Pack.build")
+            raise ValueError(f"{label}: expected to end within {total_name} {total}; use FlatLayout.build")
         previous_label, previous_end = label, end
 
 
@@ -249,7 +251,7 @@ class SendRegion(NamedTuple):
 class ReduceLayout:
     """The chunks of one gradient reduction, (world, chunk_numel), one per receiving rank, and how they travel.
 
-    A chunk has the offsets of the pack, followed by one presence element per parameter: 1 if this rank
+    A chunk has the offsets of the flat layout, followed by one presence element per parameter: 1 if this rank
     produced a gradient for it, else 0. Presence travels inside the message, so the message has the same size
     whichever gradients a rank has, and ranks cannot disagree on it. After the reduction a parameter has a
     gradient on some rank exactly when its presence is not 0 (a sum or an average of zeros and ones, in any
@@ -260,7 +262,7 @@ class ReduceLayout:
     The rest of the chunks, always including presence, is *the* message; its send buffer is (world, message_numel).
 
     >>> from fullshard.layout import ShardLayout
-    >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+    >>> pack = FlatLayout.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
     >>> layout = ReduceLayout(pack)
     >>> layout.presence_offset, layout.chunk_numel, layout.numel
     (12, 24, 48)
@@ -269,7 +271,7 @@ class ReduceLayout:
     """
 
     # The parameters whose gradients are reduced together: the trainable ones, if some are frozen.
-    pack: Pack
+    pack: FlatLayout
     # The first ones of `pack.order`. Each gathers in place, so a rank's part is one run of the full gradient.
     direct: tuple[int, ...] = ()
     # Elements for the facts that ranks compare; 0 where the backend sums messages, so no rank sees another's facts.
@@ -279,8 +281,8 @@ class ReduceLayout:
         front = self.pack.order[: len(self.direct)]
         if self.direct != front:
             raise ValueError(
-                f"direct: expected the first indices of the pack's order {self.pack.order}, found {self.direct}; "
-                f"build the pack with first=direct"
+                f"direct: expected the first indices of the order {self.pack.order}, found {self.direct}; "
+                f"build the flat layout with first=direct"
             )
         for index in self.direct:
             segment = self.pack.segments[index]
@@ -292,7 +294,7 @@ class ReduceLayout:
 
     @cached_property
     def presence_offset(self) -> int:
-        """First presence element in a chunk; aligned, because the pack's total is."""
+        """First presence element in a chunk; aligned, because the flat layout's total is."""
         return self.pack.padded_local_numel
 
     @cached_property
@@ -329,7 +331,7 @@ class ReduceLayout:
         """The ranges [start, stop) of a chunk that neither the message nor a direct gradient of `rank` writes: padding.
 
         >>> from fullshard.layout import ShardLayout
-        >>> pack = Pack.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
+        >>> pack = FlatLayout.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
         >>> ReduceLayout(pack, direct=(0,)).unwritten(0)
         ((6, 8),)
         """
@@ -347,7 +349,7 @@ class ReduceLayout:
         """The regions of the contiguous gradient of packed parameter `index`, with their places in the send buffer.
 
         >>> from fullshard.layout import ShardLayout
-        >>> pack = Pack.build([ShardLayout((8,), world=4)], align_numel=1)
+        >>> pack = FlatLayout.build([ShardLayout((8,), world=4)], align_numel=1)
         >>> ReduceLayout(pack).regions(0)[0][:3]
         ((4, 1, 2), 0, (2, 8, 1))
         """

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .flat import Pack
+from .flat import FlatLayout
 from .shard import ShardLayout, require_int
 
-# ---- narrow ----------------------------------------------------------------------------------------------------------
+# ---- secondary shards ------------------------------------------------------------------------------------------------
 # The part of the full parameters that a rank keeps between forward and backward, for an integer
 # `reshard_after_forward`.
 #
@@ -33,17 +33,19 @@ from .shard import ShardLayout, require_int
 # sharded along another dim is kept along that dim if the padded rows of dim 0 do not fit.
 
 
-def narrow_pack(pack: Pack, plan: GatherPlan, world: int) -> Pack:
-    """The pack of the kept parts over the `world` ranks of a block; its full offsets are those of `pack`.
+def secondary_layout(pack: FlatLayout, plan: GatherPlan, world: int) -> FlatLayout:
+    """The flat layout of secondary shards over the `world` ranks of a block; its full offsets are those of `pack`.
 
-    >>> pack = Pack.build([ShardLayout((5, 3), world=4)], align_numel=4)
+    >>> pack = FlatLayout.build([ShardLayout((5, 3), world=4)], align_numel=4)
     >>> plan = GatherPlan(direct=(0,), packed=())
-    >>> narrow = narrow_pack(pack, plan, 2)
-    >>> narrow.segments[0].layout.local_shape(0), narrow.padded_local_numel, narrow.full_offsets == pack.full_offsets
+    >>> kept = secondary_layout(pack, plan, 2)
+    >>> kept.segments[0].layout.local_shape(0), kept.padded_local_numel, kept.full_offsets == pack.full_offsets
     ((3, 3), 12, True)
     """
     layouts = [_kept(segment.layout, world) for segment in pack.segments]
-    kept = Pack.build(layouts, pack.align_numel, first=plan.direct, names=[segment.name for segment in pack.segments])
+    kept = FlatLayout.build(
+        layouts, pack.align_numel, first=plan.direct, names=[segment.name for segment in pack.segments]
+    )
     return dataclasses.replace(
         kept, full_offsets=pack.full_offsets, full_align_numel=pack.full_align_numel, full_numel=pack.full_numel
     )
@@ -96,7 +98,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Positions of parameters in the pack's layouts, by how they are gathered; both in buffer order."""
+    """Positions of parameters in the flat layout's layouts, by how they are gathered; both in buffer order."""
 
     direct: tuple[int, ...]
     packed: tuple[int, ...]
@@ -109,7 +111,7 @@ class GatherPlan:
                 f"packed {self.packed}; use plan_gather"
             )
 
-    def packed_span(self, pack: Pack) -> Span:
+    def packed_span(self, pack: FlatLayout) -> Span:
         """The range of the flat local buffer that forms the packed message; Span(0, 0) when nothing is packed.
 
         Raises `ValueError` when the packed segments are not contiguous in the buffer.
@@ -121,17 +123,17 @@ class GatherPlan:
             between = [pack.segments[i].name for i in pack.order[places[0] : places[-1]] if i not in self.packed]
             raise ValueError(
                 f"packed: expected one contiguous range of the flat buffer, found {', '.join(between)} "
-                f"in between; build the pack with first=direct_indices(...)"
+                f"in between; build the flat layout with first=direct_indices(...)"
             )
         after = places[-1] + 1
         stop = pack.segments[pack.order[after]].offset if after < len(pack.order) else pack.padded_local_numel
         return Span(pack.segments[pack.order[places[0]]].offset, stop)
 
-    def staging_numel(self, pack: Pack) -> int:
+    def staging_numel(self, pack: FlatLayout) -> int:
         """Elements of the rank-major buffer that receives the packed message; 0 when nothing is packed."""
         return pack.world * self.packed_span(pack).numel
 
-    def staged_segment(self, pack: Pack, index: int, rank: int) -> int:
+    def staged_segment(self, pack: FlatLayout, index: int, rank: int) -> int:
         """First element, in the staging buffer, of the shard of packed parameter `index` from `rank`."""
         if index not in self.packed:
             raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
@@ -142,7 +144,7 @@ class GatherPlan:
 def direct_indices(
     layouts: Sequence[ShardLayout], itemsize: int, *, backend: str, direct_threshold_nbytes: int | None
 ) -> tuple[int, ...]:
-    """Positions of the parameters to gather directly; pass them to `Pack.build(first=...)`.
+    """Positions of the parameters to gather directly; pass them to `FlatLayout.build(first=...)`.
 
     `itemsize`: bytes per element on the wire (compute dtype). `direct_threshold_nbytes` is compared with the bytes of
     the padded full parameter where the backend groups gathers; None asks for one message. A parameter that is alone in
@@ -181,7 +183,7 @@ def direct_indices(
 def direct_gradients(layouts: Sequence[ShardLayout], itemsize: int, *, backend: str) -> tuple[int, ...]:
     """Positions of the parameters whose gradients are sent from where autograd left them, without a send buffer.
 
-    `itemsize`: bytes per element on the wire (wire dtype). Pass the result to `Pack.build(first=...)`.
+    `itemsize`: bytes per element on the wire (wire dtype). Pass the result to `FlatLayout.build(first=...)`.
 
     >>> direct_gradients([ShardLayout((8,), world=2), ShardLayout((512, 512), world=2)], 4, backend="gloo")
     (1,)
@@ -198,7 +200,7 @@ def direct_gradients(layouts: Sequence[ShardLayout], itemsize: int, *, backend: 
     )
 
 
-def plan_gather(pack: Pack, itemsize: int, *, backend: str, direct_threshold_nbytes: int | None) -> GatherPlan:
+def plan_gather(pack: FlatLayout, itemsize: int, *, backend: str, direct_threshold_nbytes: int | None) -> GatherPlan:
     """The plan for `pack`; arguments as in `direct_indices`.
 
     Raises `ValueError` when the packed parameters are not contiguous: build with `first=direct_indices(...)`.

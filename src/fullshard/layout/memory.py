@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .flat import FACTS_NUMEL, Pack, ReduceLayout, align_up
+from .flat import FACTS_NUMEL, FlatLayout, ReduceLayout, align_up
 from .gather import GatherPlan
 from .shard import require_int
 
@@ -39,7 +39,7 @@ class UnitMemory:
     """
 
     name: str
-    pack: Pack
+    pack: FlatLayout
     plan: GatherPlan
     storage_itemsize: int
     compute_itemsize: int
@@ -58,7 +58,7 @@ class UnitMemory:
     sum_itemsize: int = 4
     # For an integer `reshard_after_forward`: this rank's part between forward and backward (`layout.gather`), over the
     # ranks of its block.
-    kept: Pack | None = None
+    kept: FlatLayout | None = None
     # Positions of the parameters whose gradients are sent from where autograd left them (layout.direct_gradients).
     direct_gradients: tuple[int, ...] = ()
     # No parameter is trained: there are no gradients, and nothing is sent. With `reshard` off it stays full
@@ -69,7 +69,7 @@ class UnitMemory:
         if self.kept is not None and not self.reshard:
             raise ValueError(
                 f"kept of {self.name!r}: expected None with reshard=False, where full parameters stay after forward, "
-                f"found a pack; keep a part only of full parameters that are freed"
+                f"found a flat layout; keep a part only of full parameters that are freed"
             )
         for field in ("storage_itemsize", "compute_itemsize", "wire_itemsize", "replicas", "sum_itemsize"):
             require_int(f"{field} of {self.name!r}", getattr(self, field), 1, "use layout.itemsize(dtype)")
@@ -102,8 +102,8 @@ class UnitMemory:
         return 0 if self.kept is None else self.kept.padded_local_numel * self.compute_itemsize
 
     @property
-    def widening_nbytes(self) -> int:
-        """The staging buffer of a gather from kept parts over a block."""
+    def secondary_staging_nbytes(self) -> int:
+        """The staging buffer of an all-gather of secondary shards over a block."""
         return 0 if self.kept is None else self.plan.staging_numel(self.kept) * self.compute_itemsize
 
     @property
@@ -136,7 +136,7 @@ class UnitMemory:
         """The send buffer of the gradient reduction; a single rank sends nothing."""
         if self.frozen or (self.pack.world == 1 and self.replicas == 1):
             return 0
-        # As if the direct parameters were last in the pack: the bytes are the same.
+        # As if the direct parameters were last in the flat layout: the bytes are the same.
         chunk = self._chunk_numel - sum(
             align_up(self.pack.segments[i].padded_numel, self.pack.align_numel) for i in self.direct_gradients
         )
@@ -210,7 +210,7 @@ def forward_terms(
     ]
 
 
-def narrowing_terms(
+def resharding_terms(
     units: Sequence[UnitMemory], current: int, *, prefetch_depth: int = 1, prefetch_nbytes: int | None = None
 ) -> list[Term]:
     """A moment later, for an integer `reshard_after_forward`: units[current] has copied the part that it keeps, and its
@@ -257,7 +257,7 @@ def backward_terms(
         *shard_terms(units),
         *_kept(units, current),
         Term(f"full {units[current].name}", units[current].full_nbytes),
-        *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), widening=True),
+        *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), from_secondary=True),
         Term(f"gradients of {units[current].name}", units[current].gradient_nbytes),
         *units_behind,
     ]
@@ -281,7 +281,7 @@ def sending_terms(
     return [
         *shard_terms(units),
         *_kept(units, current),
-        *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), widening=True),
+        *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), from_secondary=True),
         Term(f"gradients of {unit.name}", unit.gradient_nbytes),
         Term(f"reduction of {unit.name}", unit.send_nbytes + cast + unit.receive_nbytes),
         *units_behind,
@@ -318,7 +318,7 @@ def buffer_terms(
             [unit for unit in backwards if unit.kept is not None],
             1,
             lambda u: (u.kept, u.plan, u.compute_itemsize),
-            lambda u: u.widening_nbytes,
+            lambda u: u.secondary_staging_nbytes,
         ),
         *_shared("send", backwards, reductions, lambda u: (u.pack, u.sent_itemsize), lambda u: u.send_nbytes),
         *_shared(
@@ -348,7 +348,7 @@ def peak(
     indices = range(len(units))
     moments = []
     for i in indices:
-        for what, ahead_of in (("forward", forward_terms), ("narrowing", narrowing_terms)):
+        for what, ahead_of in (("forward", forward_terms), ("resharding", resharding_terms)):
             if what == "forward" or units[i].kept is not None:
                 terms = ahead_of(units, i, prefetch_depth=prefetch_depth, prefetch_nbytes=prefetch_nbytes)
                 moments.append((f"{what} {units[i].name}", terms))
@@ -375,7 +375,7 @@ def _kept(units: Sequence[UnitMemory], current: int) -> list[Term]:
     full = [u for u in units[:current] if u.outer or not u.reshard]
     # Frozen units that stay full are there at any time.
     full += [u for u in units[current + 1 :] if u.lasting]
-    # An outer unit narrows after all others and is gathered before them: while they run it is full.
+    # An outer unit keeps its part after all others and is gathered before them: while they run it is full.
     parts = [u for u in units[:current] if u.kept_nbytes and not u.outer]
     return [
         *(Term(f"full {u.name} (kept)", u.full_nbytes) for u in full),
@@ -431,11 +431,11 @@ def _behind(
     ]
 
 
-def _gathering(units: Sequence[UnitMemory], indices: Sequence[int], *, widening: bool = False) -> list[Term]:
-    """`widening`: in backward, gather from the kept part where there is one."""
+def _gathering(units: Sequence[UnitMemory], indices: Sequence[int], *, from_secondary: bool = False) -> list[Term]:
+    """`from_secondary`: in backward, gather from the secondary shard where there is one."""
     terms = []
     for unit in (units[i] for i in indices):
-        staging = unit.widening_nbytes if widening and unit.kept is not None else unit.staging_nbytes
+        staging = unit.secondary_staging_nbytes if from_secondary and unit.kept is not None else unit.staging_nbytes
         terms += [
             Term(f"full {unit.name} (next)", unit.arriving_nbytes),
             Term(f"staging of {unit.name}", staging),

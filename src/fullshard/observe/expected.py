@@ -14,7 +14,7 @@ from .._torch import local_of
 from ..comm import direct_of, exchanges
 from ..engine import Unit
 from ..engine.root import formed
-from ..layout import Pack, Term, UnitMemory, narrow_pack, peak
+from ..layout import FlatLayout, Term, UnitMemory, peak, secondary_layout
 from ..param import ShardedParam
 from ..policy import Options
 
@@ -58,16 +58,16 @@ def _replicas(unit: Unit, position: int) -> int:
 
 def kept_nbytes(unit: Unit) -> int:
     """Expected bytes kept between forward and backward by an integer `reshard_after_forward`; otherwise 0."""
-    packs = [_kept_pack(unit, position) for position in range(len(unit.groups))]
+    packs = [_kept_layout(unit, position) for position in range(len(unit.groups))]
     pairs = zip(unit.groups, packs, strict=True)
     return sum(pack.padded_local_numel * group.precision.compute.itemsize for group, pack in pairs if pack is not None)
 
 
-def _kept_pack(unit: Unit, position: int) -> Pack | None:
+def _kept_layout(unit: Unit, position: int) -> FlatLayout | None:
     group, block = unit.groups[position], unit.links[position].block
-    if not unit.record.narrows or unit.record.resident or block is None:
+    if not unit.record.keeps_secondary or unit.record.resident or block is None:
         return None
-    return narrow_pack(group.pack, group.plan, block.group.world)
+    return secondary_layout(group.pack, group.plan, block.group.world)
 
 
 def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMemory:
@@ -94,7 +94,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         exchanges=exchanged,
         replicas=_replicas(unit, position),
         sum_itemsize=(precision.sum if sums_here else precision.reduce).itemsize,
-        kept=_kept_pack(unit, position),
+        kept=_kept_layout(unit, position),
         direct_gradients=direct,
         frozen=not any(standing(param).requires_grad for param in group.params),
     )
@@ -110,7 +110,7 @@ def expected_of(unit: Unit, position: int, optimizer: Held | None) -> Bytes:
     gradients = 0
     if segments:
         # Trainable parameters only: the others are in no reduction.
-        pack = Pack.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
+        pack = FlatLayout.build([s.layout for s in segments], group.pack.align_numel, names=[s.name for s in segments])
         memory = UnitMemory("", pack, group.plan, itemsize, itemsize, itemsize, replicas=_replicas(unit, position))
         gradients = memory.reduced_nbytes
     state: int | None = None

@@ -306,7 +306,7 @@ def _unit_report(
         full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
         resident=unit.record.resident,
         kept_nbytes=kept_nbytes(unit),
-        kept_nbytes_live=unit.channels.narrowing.live_nbytes,
+        kept_nbytes_live=unit.channels.secondary.live_nbytes,
     )
 
 

@@ -5,7 +5,7 @@ with fullshard.observe.record(model) as trace:
 print("\\n".join(trace.lines))
 
 > pre_forward root
-  gather root
+  unshard root
   wait root
 ...
 """

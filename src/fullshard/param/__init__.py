@@ -9,8 +9,8 @@ of full parameters), `initial` (values and digests that ranks compare; memory th
 from .extension import ExtensionGroup as ExtensionGroup
 from .extension import has_extension as has_extension
 from .group import DtypeChanged as DtypeChanged
-from .group import NarrowedGroup as NarrowedGroup
 from .group import ParamGroup as ParamGroup
+from .group import SecondaryGroup as SecondaryGroup
 from .initial import are_poisoned as are_poisoned
 from .initial import can_digest as can_digest
 from .initial import digest as digest

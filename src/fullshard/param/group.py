@@ -27,7 +27,15 @@ from .._torch import (
     sharded_parameter,
     version_of,
 )
-from ..layout import Pack, ShardLayout, align_numel, contiguous_stride, direct_indices, narrow_pack, plan_gather
+from ..layout import (
+    FlatLayout,
+    ShardLayout,
+    align_numel,
+    contiguous_stride,
+    direct_indices,
+    plan_gather,
+    secondary_layout,
+)
 from ..policy import Precision
 from .initial import poison
 from .parameter import claim, set_data
@@ -99,7 +107,7 @@ class ParamGroup:
         layouts = [param.layout for param in self.params]
         alignment = align_numel(dtype.itemsize for dtype in (precision.storage, precision.compute, precision.wire))
         itemsize, backend, threshold = precision.compute.itemsize, placing.backend, placing.direct_nbytes
-        self.pack = Pack.build(
+        self.pack = FlatLayout.build(
             layouts,
             alignment,
             first=direct_indices(layouts, itemsize, backend=backend, direct_threshold_nbytes=threshold),
@@ -358,7 +366,7 @@ def _own_storage(part: Tensor) -> Tensor:
     return from_dlpack(to_dlpack(part))
 
 
-# ---- narrowed --------------------------------------------------------------------------------------------------------
+# ---- secondary shards ------------------------------------------------------------------------------------------------
 # The parts that one group keeps between forward and backward when `reshard_after_forward` is an integer k.
 #
 #     memory   (padded_local_numel,) compute dtype   this rank's part of each full parameter, split over k ranks
@@ -367,13 +375,13 @@ def _own_storage(part: Tensor) -> Tensor:
 # The memory is allocated from `keep` to `release`. Knows tensors only: no phases, no collectives.
 
 
-class NarrowedGroup:
-    """The kept parts of `group`, whose tensors it shares; remade when those are. `mesh`: (blocks, k)."""
+class SecondaryGroup:
+    """The secondary shards of `group`, whose tensors it shares; remade when those are. `mesh`: (blocks, k)."""
 
     def __init__(self, group: ParamGroup, mesh: DeviceMesh) -> None:
         rank = mesh.get_local_rank(1)
         self._group = group
-        self.pack = pack = narrow_pack(group.pack, group.plan, mesh.size(1))
+        self.pack = pack = secondary_layout(group.pack, group.plan, mesh.size(1))
         full = group.memory
         # Views need memory that exists.
         in_use = full.live_nbytes > 0

@@ -98,7 +98,7 @@ class ShardedParam:
         self.full: nn.Parameter
         # The unit that owns `sharded`; set by the runtime.
         self.owner: Owner | None = None
-        # The parameter on the module while a part is kept after forward (NarrowedGroup).
+        # The parameter on the module while a part is kept after forward (SecondaryGroup).
         self.kept: nn.Parameter | None = None
         # Digests of its value before sharding, until ranks have compared them.
         self.initial: Initial | None = None

@@ -1,4 +1,4 @@
-"""Decides when to all-gather, wait, free and reduce-scatter. Standard library only.
+"""Decides when to unshard, wait, reshard and reduce. Standard library only.
 
 `record` (state of units and runs), `events` (the vocabulary), `rules` (one function per event), `order` (prefetch order
 and gradient order), `check` (invariants of a command sequence).

@@ -1,8 +1,8 @@
 """Invariants of a command sequence, checked by tests, by a simulator, and by the executor with FULLSHARD_CHECK=1.
 
-1  gather only what is sharded; wait and drop only what is pending; free only what has memory; expose only what is
-   shelved; widen only what is narrowed
-2  gradients are reduced or held only in a backward, and a backward ends with nothing pending
+1  unshard only what is sharded; wait and cancel only what is pending; reshard only what has memory; expose only what
+   is shelved; unshard_secondary only where a secondary shard is kept
+2  gradients are reduced or accumulated only in a backward, and a backward ends with nothing pending
 3  every rank that sees equal events issues equal commands (compare two `CommandChecker.log`s)
 4  at most `max_full` units have full memory at once, not counting those that stay full
 """
@@ -15,14 +15,14 @@ from .record import Full
 
 # Command -> legal state before -> state after.
 _LEGAL: dict[str, dict[Full, Full]] = {
-    "gather": {Full.SHARDED: Full.PENDING},
+    "unshard": {Full.SHARDED: Full.PENDING},
     "wait": {Full.PENDING: Full.FULL},
-    "drop": {Full.PENDING: Full.SHARDED},
-    "free": {Full.FULL: Full.SHARDED, Full.SHELVED: Full.SHARDED, Full.NARROWED: Full.SHARDED},
-    "shelve": {Full.FULL: Full.SHELVED, Full.NARROWED: Full.NARROWED},
+    "cancel": {Full.PENDING: Full.SHARDED},
+    "reshard": {Full.FULL: Full.SHARDED, Full.SHELVED: Full.SHARDED, Full.SECONDARY: Full.SHARDED},
+    "shelve": {Full.FULL: Full.SHELVED, Full.SECONDARY: Full.SECONDARY},
     "expose": {Full.SHELVED: Full.FULL},
-    "narrow": {Full.FULL: Full.NARROWED},
-    "widen": {Full.NARROWED: Full.PENDING},
+    "reshard_secondary": {Full.FULL: Full.SECONDARY},
+    "unshard_secondary": {Full.SECONDARY: Full.PENDING},
 }
 
 
@@ -35,10 +35,10 @@ class CommandChecker:
 
     `max_full`: limit on units with full memory, not counting those named in `stays_full` (None: no limit).
 
-    >>> CommandChecker().run([("gather", "layers.0"), ("widen", "layers.0")])
+    >>> CommandChecker().run([("unshard", "a"), ("unshard_secondary", "a")])
     Traceback (most recent call last):
     ...
-    fullshard.schedule.check.LifecycleError: layers.0: widen needs NARROWED, found PENDING; last commands: gather
+    fullshard.schedule.check.LifecycleError: a: unshard_secondary needs SECONDARY, found PENDING; last commands: unshard
     """
 
     def __init__(self, *, max_full: int | None = None, stays_full: Iterable[str] = ()) -> None:
@@ -68,10 +68,10 @@ class CommandChecker:
         if kind == "finish":
             pending = [name for name, full in self.full.items() if full is Full.PENDING]
             if pending:
-                raise LifecycleError(f"finish: expected no gather in flight, found those of {', '.join(pending)}")
-        if self._max_full is not None and kind in ("gather", "widen", "wait", "expose"):
+                raise LifecycleError(f"finish: expected no all-gather in flight, found those of {', '.join(pending)}")
+        if self._max_full is not None and kind in ("unshard", "unshard_secondary", "wait", "expose"):
             live = [
-                n for n, f in self.full.items() if f not in (Full.SHARDED, Full.NARROWED) and n not in self._stays_full
+                n for n, f in self.full.items() if f not in (Full.SHARDED, Full.SECONDARY) and n not in self._stays_full
             ]
             if len(live) > self._max_full:
                 raise LifecycleError(

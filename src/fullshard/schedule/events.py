@@ -1,7 +1,7 @@
 """Events (reports about units) and commands (actions on units), as values with a text form.
 
     > pre_forward layers.0 grad        an event: kind, unit, flags
-      gather layers.0                  a resulting command
+      unshard layers.0                 a resulting command
       wait layers.0
 
 `str` writes this text, `parse_event` and `parse_command` read it. Traces, golden files and the tables in the documents
@@ -17,21 +17,24 @@ use it, too. The root is written `root`.
     backward_end     the whole backward is over
     backward_failed  it ended with an exception
     unshard, wait_unshard, reshard    the user called these
-    abandon          a step did not finish; its leftovers must be discarded
+    reset            a step did not finish; its leftovers must be discarded
 
-    command   the executor
-    gather    issues the all-gather of a unit's parameters
-    wait      waits for it and puts the full parameters on the modules
-    free      gives the memory of the full parameters back and puts the sharded ones on the modules
-    drop      waits for an unused gather and discards its result
-    shelve    puts the sharded parameters on the modules but keeps the memory of the full ones
-    expose    puts kept full parameters on the modules
-    narrow    keeps this rank's part of the full parameters among the k ranks of its block, and frees the rest
-    widen     issues the all-gather of the kept parts, over the block
-    reduce    issues the reduction of the unit's gradients
-    hold      keeps the unit's gradients, unreduced, for a later backward
-    finish    waits for all reductions and hands the gradients to the sharded parameters
-    discard   discards gradients and messages of a failed step
+    command             the executor
+    unshard             issues the all-gather of a unit's parameters
+    wait                waits for it and puts the full parameters on the modules
+    reshard             frees the full parameters and puts the sharded ones on the modules
+    cancel              waits for an all-gather that nobody needs and discards its result
+    shelve              puts the sharded parameters on the modules but keeps the memory of the full ones
+    expose              puts kept full parameters on the modules
+    reshard_secondary   keeps the secondary shard: this rank's part among the k ranks of its block; frees the rest
+    unshard_secondary   issues the all-gather of the secondary shards over the block
+    reduce              issues the reduction of the unit's gradients
+    accumulate          keeps the unit's gradients, unreduced, for a later backward
+    finish              waits for all reductions and hands the gradients to the sharded parameters
+    reset               discards gradients and messages of a failed step
+
+`unshard`, `reshard` and `reset` name an event and a command: the user's call, and what the executor does. The marker
+`>` tells them apart.
 """
 
 from __future__ import annotations
@@ -52,21 +55,21 @@ EVENTS = (
     "unshard",
     "wait_unshard",
     "reshard",
-    "abandon",
+    "reset",
 )
 COMMANDS = (
-    "gather",
+    "unshard",
     "wait",
-    "free",
-    "drop",
+    "reshard",
+    "cancel",
     "shelve",
     "expose",
-    "narrow",
-    "widen",
+    "reshard_secondary",
+    "unshard_secondary",
     "reduce",
-    "hold",
+    "accumulate",
     "finish",
-    "discard",
+    "reset",
 )
 # Flags of events; each one matters to some rule (schedule/rules.py).
 FLAGS = (
@@ -88,18 +91,18 @@ FLAGS = (
 
 # Commands, in words for errors.
 _TOLD = {
-    "gather": "the gather of {}",
-    "wait": "the gather of {}",
-    "free": "freeing {}",
-    "drop": "giving up the gather of {}",
+    "unshard": "the all-gather of {}",
+    "wait": "the all-gather of {}",
+    "reshard": "freeing {}",
+    "cancel": "giving up the all-gather of {}",
     "shelve": "showing the shards of {}",
     "expose": "showing the parameters of {}",
-    "narrow": "keeping a part of {}",
-    "widen": "the gather of what is kept of {}",
+    "reshard_secondary": "keeping a part of {}",
+    "unshard_secondary": "the all-gather of the secondary shard of {}",
     "reduce": "the reduction of the gradients of {}",
-    "hold": "keeping the gradients of {}",
+    "accumulate": "keeping the gradients of {}",
     "finish": "the end of the backward of {}",
-    "discard": "giving up the step of {}",
+    "reset": "giving up the step of {}",
 }
 
 
@@ -124,7 +127,7 @@ class Command(NamedTuple):
         return f"{self.kind} {self.unit.name}"
 
     def told(self) -> str:
-        """The command in words, for an error: "the gather of layers.0"."""
+        """The command in words, for an error: "the all-gather of layers.0"."""
         name = self.unit.name
         if name == "root":
             name = "the root module"
@@ -150,8 +153,8 @@ def parse_event(text: str) -> Event:
 def parse_command(text: str) -> tuple[str, str]:
     """Kind and unit name of a command's text.
 
-    >>> parse_command("  gather layers.0")
-    ('gather', 'layers.0')
+    >>> parse_command("  unshard layers.0")
+    ('unshard', 'layers.0')
 
     Raises `ValueError` for another form or an unknown kind.
     """

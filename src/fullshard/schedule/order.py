@@ -11,12 +11,12 @@ from .record import NOWHERE, Full, RunRecord, UnitRecord, Use
 # Chooses the units to prefetch, from the recorded order or the user's lists.
 #
 #     forward    the user's list for this unit; otherwise the units that followed it in the previous pass that began
-#                with the same unit. The first pass, and a pass that leaves the recorded order, gather each unit only
+#                with the same unit. The first pass, and a pass that leaves the recorded order, unshard each unit only
 #                when it is needed: slower, but correct.
 #     backward   the user's list for this unit; otherwise the unit whose forward ended before this use of it.
 #     in bytes   with `RunRecord.prefetch_nbytes`: as many of the following units, in either order, as fit.
 #
-# A wrong guess costs at most one gather: the unit is found full later, or dropped at the end of the backward. Results
+# A wrong guess costs at most one all-gather: the unit is full later, or cancelled at the end of the backward. Results
 # stay correct, because nothing is computed before a `wait`.
 
 # Units in these states have their memory already.
@@ -78,7 +78,7 @@ def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
 
 
 def within(following: Sequence[UnitRecord], nbytes: int) -> list[UnitRecord]:
-    """The first of `following` that fit in `nbytes` together, including gathers in flight."""
+    """The first of `following` that fit in `nbytes` together, including all-gathers in flight."""
     ahead = list(dict.fromkeys(unit for unit in following if unit.full not in _HAVE_MEMORY))
     return ahead[: leading_within((unit.gather_nbytes for unit in ahead), nbytes)]
 

@@ -2,18 +2,20 @@
 
 `full` is the state of the full parameters. The legal transitions and their commands:
 
-    from       to         command   meaning
-    SHARDED    PENDING    gather    an all-gather was issued; its result may not be used yet
-    PENDING    FULL       wait      the full parameters are on the modules
-    PENDING    SHARDED    drop      gathered but never needed; the result is discarded
-    FULL       SHARDED    free      the memory is freed, the sharded parameters are on the modules again
-    FULL       SHELVED    shelve    the sharded parameters are on the modules, the memory is kept for the next use
-    SHELVED    FULL       expose    the kept full parameters are on the modules again
-    SHELVED    SHARDED    free
-    FULL       NARROWED   narrow    this rank's part among k ranks is kept, the rest of the memory is freed
-    NARROWED   PENDING    widen     an all-gather of these parts over the k ranks was issued
-    NARROWED   NARROWED   shelve    the sharded parameters are on the modules instead of the kept parts
-    NARROWED   SHARDED    free      the kept parts are freed
+    from        to          command             meaning
+    SHARDED     PENDING     unshard             an all-gather was issued; its result may not be used yet
+    PENDING     FULL        wait                the full parameters are on the modules
+    PENDING     SHARDED     cancel              gathered but never needed; the result is discarded
+    FULL        SHARDED     reshard             the memory is freed, the sharded parameters are on the modules again
+    FULL        SHELVED     shelve              the sharded parameters are on the modules, the memory is kept for the
+                                                next use
+    SHELVED     FULL        expose              the kept full parameters are on the modules again
+    SHELVED     SHARDED     reshard
+    FULL        SECONDARY   reshard_secondary   the secondary shard (this rank's part among k ranks) is kept, the rest
+                                                of the memory is freed
+    SECONDARY   PENDING     unshard_secondary   an all-gather of secondary shards over the k ranks was issued
+    SECONDARY   SECONDARY   shelve              the sharded parameters are on the modules instead of secondary shards
+    SECONDARY   SHARDED     reshard             the secondary shard is freed
 
 `phase` is the part of a step that the unit is in:
 
@@ -38,7 +40,7 @@ class Full(IntEnum):
     PENDING = 1
     FULL = 2
     SHELVED = 3
-    NARROWED = 4
+    SECONDARY = 4
 
 
 class Phase(IntEnum):
@@ -80,7 +82,7 @@ class UnitRecord:
         "inputs_hooked",
         "keeps_in_evaluation",
         "name",
-        "narrows",
+        "keeps_secondary",
         "open",
         "pass_open",
         "pass_outputs",
@@ -102,7 +104,7 @@ class UnitRecord:
         self.name = name
         # Position in `RunRecord.units`; the root is 0.
         self.index = index
-        # Without parameters: takes part in the step, but is never gathered.
+        # Without parameters: takes part in the step, but is never unsharded.
         self.empty = False
         self.full = Full.SHARDED
         self.phase = Phase.IDLE
@@ -131,8 +133,8 @@ class UnitRecord:
         self.settled = False
         # ---- settings
         self.reshard_after_forward = reshard_after_forward
-        # Integer reshard_after_forward: keep a part after forward, to gather from fewer ranks in backward.
-        self.narrows = False
+        # Integer reshard_after_forward: keep a secondary shard after forward, to gather from fewer ranks in backward.
+        self.keeps_secondary = False
         # Stays full between forward and backward within the memory budget; if frozen, also between steps.
         self.resident = False
         # Bytes of a gather, including messages; the same on every rank.

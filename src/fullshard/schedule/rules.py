@@ -1,8 +1,8 @@
 """The rules: one function per event, which returns the resulting commands and updates the records.
 
-Only this module decides what to gather, free or reduce; it has no tensors, streams or hooks. From top to bottom it
+Only this module decides what to unshard, reshard or reduce; it has no tensors, streams or hooks. From top to bottom it
 follows a training step. [Rn] marks a rule; `tests/harness/mutate.py` breaks each of them and expects a test to fail.
-Without forward prefetch (`prefetch_depth` 0) the order of gather, wait, free and reduce is that of FSDP2, tested
+Without forward prefetch (`prefetch_depth` 0) the order of unshard, wait, reshard and reduce is that of FSDP2, tested
 against recorded traces (tests/golden).
 """
 
@@ -26,9 +26,9 @@ from .record import NOWHERE, Full, Phase, RunRecord, UnitRecord, Use, is_held, p
 
 Commands = list[Command]
 _NOTHING: Commands = []
-# States from which a gather can start, and states that the end of a backward frees.
-_GATHERED_FROM = (Full.SHARDED, Full.NARROWED)
-_FREED = (Full.FULL, Full.SHELVED, Full.NARROWED)
+# States from which an all-gather can start, and states that the end of a backward frees.
+_UNSHARDED_FROM = (Full.SHARDED, Full.SECONDARY)
+_RESHARDED_FROM = (Full.FULL, Full.SHELVED, Full.SECONDARY)
 
 
 # ---- forward ------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def pre_forward(
     _make_full(unit, commands)
     # [R3] Prefetches are issued before the compute that hides them, in the order in which they will be needed.
     ahead = unit.forward_prefetch if in_backward else next_in_forward(run, unit)
-    _gather_ahead(ahead, commands)
+    _unshard_ahead(ahead, commands)
     return commands
 
 
@@ -171,7 +171,7 @@ def pre_backward(
     if gathers:
         _make_full(unit, commands)
     # [R9] The next unit of the backward is gathered while this one computes.
-    _gather_ahead([other for other in next_in_backward(run, unit) if other.gathers_in_backward], commands)
+    _unshard_ahead([other for other in next_in_backward(run, unit) if other.gathers_in_backward], commands)
     return commands
 
 
@@ -203,12 +203,12 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
     for unit in owing:
         # [R30] In the order in which they owe.
-        _free_after_backward(run, unit, commands)
+        _reshard_after_backward(run, unit, commands)
         _send((unit,), commands)
     for unit in run.units:
         # [R11] Free units that the backward did not reach, or that recomputation gathered after their gradients; send
         # gradients that came after the message, or that an earlier backward held.
-        _free_after_backward(run, unit, commands)
+        _reshard_after_backward(run, unit, commands)
         if present[unit.index] and unit not in owing:
             _send((unit,), commands)
         if unit in aside:
@@ -221,7 +221,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
             if unit.full is Full.PENDING:
                 # [R12] An unused prefetch. Every rank issued it, so every rank waits for it.
                 unit.full = Full.SHARDED
-                commands.append(Command("drop", unit))
+                commands.append(Command("cancel", unit))
             unit.uses.clear()
             unit.open.clear()
     if run.is_last_backward:
@@ -244,18 +244,18 @@ def backward_failed(run: RunRecord, root: UnitRecord) -> Commands:
 
 
 def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Commands:
-    """Issue the gather; `wait_unshard` makes it usable."""
+    """Issue the all-gather; `wait_unshard` makes it usable."""
     commands: Commands = []
     if stale:
         _throw_away(unit, commands)
-    _gather_ahead((unit,), commands)
+    _unshard_ahead((unit,), commands)
     return commands
 
 
 def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
     """The user needs the full parameters now. Nothing to do if a forward used and freed them in between."""
     commands: Commands = []
-    if unit.full not in _GATHERED_FROM:
+    if unit.full not in _UNSHARDED_FROM:
         _make_full(unit, commands)
     return commands
 
@@ -269,7 +269,7 @@ def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
     return commands
 
 
-def abandon(run: RunRecord, root: UnitRecord) -> Commands:
+def reset(run: RunRecord, root: UnitRecord) -> Commands:
     """[R14] A step did not finish: discard all of its leftovers."""
     commands: Commands = []
     _close_passes(run)
@@ -297,7 +297,7 @@ def abandon(run: RunRecord, root: UnitRecord) -> Commands:
     run.in_backward = False
     run.keep_full = False
     run.generation += 1
-    commands.append(Command("discard", root))
+    commands.append(Command("reset", root))
     return commands
 
 
@@ -316,23 +316,23 @@ def _end_use(
             # [R34] There is memory for it until its backward. Where none comes, users must find shards, as in R6.
             if not outputs:
                 _shelve(unit, commands)
-        elif unit.reshard_after_forward and unit.narrows:
-            # [R26] Keep a part, so that backward gathers from the few ranks of a block instead of all.
-            unit.full = Full.NARROWED
-            commands.append(Command("narrow", unit))
+        elif unit.reshard_after_forward and unit.keeps_secondary:
+            # [R26] Keep a secondary shard, so that backward gathers from the few ranks of a block instead of all.
+            unit.full = Full.SECONDARY
+            commands.append(Command("reshard_secondary", unit))
             if not outputs:
                 # [R27] Until the next forward or recomputation, users must find sharded parameters, as in R6.
                 commands.append(Command("shelve", unit))
         elif unit.reshard_after_forward:
             # [R5] Only the running units hold full memory.
-            _free(unit, commands)
+            _reshard(unit, commands)
         elif not outputs and unit.keeps_in_evaluation:
             # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), but the
             # next forward reuses the memory, as requested.
             _shelve(unit, commands)
         elif not outputs:
             # [R20] It was kept only for a backward, and none comes. Freed parameters cannot become stale.
-            _free(unit, commands)
+            _reshard(unit, commands)
     if not unit.empty and not placed:
         # [R7] Backward visits uses in reverse, so each use has its own place in the order.
         unit.uses.append(len(run.order))
@@ -368,17 +368,17 @@ def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
         _close_pass(run, unit)
 
 
-def _gather(unit: UnitRecord, commands: Commands) -> None:
-    """From SHARDED or NARROWED to PENDING."""
-    # [R28] Kept parts are gathered from their block: fewer and closer ranks.
-    commands.append(Command("widen" if unit.full is Full.NARROWED else "gather", unit))
+def _unshard(unit: UnitRecord, commands: Commands) -> None:
+    """From SHARDED or SECONDARY to PENDING."""
+    # [R28] Secondary shards are gathered from their block: fewer and closer ranks.
+    commands.append(Command("unshard_secondary" if unit.full is Full.SECONDARY else "unshard", unit))
     unit.full = Full.PENDING
 
 
 def _make_full(unit: UnitRecord, commands: Commands) -> None:
     """[R16] From any state to FULL, with only the missing commands."""
-    if unit.full in _GATHERED_FROM and not unit.empty:
-        _gather(unit, commands)
+    if unit.full in _UNSHARDED_FROM and not unit.empty:
+        _unshard(unit, commands)
     if unit.full is Full.PENDING:
         unit.full = Full.FULL
         commands.append(Command("wait", unit))
@@ -387,15 +387,15 @@ def _make_full(unit: UnitRecord, commands: Commands) -> None:
         commands.append(Command("expose", unit))
 
 
-def _gather_ahead(units: Sequence[UnitRecord], commands: Commands) -> None:
+def _unshard_ahead(units: Sequence[UnitRecord], commands: Commands) -> None:
     for unit in units:
-        if unit.full in _GATHERED_FROM and not unit.empty:
-            _gather(unit, commands)
+        if unit.full in _UNSHARDED_FROM and not unit.empty:
+            _unshard(unit, commands)
 
 
-def _free(unit: UnitRecord, commands: Commands) -> None:
+def _reshard(unit: UnitRecord, commands: Commands) -> None:
     unit.full = Full.SHARDED
-    commands.append(Command("free", unit))
+    commands.append(Command("reshard", unit))
 
 
 def _shelve(unit: UnitRecord, commands: Commands) -> None:
@@ -405,11 +405,11 @@ def _shelve(unit: UnitRecord, commands: Commands) -> None:
 
 def _show_shards(run: RunRecord, commands: Commands) -> None:
     """Put sharded parameters on all modules, except running forwards. Frees and waits for nothing: this rank may be the
-    only one that failed, and `abandon` does that on all ranks."""
+    only one that failed, and `reset` does that on all ranks."""
     for unit in run.units:
         if unit.full is Full.FULL and not unit.running:
             _shelve(unit, commands)
-        elif unit.full is Full.NARROWED:
+        elif unit.full is Full.SECONDARY:
             commands.append(Command("shelve", unit))
 
 
@@ -418,9 +418,9 @@ def _throw_away(unit: UnitRecord, commands: Commands) -> None:
     unit.pins = 0
     if unit.full is Full.PENDING:
         unit.full = Full.SHARDED
-        commands.append(Command("drop", unit))
+        commands.append(Command("cancel", unit))
     elif unit.full is not Full.SHARDED:
-        _free(unit, commands)
+        _reshard(unit, commands)
 
 
 def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
@@ -428,22 +428,22 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
     commands: Commands = []
     unit.phase = Phase.DONE
     # [R17] Weights go before the messages come, so that both need not exist together.
-    _free_after_backward(run, unit, commands)
+    _reshard_after_backward(run, unit, commands)
     _send(settle(run, unit), commands)
     return commands
 
 
-def _free_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
-    if unit.full in _FREED and unit.reshard_after_backward and not is_held(run, unit):
+def _reshard_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
+    if unit.full in _RESHARDED_FROM and unit.reshard_after_backward and not is_held(run, unit):
         if unit.resident and not unit.trainable:
             # [R35] Frozen weights stay valid for the next step; if something writes them, see R2.
             if unit.full is Full.FULL:
                 _shelve(unit, commands)
             return
-        _free(unit, commands)
+        _reshard(unit, commands)
 
 
 def _send(units: Sequence[UnitRecord], commands: Commands) -> None:
     for unit in units:
-        # [R18] Gradients are reduced, or held unreduced for a later backward (no_sync).
-        commands.append(Command("reduce" if unit.sync else "hold", unit))
+        # [R18] Gradients are reduced, or accumulated unreduced for a later backward (no_sync).
+        commands.append(Command("reduce" if unit.sync else "accumulate", unit))
