@@ -47,7 +47,7 @@ def test_reshard_frees_drops_and_respects_a_running_forward() -> None:
     assert say(world, "reshard a") == ["reshard a"]
     says(world, "pre_forward root", "pre_forward a")
     assert says(world, "reshard a", "reshard root") == []
-    world["a"].reshard_after_forward = True
+    world["a"].plan.reshard_after_forward = True
     assert say(world, "reshard a") == ["reshard a"]
 
 
@@ -104,7 +104,7 @@ def test_recomputation_after_a_forward_that_failed_ends_no_pass() -> None:
 def test_whoever_catches_a_failure_outside_of_the_model_finds_sharded_parameters() -> None:
     """Whatever stands full is put aside, kept parts too; what is under way, and the memory, are for `reset`."""
     world = World("a", "b", "c", depth=1)
-    world["b"].keeps_secondary = True
+    world["b"].plan.keeps_secondary = True
     says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
     says(world, "pre_forward b", "post_forward b inputs outputs", "unshard a", "pre_forward c", "forward_failed c")
     assert world["b"].full is Full.SECONDARY and world["a"].full is Full.PENDING

@@ -70,7 +70,7 @@ def run_to_the_end(world: World, program: Program) -> None:
     assert not world.run.has_leftovers and not world.run.keep_full
     assert not any(unit.in_backward or unit.phase for unit in world.units.values())
     if program[-1].kind == "backward_end":
-        kept = {unit.name for unit in world.units.values() if not unit.reshard_after_backward}
+        kept = {unit.name for unit in world.units.values() if not unit.plan.reshard_after_backward}
         assert world.full() <= kept
         assert not [unit for unit in world.units.values() if unit.full is Full.PENDING]
 
@@ -285,9 +285,9 @@ class AnyProgram(RuleBasedStateMachine):
         self.hear(Report("backward_end"))
         world = self.world
         assert not world.arrived and not world.run.in_backward
-        allowed = {n for n, u in world.units.items() if keeps_full or not u.reshard_after_backward}
+        allowed = {n for n, u in world.units.items() if keeps_full or not u.plan.reshard_after_backward}
         allowed |= {name for name, _ in self.running}
-        allowed |= {name for name, unit in world.units.items() if unit.pins and unit.full is not Full.FULL}
+        allowed |= {name for name, unit in world.units.items() if unit.pins.count and unit.full is not Full.FULL}
         if world.run.is_last_backward:
             assert world.full() <= allowed
             assert not any(unit.full is Full.PENDING for unit in world.units.values())
@@ -322,7 +322,7 @@ class AnyProgram(RuleBasedStateMachine):
     )
     def the_user_lists(self, name: str, field: str, listed: list[str]) -> None:
         for world in self.worlds:
-            setattr(world[name], field, tuple(world[other] for other in listed))
+            setattr(world[name].plan, field, tuple(world[other] for other in listed))
 
     @rule()
     def reset(self) -> None:

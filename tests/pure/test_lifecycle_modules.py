@@ -189,22 +189,22 @@ def test_r25_backward_does_not_gather_what_it_does_not_read() -> None:
     assert found[: len(forward)] == forward
     assert [c for c in found[len(forward) :] if c.endswith(" e")] == ["reduce e"]
     world = before_backward("e")
-    world["e"].gathers_in_backward = False
+    world["e"].plan.gathers_in_backward = False
     assert says(world, "pre_backward e", "pre_backward e") == []
 
 
 def test_r25_a_weight_that_is_read_all_the_same_is_there() -> None:
     """[R25] Where that is noticed: the user was wrong, and the result is right."""
     world = before_backward("e")
-    world["e"].gathers_in_backward = False
+    world["e"].plan.gathers_in_backward = False
     assert says(world, "pre_backward e", "pre_backward e needed") == ["unshard e", "wait e"]
     world = before_backward("e")
-    world["e"].gathers_in_backward = False
+    world["e"].plan.gathers_in_backward = False
     assert says(world, "pre_backward e needed") == ["unshard e", "wait e"]
 
 
 def test_r25_recomputation_reads_weights_in_any_case() -> None:
     """[R25] The user speaks of the backward, not of the forward that is repeated in it."""
     world = before_backward("e")
-    world["e"].gathers_in_backward = False
+    world["e"].plan.gathers_in_backward = False
     assert says(world, "pre_backward e", "pre_forward e in_backward") == ["unshard e", "wait e"]

@@ -196,7 +196,7 @@ def test_a_forward_list_takes_the_place_of_the_recorded_order() -> None:
     """For its unit, from the first pass on, whatever the depth; other units follow the record."""
     for depth in (0, 1):
         world = World(*ABC, depth=depth)
-        world["a"].forward_prefetch = (world["c"], world["b"])
+        world["a"].plan.forward_prefetch = (world["c"], world["b"])
         first = issued(world, step(*ABC))
         assert first == {"root": ["root"], "a": ["a", "c", "b"], "b": [], "c": []}
         second = issued(world, step(*ABC))
@@ -206,17 +206,17 @@ def test_a_forward_list_takes_the_place_of_the_recorded_order() -> None:
 def test_a_unit_with_a_list_is_part_of_the_record() -> None:
     """The plan knows that it ran, so the units behind it are where they were."""
     world = World(*ABC, depth=1)
-    world["a"].forward_prefetch = (world["c"],)
+    world["a"].plan.forward_prefetch = (world["c"],)
     world.feed(step(*ABC))
     assert [unit.name for unit in world.run.forward_plan] == ["root", *ABC]
-    world["a"].forward_prefetch = ()
+    world["a"].plan.forward_prefetch = ()
     assert issued(world, step(*ABC))["a"] == ["b"]
 
 
 def test_a_backward_list_takes_the_place_of_the_recorded_order() -> None:
     """Each time it is asked; the places are not taken back."""
     world = before_backward(*ABC)
-    world["root"].backward_prefetch = (world["b"], world["a"])
+    world["root"].plan.backward_prefetch = (world["b"], world["a"])
     assert say(world, "pre_backward root") == ["unshard root", "wait root", "unshard b", "unshard a"]
     assert world["root"].uses == [3]
     assert say(world, "pre_backward c") == ["unshard c", "wait c"]
@@ -227,7 +227,7 @@ def test_what_is_there_is_not_gathered_again() -> None:
     world = World(*ABC, reshard=False)
     world.feed(evaluation("a"))
     says(world, "unshard b", "unshard c", "wait_unshard c")
-    world["root"].forward_prefetch = tuple(world[name] for name in ABC)
+    world["root"].plan.forward_prefetch = tuple(world[name] for name in ABC)
     assert say(world, "pre_forward root") == ["expose root"]
 
 
@@ -249,7 +249,7 @@ def limited(nbytes: int, *names: str, depth: int = 1, **costs: int) -> World:
     world = World(*names, depth=depth)
     world.run.prefetch_nbytes = nbytes
     for name in ("root", *names):
-        world[name].gather_nbytes = costs.get(name, 10)
+        world[name].plan.gather_nbytes = costs.get(name, 10)
     return world
 
 
@@ -295,8 +295,8 @@ def test_nothing_goes_before_one_that_does_not_fit() -> None:
 def test_lists_of_the_user_are_obeyed_whatever_their_bytes() -> None:
     """In forward and in backward."""
     world = limited(0, *ABC)
-    world["a"].forward_prefetch = (world["b"], world["c"])
-    world["c"].backward_prefetch = (world["b"], world["a"])
+    world["a"].plan.forward_prefetch = (world["b"], world["c"])
+    world["c"].plan.backward_prefetch = (world["b"], world["a"])
     world.feed(step(*ABC))
     assert issued(world, step(*ABC))["a"] == ["a", "b", "c"]
     assert backward_ahead(world, *ABC)["c"] == ["c", "b", "a"]
@@ -305,13 +305,13 @@ def test_lists_of_the_user_are_obeyed_whatever_their_bytes() -> None:
 def test_what_has_its_memory_takes_no_room() -> None:
     """A unit that stayed full in between does not count, and those behind it are reached."""
     world = limited(10, *ABC)
-    world["b"].resident = True
+    world["b"].plan.resident = True
     assert backward_ahead(world, *ABC) == {"root": ["root", "c"], "c": ["a"], "b": [], "a": []}
 
 
 def test_a_unit_whose_backward_gathers_nothing_takes_no_room() -> None:
     world = limited(10, *ABC)
-    world["c"].gathers_in_backward = False
+    world["c"].plan.gathers_in_backward = False
     assert backward_ahead(world, *ABC) == {"root": ["root", "b"], "c": [], "b": ["a"], "a": []}
 
 

@@ -53,17 +53,17 @@ def fresh(name: str, reshard: str, events: Sequence[Event]) -> RunRecord:
     }
     if RESHARD[reshard] is None:
         for unit in inner:
-            units[unit].reshard_after_forward = True
+            units[unit].plan.reshard_after_forward = True
     for record in units.values():
-        record.keeps_secondary = reshard == "two"
+        record.plan.keeps_secondary = reshard == "two"
     attribute, lists = LISTS.get(name, ("", {}))
     for unit, blocks in lists.items():
-        setattr(units[unit], attribute, tuple(units[f"layers.{i}"] for i in blocks))
+        setattr(units[unit].plan, attribute, tuple(units[f"layers.{i}"] for i in blocks))
     if name in EMPTY:
         units[EMPTY[name]].empty = True
     if name in FROZEN:
-        units[FROZEN[name]].frees_late = True
-        units[FROZEN[name]].trainable = False
+        units[FROZEN[name]].plan.frees_late = True
+        units[FROZEN[name]].plan.trainable = False
     return RunRecord(list(units.values()), prefetch_depth=0)
 
 
@@ -111,7 +111,7 @@ def decide(run: RunRecord, moment: Moment, uses: Uses, *, counted: bool) -> list
     if event.kind == "pre_backward":
         return rules.pre_backward(run, unit, use=uses.take(unit))
     if event.kind == "grads_ready":
-        assert ("nosync" in event.flags) is not unit.sync, "the table of settings differs from what torch was told"
+        assert ("nosync" in event.flags) is not unit.plan.sync, "the table of settings differs from what torch was told"
         present = "none" not in event.flags
         if present and counted:
             return rules.grads_ready(run, unit) + rules.inputs_reached(run, unit, present=False)
@@ -130,7 +130,7 @@ def test_rules_decide_what_torch_does(name: str, reshard: str, counted: bool) ->
     uses, backwards = Uses(fifo=name in FIFO), 0
     for number, moment in enumerate(expected):
         for field, values in EACH_BACKWARD.get(name, {}).items():
-            for record in (run,) if field == "is_last_backward" else run.units:
+            for record in (run,) if field == "is_last_backward" else [unit.plan for unit in run.units]:
                 setattr(record, field, values[min(backwards, len(values) - 1)])
         commands = decide(run, moment, uses, counted=counted)
         found = tuple(str(command) for command in commands if command.kind not in OURS_ALONE)

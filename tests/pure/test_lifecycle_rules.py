@@ -58,7 +58,7 @@ def test_r36_what_is_frozen_is_needed_again_in_recomputation() -> None:
     a unit without frozen weights is through with them."""
     for frozen in (True, False):
         world = before_backward("a")
-        world["a"].frees_late = frozen
+        world["a"].plan.frees_late = frozen
         says(world, "pre_backward root", "pre_backward a", "inputs_reached a", "pre_forward a in_backward")
         assert say(world, "grads_ready a") == ([] if frozen else ["reshard a"])
         assert world["a"].full is (Full.FULL if frozen else Full.SHARDED)
@@ -101,7 +101,7 @@ def test_r3_recomputation_gathers_only_what_the_user_listed() -> None:
     log = list(world.run.forward_log)
     assert say(world, "pre_forward a in_backward") == ["unshard a", "wait a"]
     assert world.run.forward_log == log
-    world["b"].forward_prefetch = (world["c"],)
+    world["b"].plan.forward_prefetch = (world["c"],)
     assert say(world, "pre_forward b in_backward") == ["unshard b", "wait b", "unshard c"]
 
 
@@ -128,7 +128,7 @@ def test_recomputation_has_no_place_in_the_order() -> None:
 def test_r5_memory_is_given_back_after_forward() -> None:
     """[R5] Unless the unit is to stay full."""
     world = World("a", "b")
-    world["b"].reshard_after_forward = False
+    world["b"].plan.reshard_after_forward = False
     says(world, "pre_forward root", "pre_forward a")
     assert say(world, "post_forward a inputs outputs") == ["reshard a"]
     says(world, "pre_forward b")
@@ -139,7 +139,7 @@ def test_r5_memory_is_given_back_after_forward() -> None:
 def test_r6_without_a_backward_users_find_sharded_parameters() -> None:
     """[R6] The memory stays for a next use, which needs no gather; a unit that is to free it does."""
     world = World("a", "b", reshard=False)
-    world["b"].reshard_after_forward = True
+    world["b"].plan.reshard_after_forward = True
     says(world, "pre_forward root", "pre_forward a")
     assert say(world, "post_forward a") == ["shelve a"]
     assert say(world, "pre_forward a") == ["expose a"]
@@ -286,10 +286,10 @@ def test_r13_each_step_has_an_order_of_its_own() -> None:
     assert [unit.name for unit in world.run.order] == ["a", "b", "root"]
     assert (world["a"].uses, world["b"].uses) == ([0], [])
     # A use whose backward never came: in the next step units would wait for it.
-    assert len(world["a"].open) == 1
+    assert len(world["a"].sending.open) == 1
     world.feed(setting("is_last_backward", True))
     says(world, "pre_backward root", "backward_end root")
-    assert world.run.order == [] and world["a"].uses == [] and world["a"].open == []
+    assert world.run.order == [] and world["a"].uses == [] and world["a"].sending.open == []
 
 
 # ---- failure ------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_r16_what_is_missing_and_nothing_more(full: Full, commands: list[str]) -
 def test_r16_there_is_nothing_to_gather_without_parameters() -> None:
     """[R16] Neither when it is needed, nor ahead, nor for the user."""
     world = World("a", "b", empty=["b"], depth=1)
-    world["a"].backward_prefetch = (world["b"],)
+    world["a"].plan.backward_prefetch = (world["b"],)
     found = world.feed(step("a", "b", traits={"b": Trait("none")}) * 2)
     found += says(world, "unshard b", "wait_unshard b", "reshard b")
     assert not [command for command in found if command.endswith(" b")]
@@ -390,7 +390,7 @@ def test_r31_the_backward_through_a_recorded_graph_frees() -> None:
     says(world, "gradient root", "grads_ready root")
     found = say(world, "backward_end root spent")
     assert {"reshard root", "reshard a"} <= set(found) and found[-1] == "finish root"
-    assert not any(unit.pins for unit in world.units.values())
+    assert not any(unit.pins.count for unit in world.units.values())
 
 
 def test_r31_gradients_that_were_not_handed_over_count() -> None:
@@ -417,14 +417,14 @@ def test_r31_other_backwards_leave_the_weights_of_a_recorded_graph() -> None:
     says(world, "pre_backward root create_graph", "pre_backward a create_graph", "backward_end root")
     for left in (1, 0):
         says(world, "pre_backward root", "pre_backward a", "gradient root", "gradient a", "backward_end root spent")
-        assert world["a"].pins == left and world.full() == ({"root", "a"} if left else set())
+        assert world["a"].pins.count == left and world.full() == ({"root", "a"} if left else set())
 
 
 def test_r31_two_backwards_that_record_graphs_of_one_forward_are_one() -> None:
     """[R31] A jacobian row by row."""
     world = recorded("a")
     says(world, "pre_backward root create_graph", "pre_backward a", "backward_end root")
-    assert world["a"].pins == 1
+    assert world["a"].pins.count == 1
 
 
 def test_r31_what_is_not_in_memory_is_not_pinned() -> None:
@@ -432,7 +432,7 @@ def test_r31_what_is_not_in_memory_is_not_pinned() -> None:
     world = World("a", "b")
     world.feed(forward(model("a"), {}))
     says(world, "pre_backward root create_graph", "pre_backward a", "backward_end root")
-    assert world["b"].pins == 0
+    assert world["b"].pins.count == 0
 
 
 def test_r31_weights_of_an_opaque_graph_stay_until_the_shards_change() -> None:
@@ -441,9 +441,9 @@ def test_r31_weights_of_an_opaque_graph_stay_until_the_shards_change() -> None:
         world = World("a")
         says(world, "pre_forward root", "pre_forward a")
         assert say(world, "post_forward a outputs opaque") == ["shelve a"]
-        assert world["a"].pins == 1
+        assert world["a"].pins.count == 1
         assert "reshard a" in say(world, ending)
-        assert world["a"].pins == 0
+        assert world["a"].pins.count == 0
 
 
 def test_r31_a_forward_that_records_a_graph_keeps_its_weights_to_its_end() -> None:
@@ -451,7 +451,7 @@ def test_r31_a_forward_that_records_a_graph_keeps_its_weights_to_its_end() -> No
     world = World("a")
     says(world, "pre_forward root", "pre_forward a", "pre_backward a create_graph")
     assert "shelve a" not in say(world, "backward_end root")
-    assert world["a"].pins == 1 and world["a"].full is Full.FULL
+    assert world["a"].pins.count == 1 and world["a"].full is Full.FULL
     assert say(world, "post_forward a outputs") == ["shelve a"]
 
 
@@ -474,7 +474,7 @@ def test_r32_a_forward_that_differentiates_keeps_its_weights() -> None:
         assert world["a"].full is Full.FULL and world["a"].phase is Phase.FORWARD
         assert say(world, "reshard a") == [], "it is to stay full in forward"
         says(world, end)
-        assert world["a"].phase is Phase.IDLE and not world["a"].running
+        assert world["a"].phase is Phase.IDLE and not world["a"].pins.running
         says(world, "post_forward root", "pre_backward a", "backward_end root")
         assert "a" not in world.full()
 
@@ -526,9 +526,9 @@ def test_r26_a_part_is_kept_after_forward_while_an_integer_is_set() -> None:
     """[R26] `set_reshard_after_forward` takes its place, from the next forward on."""
     world = before_backward("a", reshard=2)
     assert [unit.full for unit in world.run.units] == [Full.SECONDARY] * 2
-    world["a"].keeps_secondary = False
+    world["a"].plan.keeps_secondary = False
     assert says(world, "pre_forward a", "post_forward a outputs") == ["unshard_secondary a", "wait a", "reshard a"]
-    world["a"].keeps_secondary, world["a"].reshard_after_forward = True, False
+    world["a"].plan.keeps_secondary, world["a"].plan.reshard_after_forward = True, False
     assert says(world, "pre_forward a", "post_forward a outputs") == ["unshard a", "wait a"]
 
 
@@ -580,7 +580,7 @@ def resident(*names: str, traits: dict[str, Trait] | None = None, **options: obj
     """A world in which there is memory for all of `names`."""
     world = World(*names, traits=traits, **options)  # type: ignore[arg-type]
     for name in names:
-        world[name].resident = True
+        world[name].plan.resident = True
     return world
 
 

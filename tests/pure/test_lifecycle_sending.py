@@ -178,29 +178,29 @@ def used(*uses: Use | str) -> tuple[RunRecord, dict[str, UnitRecord]]:
 
 def test_uses_are_numbered_by_the_ends_of_forwards() -> None:
     run, units = used(NESTED, "c", "a")
-    assert units["b"].open == [RecordedUse(0, 0)] and units["c"].open == [RecordedUse(2, 2)]
-    assert units["a"].open == [RecordedUse(0, 1), RecordedUse(3, 3)] and run.clock == 4
+    assert units["b"].sending.open == [RecordedUse(0, 0)] and units["c"].sending.open == [RecordedUse(2, 2)]
+    assert units["a"].sending.open == [RecordedUse(0, 1), RecordedUse(3, 3)] and run.clock == 4
 
 
 def test_a_unit_waits_for_what_is_inside_of_it() -> None:
     """Its own gradients may be there first; the inner one goes first all the same."""
     run, units = used(NESTED)
     a, b = units["a"], units["b"]
-    assert visit(run, a, a.open[-1]) == [] and settle(run, a) == []
-    assert visit(run, b, b.open[-1]) == [] and settle(run, b) == [b, a]
+    assert visit(run, a, a.sending.open[-1]) == [] and settle(run, a) == []
+    assert visit(run, b, b.sending.open[-1]) == [] and settle(run, b) == [b, a]
     assert end_sending(run) == [] and run.frontier == NOWHERE
 
 
 def test_a_unit_is_due_where_one_begins_that_ran_before_it() -> None:
     run, units = used("a", "b")
     a, b = units["a"], units["b"]
-    assert visit(run, b, b.open[-1]) == []
-    assert visit(run, a, a.open[-1]) == [b]
+    assert visit(run, b, b.sending.open[-1]) == []
+    assert visit(run, a, a.sending.open[-1]) == [b]
     assert end_sending(run) == [a]
 
 
 def test_a_unit_of_which_no_use_is_known_waits_for_the_end() -> None:
     run, units = used("a")
     a, b = units["a"], units["b"]
-    assert visit(run, b, None) == [] and b.first == UNKNOWN and settle(run, b) == []
+    assert visit(run, b, None) == [] and b.sending.first == UNKNOWN and settle(run, b) == []
     assert visit(run, a, None) == [] and settle(run, a) == [a] and end_sending(run) == [b]

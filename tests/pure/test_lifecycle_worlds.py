@@ -23,23 +23,7 @@ OURS_ALONE = ("shelve", "expose", "accumulate", "finish", "reset")
 
 # Fields of the records that no step writes. Every other one belongs to a step, and has to be gone with it.
 RUN_SETTINGS = frozenset({"units", "prefetch_depth", "is_last_backward", "generation"})
-UNIT_SETTINGS = frozenset(
-    {
-        "backward_prefetch",
-        "empty",
-        "forward_prefetch",
-        "frees_late",
-        "gathers_in_backward",
-        "index",
-        "keeps_in_evaluation",
-        "name",
-        "keeps_secondary",
-        "reshard_after_backward",
-        "reshard_after_forward",
-        "sync",
-        "trainable",
-    }
-)
+UNIT_SETTINGS = frozenset({"empty", "index", "name", "plan"})
 
 
 class Report(NamedTuple):
@@ -212,8 +196,8 @@ class Uses:
         """A forward of `unit` ended."""
         waiting = self._waiting.setdefault(unit.name, [])
         # Recomputation is no use of its own, but for one that first ran without gradients (reentrant).
-        if unit.open and not unit.begins and unit.open[-1] not in waiting:
-            waiting.append(unit.open[-1])
+        if unit.sending.open and not unit.sending.begins and unit.sending.open[-1] not in waiting:
+            waiting.append(unit.sending.open[-1])
 
     def take(self, unit: UnitRecord) -> RecordedUse | None:
         """The use whose backward begins; the last one again when there is no other (a graph that was kept)."""
@@ -250,10 +234,10 @@ class World:
         }
         for name, unit in self.units.items():
             unit.empty = name in set(empty)
-            unit.keeps_secondary = reshard is not None and not isinstance(reshard, bool)
-            unit.frees_late = trait_of(traits or {}, name).gradients in ("none", "mixed")
-            unit.trainable = trait_of(traits or {}, name).gradients != "none"
-        self["root"].keeps_in_evaluation = reshard is not None or root_kept
+            unit.plan.keeps_secondary = reshard is not None and not isinstance(reshard, bool)
+            unit.plan.frees_late = trait_of(traits or {}, name).gradients in ("none", "mixed")
+            unit.plan.trainable = trait_of(traits or {}, name).gradients != "none"
+        self["root"].plan.keeps_in_evaluation = reshard is not None or root_kept
         self.run = RunRecord(list(self.units.values()), prefetch_depth=depth)
         self.checker = CommandChecker(max_full=max_full, stays_full={"root"})
         self.checker.full = dict.fromkeys(self.units, Full.SHARDED)
@@ -287,7 +271,7 @@ class World:
             self.arrived.add(name)
             return []
         if kind == "set":
-            setattr(unit if hasattr(unit, flags[0]) else self.run, flags[0], "not" not in flags)
+            setattr(unit.plan if hasattr(unit.plan, flags[0]) else self.run, flags[0], "not" not in flags)
             return []
         commands = self._decide(kind, unit, flags)
         self.log.append((kind, name, flags))
@@ -312,7 +296,7 @@ class World:
         if kind == "inputs_reached":
             return rules.inputs_reached(run, unit, present=unit.name in self.arrived)
         if kind == "backward_end":
-            present = [u.name in self.arrived or (u.name in self.held and u.sync) for u in run.units]
+            present = [u.name in self.arrived or (u.name in self.held and u.plan.sync) for u in run.units]
             return rules.backward_end(run, unit, present, spent="spent" in flags)
         if kind == "reset":
             self.uses.forget()
@@ -337,6 +321,9 @@ class World:
         found: dict[str, object] = {f: getattr(self.run, f) for f in RunRecord.__slots__ if f not in RUN_SETTINGS}
         for name, unit in self.units.items():
             found |= {f"{name}.{f}": getattr(unit, f) for f in UnitRecord.__slots__ if f not in UNIT_SETTINGS}
+            for part in ("pins", "sending"):
+                noted = found.pop(f"{name}.{part}")
+                found |= {f"{name}.{part}.{f}": getattr(noted, f) for f in type(noted).__slots__}
         return found
 
     def full(self) -> set[str]:

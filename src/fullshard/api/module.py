@@ -270,7 +270,7 @@ class FSDPModule(TorchFSDPModule):
         it, any other use raises.
         """
         for unit in self._units(recurse):
-            unit.record.sync = requires_gradient_sync
+            unit.record.plan.sync = requires_gradient_sync
 
     # Memory limits; the last three are deprecated names of the first.
     set_memory_budget = settings.set_memory_budget
@@ -309,23 +309,23 @@ class FSDPModule(TorchFSDPModule):
             )
         for unit in self._units(recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
-            unit.record.reshard_after_forward = reshard_after_forward
-            unit.record.keeps_secondary = False
+            unit.record.plan.reshard_after_forward = reshard_after_forward
+            unit.record.plan.keeps_secondary = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to reshard after backward. Parameters kept full are all-gathered again once the shards change."""
         for unit in self._units(recurse):
-            unit.record.reshard_after_backward = reshard_after_backward
+            unit.record.plan.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Prefetch the parameters of `modules` when this module's forward begins, instead of the recorded order."""
         units = validate.check_sharded(modules, "set_modules_to_forward_prefetch", unit_of)
-        self._unit().record.forward_prefetch = tuple(unit.record for unit in units)
+        self._unit().record.plan.forward_prefetch = tuple(unit.record for unit in units)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Prefetch the parameters of `modules` when this module's backward begins, instead of the recorded order."""
         units = validate.check_sharded(modules, "set_modules_to_backward_prefetch", unit_of)
-        self._unit().record.backward_prefetch = tuple(unit.record for unit in units)
+        self._unit().record.plan.backward_prefetch = tuple(unit.record for unit in units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not unshard this module's parameters, because it does not read them (an embedding).
@@ -334,7 +334,7 @@ class FSDPModule(TorchFSDPModule):
         forwards watch saved weights: if backward reads one after all, it is all-gathered then, late but correct.
         """
         unit = self._unit()
-        unit.record.gathers_in_backward = bool(unshard_in_backward)
+        unit.record.plan.gathers_in_backward = bool(unshard_in_backward)
         unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
 
     def set_post_optim_event(self, event: torch.Event) -> None:

@@ -296,7 +296,7 @@ def set_memory_budget(
     if not isinstance(resident, EllipsisType):
         _keep(names, unit, resident or 0)
     outer = unit if unit.root is None else unit.root.units[0]
-    kept = tuple(name for each, name in names.items() if each.record.resident)
+    kept = tuple(name for each, name in names.items() if each.record.plan.resident)
     return MemoryBudget(outer.settings.prefetch_nbytes, outer.settings.gradient_nbytes, kept)
 
 
@@ -337,7 +337,7 @@ def _keep(names: dict[Unit, str], outer: Unit, nbytes: int) -> None:
     candidates = [Candidate(names[unit], unit.full_nbytes or 0, _is_frozen(unit)) for unit in units]
     chosen = set(choose_resident(candidates, nbytes))
     for i, unit in enumerate(units):
-        was, unit.record.resident = unit.record.resident, i in chosen
+        was, unit.record.plan.resident = unit.record.plan.resident, i in chosen
         if was and i not in chosen and unit.root is not None:
             unit.root.reshard(unit)
 
@@ -361,7 +361,7 @@ def _is_freed(unit: Unit, outer: Unit) -> bool:
         and (unit.root is None or unit.root.units[0] is unit)
     ):
         return False
-    return unit.record.reshard_after_forward
+    return unit.record.plan.reshard_after_forward
 
 
 def _is_frozen(unit: Unit) -> bool:

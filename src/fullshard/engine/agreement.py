@@ -122,9 +122,9 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
         "offload_policy": "CPUOffloadPolicy" if unit.host_link is not None else "none",
         "prefetch_nbytes": str(unit.settings.prefetch_nbytes),
         "gradient_nbytes": str(unit.settings.gradient_nbytes),
-        "resident": str(record.resident),
-        "reshard_after_backward": str(record.reshard_after_backward),
-        "unshard_in_backward": str(record.gathers_in_backward),
+        "resident": str(record.plan.resident),
+        "reshard_after_backward": str(record.plan.reshard_after_backward),
+        "unshard_in_backward": str(record.plan.gathers_in_backward),
         "communication": str(controls.communication),
         "gradient divide factor": str(controls.divide_factor),
         "sums without averages": str(controls.sum_only),
@@ -134,8 +134,8 @@ def _unit_facts(unit: Unit, known: Sequence[Unit]) -> dict[str, str]:
         "all-reduce": str(unit.settings.all_reduces),
     }
     listed = {other.record for other in known}
-    facts["forward prefetch"] = _names_text(record.forward_prefetch, listed)
-    facts["backward prefetch"] = _names_text(record.backward_prefetch, listed)
+    facts["forward prefetch"] = _names_text(record.plan.forward_prefetch, listed)
+    facts["backward prefetch"] = _names_text(record.plan.backward_prefetch, listed)
     return facts
 
 

@@ -295,14 +295,14 @@ class Executor:
 
     def gradient_came(self, unit: Unit, nbytes: int) -> None:
         """The running backward brought `nbytes` of gradients to `unit`. Called only if a byte limit is set."""
-        if self.gradient_nbytes is not None and unit.record.sync:
+        if self.gradient_nbytes is not None and unit.record.plan.sync:
             self._waiting[unit] = self._waiting.get(unit, 0) + nbytes
             self._waiting_nbytes += nbytes
             self.expect_gradient(unit)
 
     def expect_gradient(self, unit: Unit) -> None:
         """Make room for the largest gradient of `unit` that may still come."""
-        if self.gradient_nbytes is not None and unit.record.sync and self.shared.in_flight:
+        if self.gradient_nbytes is not None and unit.record.plan.sync and self.shared.in_flight:
             self._shrink(self.gradient_nbytes - unit.gradients.largest_missing_nbytes())
 
     def _shrink(self, nbytes: int) -> None:
@@ -379,7 +379,7 @@ class Executor:
         self._waiting_nbytes = 0
         for unit in self.units:
             unit.gradients.arrived = 0
-            sync = unit.record.sync
+            sync = unit.record.plan.sync
             unit.gradients.window_open = not sync or (unit.gradients.window_open and unit not in self._closing)
             kept = sync and not unit.settings.all_reduces and unit.is_replicated
             unit.gradients.partial_open = kept or (unit.gradients.partial_open and unit not in self._carrying)

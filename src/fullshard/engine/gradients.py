@@ -87,8 +87,8 @@ class UnitGradients:
                 bit += 1
         self.expected = (1 << bit) - 1
         self._largest_missing.clear()
-        self._record.frees_late = frozen
-        self._record.trainable = bit > 0
+        self._record.plan.frees_late = frozen
+        self._record.plan.trainable = bit > 0
         self.is_known = True
 
     def forget(self) -> None:

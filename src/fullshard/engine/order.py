@@ -252,7 +252,7 @@ def _sizes(unit: Unit, positions: Sequence[int], kind: str, *, keep: bool = Fals
                 texts.append(f"{_name(group.precision.wire)}*{numel}{which}{_way(unit, links)}")
             continue
         block = links.block if kind == "unshard_secondary" else None
-        if kind == "unshard_secondary" and not unit.record.keeps_secondary:
+        if kind == "unshard_secondary" and not unit.record.plan.keeps_secondary:
             continue
         if links.shard.world > 1:
             among = f"/{block.group.world}" if block is not None else ""

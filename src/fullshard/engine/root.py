@@ -94,7 +94,7 @@ class Root:
         if self.order is not None and self.compares_facts and device.type != "cpu":
             self.order.compare_later(self.facts)
         first = self.units[0]
-        first.record.keeps_in_evaluation = first.settings.reshard_after_forward is not None
+        first.record.plan.keeps_in_evaluation = first.settings.reshard_after_forward is not None
         for unit in self.units:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool, options.communication)
@@ -185,8 +185,8 @@ class Root:
         if self.order is not None and not nested and self.run.forward_root is unit.record:
             self.order.forward_ends()
         self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
-        record = unit.record
-        return record.open[-1] if record.open and not record.begins else None
+        sending = unit.record.sending
+        return sending.open[-1] if sending.open and not sending.begins else None
 
     def forward_failed(self, unit: Unit, *, nested: bool) -> None:
         """Report that a forward of `unit` raised."""
@@ -261,15 +261,15 @@ class Root:
         """Report that the whole backward is over."""
         self._backward.forget()
         must_send = self.executor.must_send
-        present = [unit.gradients.arrived != 0 or (unit.record.sync and must_send(unit)) for unit in self.units]
+        present = [unit.gradients.arrived != 0 or (unit.record.plan.sync and must_send(unit)) for unit in self.units]
         if self._brought:
             note_backward(self)
         else:
-            held = (unit for unit in self.units if not unit.record.sync)
+            held = (unit for unit in self.units if not unit.record.plan.sync)
             self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.gradients.expected)
         spent = self._spends and self._brought
         # Most backwards are spent: record the flag in traces only if it matters.
-        matters = any([unit.record.pins for unit in self.units])
+        matters = any([unit.record.pins.count for unit in self.units])
         commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
         try:
             self._do("backward_end", self.run.units[0], commands, spent=spent and matters)
@@ -455,7 +455,7 @@ def root_of(unit: Unit) -> Root:
         _settle(below)
     if unit.settings.reshard_after_forward is None:
         # The root's backward follows its forward at once.
-        unit.record.reshard_after_forward = False
+        unit.record.plan.reshard_after_forward = False
     return Root(units, list(names.values()), provisional=False)
 
 

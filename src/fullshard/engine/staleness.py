@@ -53,8 +53,8 @@ class Staleness:
         """The full parameters are gathered from the current shards. `thread`: whose optimizer steps count."""
         self.versions = self._versions_now(thread)
         record = self._record
-        keeps = record.keeps_in_evaluation and not record.reshard_after_forward
-        kept = keeps or record.keeps_secondary or not record.reshard_after_backward
+        keeps = record.plan.keeps_in_evaluation and not record.plan.reshard_after_forward
+        kept = keeps or record.plan.keeps_secondary or not record.plan.reshard_after_backward
         self._sample = self._sums() if kept else None
 
     def is_written(self, thread: int) -> bool:

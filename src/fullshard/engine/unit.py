@@ -185,7 +185,7 @@ class Unit:
                 if note_values and part.placing.mesh.size() > 1 and not isinstance(group, ExtensionGroup):
                     note_initial(group.params, same)
         self.record.empty = not self.groups
-        self.record.keeps_secondary = any(links.block is not None for links in self.links)
+        self.record.plan.keeps_secondary = any(links.block is not None for links in self.links)
         # The root that runs it, once one formed (root.py); full parameters that `full_params` put on the modules, while
         # nothing else may be done with the unit (full_params.py); the hooks on its modules (hooks.py).
         self.root: AnyRoot | None = None
@@ -259,7 +259,7 @@ class Unit:
     def _make_channels(self) -> None:
         self.channels.make(self.links, self.settings.controls)
         note_full(self)
-        self.record.gather_nbytes = sum(gather_nbytes(group) for group in self.groups)
+        self.record.plan.gather_nbytes = sum(gather_nbytes(group) for group in self.groups)
         self.gradients.is_known = False
 
     def control(self, controls: Controls) -> None:

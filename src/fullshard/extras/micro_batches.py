@@ -337,13 +337,13 @@ class MicroBatches:
 
     def _window(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> list[Answer]:
         records = [unit.record for unit in module_units(self.model)]
-        asked = [record.sync for record in records]
+        asked = [record.plan.sync for record in records]
         answers: list[Any] = []
         try:
             for first in range(0, samples, size):
                 last = first + size >= samples
                 for record, sync in zip(records, asked, strict=True):
-                    record.sync = sync and (last or self._reduce == "each")
+                    record.plan.sync = sync and (last or self._reduce == "each")
                 answer: Any = loss_of(slice(first, min(first + size, samples)))
                 loss = answer[0] if isinstance(answer, tuple) else answer
                 torch.autograd.backward(loss)
@@ -351,7 +351,7 @@ class MicroBatches:
                 answers.append((detached, *answer[1:]) if isinstance(answer, tuple) else detached)
         finally:
             for record, sync in zip(records, asked, strict=True):
-                record.sync = sync
+                record.plan.sync = sync
         return answers
 
     def _nothing_fits(self, ended: _Ended[Any], lacking: _Lacking) -> Exception:

@@ -65,7 +65,7 @@ def kept_nbytes(unit: Unit) -> int:
 
 def _kept_layout(unit: Unit, position: int) -> FlatLayout | None:
     group, block = unit.groups[position], unit.links[position].block
-    if not unit.record.keeps_secondary or unit.record.resident or block is None:
+    if not unit.record.plan.keeps_secondary or unit.record.plan.resident or block is None:
         return None
     return secondary_layout(group.pack, group.plan, block.group.world)
 
@@ -75,7 +75,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     precision = group.precision
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.settings.reshard_after_forward is False or (unit.settings.reshard_after_forward is None and is_outer)
-    keeps = keeps or unit.record.resident
+    keeps = keeps or unit.record.plan.resident
     # Before the root forms, `links` does not say yet whether there are several nodes.
     links, strategy = unit.links[position], unit.settings.controls.strategy(communication)
     exchanged = exchanges(links, strategy)

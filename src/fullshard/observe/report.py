@@ -304,7 +304,7 @@ def _unit_report(
             None if optimizer is None else _held_nbytes(_state(optimizer.optimizer, shards)),
         ),
         full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
-        resident=unit.record.resident,
+        resident=unit.record.plan.resident,
         kept_nbytes=kept_nbytes(unit),
         kept_nbytes_live=unit.channels.secondary.live_nbytes,
     )
@@ -419,7 +419,7 @@ def _notes(
 
 def _waits(unit: Unit) -> bool:
     """Whether its memory is kept for a backward that may never come (schedule/rules.py)."""
-    return unit.record.pins > 0 and unit.releases
+    return unit.record.pins.count > 0 and unit.releases
 
 
 def _is_mostly_padding(unit: Unit) -> bool:

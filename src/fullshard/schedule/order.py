@@ -36,8 +36,8 @@ def next_in_forward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
     log, plan = run.forward_log, run.forward_plan
     position = len(log)
     log.append(unit)
-    if unit.forward_prefetch:
-        return unit.forward_prefetch
+    if unit.plan.forward_prefetch:
+        return unit.plan.forward_prefetch
     if not plan or not (run.prefetch_depth or run.prefetch_nbytes):
         return ()
     if position >= len(plan) or plan[position] is not unit:
@@ -59,28 +59,28 @@ def end_forward(run: RunRecord, unit: UnitRecord, *, backward_follows: bool) -> 
         for unit in run.order[run.order_mark :]:
             if unit.uses:  # a backward inside the evaluation may have counted them off
                 unit.uses.pop()
-            if unit.open:
-                unit.open.pop()
+            if unit.sending.open:
+                unit.sending.open.pop()
         del run.order[run.order_mark :]
 
 
 def next_in_backward(run: RunRecord, unit: UnitRecord) -> Sequence[UnitRecord]:
     """The backward needs `unit` now; return the units to prefetch after it."""
-    if unit.backward_prefetch:
-        return unit.backward_prefetch
+    if unit.plan.backward_prefetch:
+        return unit.plan.backward_prefetch
     if not unit.uses:
         # A second backward over the same forward: the uses were counted off by the first.
         return ()
     position = unit.uses.pop()
     if run.prefetch_nbytes is not None:
-        return within([u for u in reversed(run.order[:position]) if u.gathers_in_backward], run.prefetch_nbytes)
+        return within([u for u in reversed(run.order[:position]) if u.plan.gathers_in_backward], run.prefetch_nbytes)
     return (run.order[position - 1],) if position else ()
 
 
 def within(following: Sequence[UnitRecord], nbytes: int) -> list[UnitRecord]:
     """The first of `following` that fit in `nbytes` together, including all-gathers in flight."""
     ahead = list(dict.fromkeys(unit for unit in following if unit.full not in _HAVE_MEMORY))
-    return ahead[: leading_within((unit.gather_nbytes for unit in ahead), nbytes)]
+    return ahead[: leading_within((unit.plan.gather_nbytes for unit in ahead), nbytes)]
 
 
 # ---- sending ---------------------------------------------------------------------------------------------------------
@@ -107,33 +107,35 @@ UNKNOWN = Use(-1, -1)
 
 def begin_use(run: RunRecord, unit: UnitRecord) -> None:
     """A forward of `unit` begins."""
-    unit.begins.append(run.clock)
+    unit.sending.begins.append(run.clock)
 
 
 def end_use(run: RunRecord, unit: UnitRecord) -> None:
     """The forward ended: its backward may come from now on."""
-    begin = unit.begins.pop() if unit.begins else run.clock
-    unit.open.append(Use(begin, run.clock))
+    sending = unit.sending
+    begin = sending.begins.pop() if sending.begins else run.clock
+    sending.open.append(Use(begin, run.clock))
     run.clock += 1
 
 
 def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]:
     """The backward of `use` begins (None: of the youngest open use). Returns the units to send first."""
+    sending = unit.sending
     if use is None:
         # Reported by another module of the unit or by a saved weight, perhaps after a report with the use.
-        use = unit.visited if unit in run.owing else unit.open[-1] if unit.open else UNKNOWN
+        use = sending.visited if unit in run.owing else sending.open[-1] if sending.open else UNKNOWN
     due: list[UnitRecord] = []
     if use is not UNKNOWN:
-        due = [other for other in run.owing if other.first.begin > use.end]
+        due = [other for other in run.owing if other.sending.first.begin > use.end]
         run.frontier = min(run.frontier, use.end)
-        if use in unit.open:
-            unit.open.remove(use)
+        if use in sending.open:
+            sending.open.remove(use)
     for other in due:
         _sent(run, other)
-    unit.visited, unit.settled = use, False
-    if unit.trainable:
+    sending.visited, sending.settled = use, False
+    if unit.plan.trainable:
         # An older forward of the unit may belong to this backward; then its gradients come last.
-        unit.first = min((use, *unit.open, *((unit.first,) if unit in run.owing else ())))
+        sending.first = min((use, *sending.open, *((sending.first,) if unit in run.owing else ())))
         if unit not in run.owing:
             run.owing.append(unit)
         run.owing.sort(key=_rank)
@@ -142,10 +144,10 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
 
 def settle(run: RunRecord, unit: UnitRecord) -> list[UnitRecord]:
     """`unit` has all of its gradients on this rank. Returns the units to send now."""
-    unit.settled = True
+    unit.sending.settled = True
     early: list[UnitRecord] = []
     for other in run.owing:
-        if not other.settled or run.frontier > other.first.begin:
+        if not other.sending.settled or run.frontier > other.sending.first.begin:
             break
         early.append(other)
     for other in early:
@@ -164,8 +166,8 @@ def end_sending(run: RunRecord) -> list[UnitRecord]:
 
 def _sent(run: RunRecord, unit: UnitRecord) -> None:
     run.owing.remove(unit)
-    unit.settled = False
+    unit.sending.settled = False
 
 
 def _rank(unit: UnitRecord) -> tuple[int, int, int]:
-    return (-unit.first.begin, unit.first.end, unit.index)
+    return (-unit.sending.first.begin, unit.sending.first.end, unit.index)

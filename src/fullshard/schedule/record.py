@@ -63,77 +63,27 @@ class Use(NamedTuple):
 NOWHERE = 1 << 62
 
 
-class UnitRecord:
-    """The state of one unit. Only the rules write it; the user's calls write the settings at the bottom."""
+class UnitPlan:
+    """What the rules read about a unit and never write: the user's settings, and facts about its parameters."""
 
     __slots__ = (
         "backward_prefetch",
-        "begins",
-        "brought",
-        "empty",
-        "first",
         "forward_prefetch",
         "frees_late",
-        "full",
         "gather_nbytes",
         "gathers_in_backward",
-        "in_backward",
-        "index",
-        "inputs_hooked",
         "keeps_in_evaluation",
-        "name",
         "keeps_secondary",
-        "open",
-        "pass_open",
-        "pass_outputs",
-        "phase",
-        "pins",
         "reshard_after_backward",
         "reshard_after_forward",
         "resident",
-        "running",
-        "settled",
         "sync",
         "trainable",
-        "used",
-        "uses",
-        "visited",
     )
 
-    def __init__(self, name: str, index: int, *, reshard_after_forward: bool = True) -> None:
-        self.name = name
-        # Position in `RunRecord.units`; the root is 0.
-        self.index = index
-        # Without parameters: takes part in the step, but is never unsharded.
-        self.empty = False
-        self.full = Full.SHARDED
-        self.phase = Phase.IDLE
-        # From the first output gradient until the end of that backward; a forward in between is recomputation.
-        self.in_backward = False
-        # Whether this use of the unit will report `inputs_reached`.
-        self.inputs_hooked = False
-        # For a unit of several modules: some ran, and others may follow in the same use; an output of those that ran
-        # requires a gradient.
-        self.pass_open = False
-        self.pass_outputs = False
-        # Positions in `RunRecord.order` of forwards without their backward yet, oldest first.
-        self.uses: list[int] = []
-        # ---- for pins (below): a forward is running; expected backwards without reports; a forward ran since the last
-        # pin; gradients came in the running backward.
-        self.running = False
-        self.pins = 0
-        self.used = self.brought = False
-        # ---- when to send (order.py): the clock at the begin of running forwards,
-        self.begins: list[int] = []
-        # forwards whose backward may come, oldest first,
-        self.open: list[Use] = []
-        # the oldest one that this backward may visit and the last one it visited,
-        self.first = self.visited = Use(0, 0)
-        # and whether all of its gradients on this rank arrived.
-        self.settled = False
-        # ---- settings
+    def __init__(self, *, reshard_after_forward: bool) -> None:
         self.reshard_after_forward = reshard_after_forward
-        # Integer reshard_after_forward: keep a secondary shard after forward, to gather from fewer ranks in backward.
+        # Integer reshard_after_forward: keep a part after forward, to gather from fewer ranks in backward.
         self.keeps_secondary = False
         # Stays full between forward and backward within the memory budget; if frozen, also between steps.
         self.resident = False
@@ -153,6 +103,75 @@ class UnitRecord:
         # The user's prefetch lists for forward and backward, instead of the recorded order.
         self.forward_prefetch: tuple[UnitRecord, ...] = ()
         self.backward_prefetch: tuple[UnitRecord, ...] = ()
+
+
+class Pins:
+    """Why the full parameters of a unit must stay in memory (section "pins" below)."""
+
+    __slots__ = ("brought", "count", "running", "used")
+
+    def __init__(self) -> None:
+        # Expected backwards without reports.
+        self.count = 0
+        # A forward is running; one ran since the last pin; gradients came in the running backward.
+        self.running = self.used = self.brought = False
+
+
+class Sending:
+    """When the unit's gradients are sent (order.py)."""
+
+    __slots__ = ("begins", "first", "open", "settled", "visited")
+
+    def __init__(self) -> None:
+        # The clock at the begin of running forwards, and forwards whose backward may come, oldest first.
+        self.begins: list[int] = []
+        self.open: list[Use] = []
+        # The oldest use that this backward may visit, and the last one it visited.
+        self.first = self.visited = Use(0, 0)
+        # All gradients of the unit on this rank arrived.
+        self.settled = False
+
+
+class UnitRecord:
+    """The state of one unit, written by the rules alone; `plan` is what they read."""
+
+    __slots__ = (
+        "empty",
+        "full",
+        "in_backward",
+        "index",
+        "inputs_hooked",
+        "name",
+        "pass_open",
+        "pass_outputs",
+        "phase",
+        "pins",
+        "plan",
+        "sending",
+        "uses",
+    )
+
+    def __init__(self, name: str, index: int, *, reshard_after_forward: bool = True) -> None:
+        self.name = name
+        # Position in `RunRecord.units`; the root is 0.
+        self.index = index
+        # Without parameters: takes part in the step, but is never gathered.
+        self.empty = False
+        self.plan = UnitPlan(reshard_after_forward=reshard_after_forward)
+        self.full = Full.SHARDED
+        self.phase = Phase.IDLE
+        # From the first output gradient until the end of that backward; a forward in between is recomputation.
+        self.in_backward = False
+        # Whether this use of the unit will report `inputs_reached`.
+        self.inputs_hooked = False
+        # For a unit of several modules: some ran, and others may follow in the same use; an output of those that ran
+        # requires a gradient.
+        self.pass_open = False
+        self.pass_outputs = False
+        # Positions in `RunRecord.order` of forwards without their backward yet, oldest first.
+        self.uses: list[int] = []
+        self.pins = Pins()
+        self.sending = Sending()
 
     def __repr__(self) -> str:
         return f"<unit {self.name} {self.full.name} {self.phase.name}>"
@@ -235,9 +254,9 @@ _THERE = (Full.FULL, Full.SHELVED)
 
 def pin(unit: UnitRecord) -> None:
     """Expect a backward through a graph without reports: one pin for all such graphs of one forward."""
-    if unit.full in _THERE and (unit.used or not unit.pins):
-        unit.pins += 1
-        unit.used = False
+    if unit.full in _THERE and (unit.pins.used or not unit.pins.count):
+        unit.pins.count += 1
+        unit.pins.used = False
 
 
 def settle_pins(run: RunRecord, unit: UnitRecord, *, spent: bool, present: bool) -> bool:
@@ -246,12 +265,14 @@ def settle_pins(run: RunRecord, unit: UnitRecord, *, spent: bool, present: bool)
     Returns whether to shelve the unit now."""
     if run.keep_full:
         pin(unit)
-    elif unit.pins and spent and (present or unit.brought or unit.in_backward):
-        unit.pins -= 1
-    unit.brought = False
-    return bool(unit.pins) and unit.full is Full.FULL and unit.reshard_after_backward and not unit.running
+    elif unit.pins.count and spent and (present or unit.pins.brought or unit.in_backward):
+        unit.pins.count -= 1
+    unit.pins.brought = False
+    return (
+        bool(unit.pins.count) and unit.full is Full.FULL and unit.plan.reshard_after_backward and not unit.pins.running
+    )
 
 
 def is_held(run: RunRecord, unit: UnitRecord) -> bool:
     """Whether the weights of `unit` are read after the backward that runs."""
-    return run.keep_full or unit.running or unit.pins > 0
+    return run.keep_full or unit.pins.running or unit.pins.count > 0

@@ -22,7 +22,7 @@ from .order import (
     settle,
     visit,
 )
-from .record import NOWHERE, Full, Phase, RunRecord, UnitRecord, Use, is_held, pin, settle_pins
+from .record import NOWHERE, Full, Phase, Pins, RunRecord, Sending, UnitRecord, Use, is_held, pin, settle_pins
 
 Commands = list[Command]
 _NOTHING: Commands = []
@@ -43,7 +43,7 @@ def pre_forward(
     if in_backward and unit.in_backward:
         # [R1] Recomputation after the backward of the unit began: the backward of another use may have freed the unit,
         # so unshard it again. It is not a new use, so nothing else changes.
-        if unit.phase is Phase.DONE and unit.frees_late:
+        if unit.phase is Phase.DONE and unit.plan.frees_late:
             # [R36] That backward needs the frozen weights again until its end.
             unit.phase = Phase.BACKWARD
         _make_full(unit, commands)
@@ -57,7 +57,7 @@ def pre_forward(
         _close_passes(run, but=unit)
         begin_forward(run, unit)
     unit.phase = Phase.FORWARD
-    unit.running = True
+    unit.pins.running = True
     if not in_backward and not unit.pass_open:
         begin_use(run, unit)
     if stale:
@@ -65,7 +65,7 @@ def pre_forward(
         _throw_away(unit, commands)
     _make_full(unit, commands)
     # [R3] Prefetches are issued before the compute that hides them, in the order in which they will be needed.
-    ahead = unit.forward_prefetch if in_backward else next_in_forward(run, unit)
+    ahead = unit.plan.forward_prefetch if in_backward else next_in_forward(run, unit)
     _unshard_ahead(ahead, commands)
     return commands
 
@@ -90,9 +90,9 @@ def post_forward(
         return commands
     if nested:
         return commands
-    unit.running = False
+    unit.pins.running = False
     unit.inputs_hooked = inputs
-    unit.used = unit.used or outputs
+    unit.pins.used = unit.pins.used or outputs
     if opaque:
         pin(unit)
     is_forward_root = run.forward_root is unit
@@ -133,11 +133,11 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
     """
     commands: Commands = []
     if not nested and not (in_backward and unit.in_backward):
-        unit.running = False
+        unit.pins.running = False
     if not in_backward and not nested:
         unit.phase = Phase.IDLE
-        if unit.begins and not unit.pass_open:
-            unit.begins.pop()
+        if unit.sending.begins and not unit.pass_open:
+            unit.sending.begins.pop()
         if run.forward_root is unit:
             # [R33] A caller that catches it outside of the model must find sharded parameters.
             _show_shards(run, commands)
@@ -161,7 +161,7 @@ def pre_backward(
         _send(visit(run, unit, use), commands)
     # [R25] The user may declare that backward does not read the weights (an embedding). If it does, a watched read
     # unshards them anyway.
-    gathers = unit.gathers_in_backward or needed
+    gathers = unit.plan.gathers_in_backward or needed
     if unit.phase is Phase.BACKWARD:
         # [R8] Only the first of several outputs begins the backward, but weights needed again are gathered again.
         if gathers:
@@ -171,14 +171,14 @@ def pre_backward(
     if gathers:
         _make_full(unit, commands)
     # [R9] The next unit of the backward is gathered while this one computes.
-    _unshard_ahead([other for other in next_in_backward(run, unit) if other.gathers_in_backward], commands)
+    _unshard_ahead([other for other in next_in_backward(run, unit) if other.plan.gathers_in_backward], commands)
     return commands
 
 
 def grads_ready(run: RunRecord, unit: UnitRecord) -> Commands:
     """All gradients of the unit's parameters in this backward arrived."""
-    unit.brought = True
-    if unit.frees_late and unit.phase is Phase.BACKWARD:
+    unit.pins.brought = True
+    if unit.plan.frees_late and unit.phase is Phase.BACKWARD:
         # [R10] A frozen weight may still be needed, for input gradients or for the backward of an inner unit.
         return _NOTHING
     return _hand_over(run, unit)
@@ -189,7 +189,7 @@ def inputs_reached(run: RunRecord, unit: UnitRecord, *, present: bool) -> Comman
     if unit.phase is not Phase.BACKWARD and not present:
         # [R19] They came by another path: this use is not part of the backward, or was handed over already.
         return _NOTHING
-    unit.brought = unit.brought or present
+    unit.pins.brought = unit.pins.brought or present
     return _hand_over(run, unit)
 
 
@@ -214,7 +214,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
         if unit in aside:
             _shelve(unit, commands)
         # [R32] A forward that differentiates inside continues with its weights.
-        unit.phase = Phase.FORWARD if unit.running else Phase.IDLE
+        unit.phase = Phase.FORWARD if unit.pins.running else Phase.IDLE
         unit.in_backward = False
         unit.inputs_hooked = False
         if run.is_last_backward:
@@ -223,7 +223,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
                 unit.full = Full.SHARDED
                 commands.append(Command("cancel", unit))
             unit.uses.clear()
-            unit.open.clear()
+            unit.sending.open.clear()
     if run.is_last_backward:
         # [R13] The next forward starts a new order.
         run.order.clear()
@@ -263,7 +263,7 @@ def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
 def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
     """Free the full parameters, except in a forward of a unit that stays full (as FSDP2)."""
     commands: Commands = []
-    if unit.phase is Phase.FORWARD and not unit.reshard_after_forward:
+    if unit.phase is Phase.FORWARD and not unit.plan.reshard_after_forward:
         return commands
     _throw_away(unit, commands)
     return commands
@@ -279,11 +279,8 @@ def reset(run: RunRecord, root: UnitRecord) -> Commands:
         unit.in_backward = False
         unit.inputs_hooked = False
         unit.uses.clear()
-        unit.begins.clear()
-        unit.open.clear()
-        unit.running = unit.brought = unit.used = False
-        unit.first = unit.visited = Use(0, 0)
-        unit.settled = False
+        unit.pins = Pins()
+        unit.sending = Sending()
     run.order.clear()
     run.order_mark = 0
     run.clock = 0
@@ -309,24 +306,24 @@ def _end_use(
 ) -> None:
     """A use of `unit` is over. `keep`: it stays full. `placed`: the use is in the order already."""
     if unit.full is Full.FULL and not keep:
-        if unit.pins and (unit.reshard_after_forward or not outputs):
+        if unit.pins.count and (unit.plan.reshard_after_forward or not outputs):
             # [R31] A later backward reads it without a report.
             _shelve(unit, commands)
-        elif unit.resident:
+        elif unit.plan.resident:
             # [R34] There is memory for it until its backward. Where none comes, users must find shards, as in R6.
             if not outputs:
                 _shelve(unit, commands)
-        elif unit.reshard_after_forward and unit.keeps_secondary:
+        elif unit.plan.reshard_after_forward and unit.plan.keeps_secondary:
             # [R26] Keep a secondary shard, so that backward gathers from the few ranks of a block instead of all.
             unit.full = Full.SECONDARY
             commands.append(Command("reshard_secondary", unit))
             if not outputs:
                 # [R27] Until the next forward or recomputation, users must find sharded parameters, as in R6.
                 commands.append(Command("shelve", unit))
-        elif unit.reshard_after_forward:
+        elif unit.plan.reshard_after_forward:
             # [R5] Only the running units hold full memory.
             _reshard(unit, commands)
-        elif not outputs and unit.keeps_in_evaluation:
+        elif not outputs and unit.plan.keeps_in_evaluation:
             # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), but the
             # next forward reuses the memory, as requested.
             _shelve(unit, commands)
@@ -407,7 +404,7 @@ def _show_shards(run: RunRecord, commands: Commands) -> None:
     """Put sharded parameters on all modules, except running forwards. Frees and waits for nothing: this rank may be the
     only one that failed, and `reset` does that on all ranks."""
     for unit in run.units:
-        if unit.full is Full.FULL and not unit.running:
+        if unit.full is Full.FULL and not unit.pins.running:
             _shelve(unit, commands)
         elif unit.full is Full.SECONDARY:
             commands.append(Command("shelve", unit))
@@ -415,7 +412,7 @@ def _show_shards(run: RunRecord, commands: Commands) -> None:
 
 def _throw_away(unit: UnitRecord, commands: Commands) -> None:
     """From any state to SHARDED."""
-    unit.pins = 0
+    unit.pins.count = 0
     if unit.full is Full.PENDING:
         unit.full = Full.SHARDED
         commands.append(Command("cancel", unit))
@@ -434,8 +431,8 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
 
 
 def _reshard_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
-    if unit.full in _RESHARDED_FROM and unit.reshard_after_backward and not is_held(run, unit):
-        if unit.resident and not unit.trainable:
+    if unit.full in _RESHARDED_FROM and unit.plan.reshard_after_backward and not is_held(run, unit):
+        if unit.plan.resident and not unit.plan.trainable:
             # [R35] Frozen weights stay valid for the next step; if something writes them, see R2.
             if unit.full is Full.FULL:
                 _shelve(unit, commands)
@@ -446,4 +443,4 @@ def _reshard_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands
 def _send(units: Sequence[UnitRecord], commands: Commands) -> None:
     for unit in units:
         # [R18] Gradients are reduced, or accumulated unreduced for a later backward (no_sync).
-        commands.append(Command("reduce" if unit.sync else "accumulate", unit))
+        commands.append(Command("reduce" if unit.plan.sync else "accumulate", unit))
