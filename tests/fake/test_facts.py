@@ -94,7 +94,7 @@ def test_room_for_it_is_eight_elements_of_a_chunk() -> None:
         model(batch(1, 0)).pow(2).mean().backward()
         unit: Any = unit_of(model.layers[0])
         layout = unit.channels.reduce(0).layout
-        assert layout.facts_offset == layout.presence_offset + len(unit.params)
+        assert layout.facts_offset == layout.grad_present_offset + len(unit.params)
         least = layout.facts_offset + FACTS_NUMEL
         assert layout.chunk_numel == math.ceil(least / layout.pack.align_numel) * layout.pack.align_numel
 

@@ -51,7 +51,7 @@ def test_terms_of_one_unit_by_hand() -> None:
     assert found.full_nbytes == (8 * 16 + 32) * 2  # the bias is aligned to 32 elements
     assert found.staging_nbytes == 4 * local * 2
     assert found.gradient_nbytes == (8 * 16 + 16) * 2
-    assert found.send_nbytes == 4 * (local + 16) * 4  # two presence elements and eight of facts, aligned to eight
+    assert found.send_nbytes == 4 * (local + 16) * 4  # two grad-present flags and eight of facts, aligned to eight
     assert found.receive_nbytes == found.send_nbytes
     assert unit("block", 8, exchanges=False).receive_nbytes == (local + 8) * 4  # one chunk
     assert found.reduced_nbytes == (local + 16) * 4  # views of the reduced chunk, presence and facts after them

@@ -72,7 +72,7 @@ def test_reduction_messages_carry_sums_and_presence(pack: FlatLayout, data: st.D
     """Each rank receives the sum of its shards, and a parameter is present where any rank had a gradient."""
     layout = ReduceLayout(pack)
     count = len(pack.segments)
-    assert layout.presence_offset % pack.align_numel == layout.chunk_numel % pack.align_numel == 0
+    assert layout.grad_present_offset % pack.align_numel == layout.chunk_numel % pack.align_numel == 0
     assert layout.numel == pack.world * layout.chunk_numel
     fulls = numbered_fulls(pack)
     present = [data.draw(st.lists(st.booleans(), min_size=count, max_size=count)) for _ in range(pack.world)]
@@ -90,8 +90,8 @@ def test_reduction_messages_carry_sums_and_presence(pack: FlatLayout, data: st.D
                 grad = fulls[index].narrow(own.dim, own.start(to), own.rows(to)) * (rank + 1)
                 view = send[start : start + segment.padded_numel].view(own.padded_local_shape)
                 view.narrow(own.dim, 0, own.rows(to)).copy_(grad)
-                send[layout.presence(index, to)] = 1
-                written += [*range(start, start + segment.padded_numel), layout.presence(index, to)]
+                send[layout.grad_present(index, to)] = 1
+                written += [*range(start, start + segment.padded_numel), layout.grad_present(index, to)]
         assert len(set(written)) == len(written)
         sends.append(send.view(pack.world, layout.chunk_numel))
     for rank in range(pack.world):
@@ -99,7 +99,7 @@ def test_reduction_messages_carry_sums_and_presence(pack: FlatLayout, data: st.D
         for segment in pack.segments:
             index, own = segment.index, segment.layout
             ranks_with_it = [r for r in range(pack.world) if present[r][index]]
-            assert chunk[layout.presence_offset + index] == len(ranks_with_it)
+            assert chunk[layout.grad_present_offset + index] == len(ranks_with_it)
             shard = chunk[segment.offset : segment.end].view(own.padded_local_shape)
             expected = fulls[index].narrow(own.dim, own.start(rank), own.rows(rank))
             expected = expected * sum(r + 1 for r in ranks_with_it)
@@ -188,7 +188,7 @@ def test_build_refuses_what_cannot_be_packed() -> None:
     with pytest.raises(ValueError, match="rank"):
         ReduceLayout(two_parameters()).segment(0, -1)
     with pytest.raises(ValueError, match="index"):
-        ReduceLayout(two_parameters()).presence(2, 0)
+        ReduceLayout(two_parameters()).grad_present(2, 0)
 
 
 @given(packs(), st.data())
@@ -199,7 +199,7 @@ def test_direct_gradients_and_the_message_make_up_the_chunk(pack: FlatLayout, da
     front = data.draw(st.lists(st.sampled_from(front), unique=True)) if front else []
     pack = FlatLayout.build(layouts, pack.align_numel, first=front)
     whole, layout = ReduceLayout(pack), ReduceLayout(pack, tuple(front))
-    assert (layout.chunk_numel, layout.presence_offset) == (whole.chunk_numel, whole.presence_offset)
+    assert (layout.chunk_numel, layout.grad_present_offset) == (whole.chunk_numel, whole.grad_present_offset)
     assert layout.numel == pack.world * layout.message_numel
     for rank in range(pack.world):
         covered = [*range(layout.message_start, layout.chunk_numel)]

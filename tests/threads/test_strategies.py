@@ -1,7 +1,7 @@
 """Every strategy, in any number of ranks: one test for each line of what a user may choose, beside plain training.
 
-They ask for `WORLD` ranks, two without `--world`; tests/procs/test_lines_over_gloo.py runs them over gloo with one, two
-and four. Other files say more of each strategy, in the world that shows it best.
+They ask for `WORLD` ranks, two without `--world`; tests/procs/test_data_groups_over_gloo.py runs them over gloo with
+one, two and four. Other files say more of each strategy, in the world that shows it best.
 """
 
 from __future__ import annotations

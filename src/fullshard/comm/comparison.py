@@ -1,7 +1,7 @@
 """Compares this rank's digest with those of the other ranks of a reduction, before its sum is used.
 
     way                                how the digest travels                                         further message
-    gradients are exchanged            in each chunk after presence (`ReduceLayout.facts_offset`);    none
+    gradients are exchanged            in each chunk after its flags (`ReduceLayout.facts_offset`);    none
                                        every rank compares the rows that it receives with its own
     the backend reduces them           minimum and maximum of it                                      16 bytes
     replicas                           minimum and maximum of it, and of what replicas alone share    32 bytes

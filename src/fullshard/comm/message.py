@@ -111,10 +111,10 @@ class MessageReduce:
         return found
 
     def fill(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Slot, bool]:
-        """A send buffer with presence and the packed gradients; and whether all gradients, direct ones too, exist."""
+        """A send buffer with packed gradients and their flags; and whether all gradients, direct ones too, exist."""
         # Padding is zeroed once and never written.
         slot = self.pool.take(self.key("send", dtype), self.numel, dtype, self.device, self._send_views, zeroed=True)
-        presence = slot.views[-1]
+        grad_present = slot.views[-1]
         sources, destinations = [], []
         complete = True
         for gradient in gradients:
@@ -137,9 +137,9 @@ class MessageReduce:
         if sources:
             torch._foreach_copy_(destinations, sources)
         if complete:
-            presence.fill_(1)
+            grad_present.fill_(1)
         else:
-            presence.copy_(torch.tensor([float(g is not None) for g in gradients], dtype=dtype, device=self.device))
+            grad_present.copy_(torch.tensor([float(g is not None) for g in gradients], dtype=dtype, device=self.device))
         return slot, complete
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
@@ -149,9 +149,9 @@ class MessageReduce:
             for sizes, _, _, start, strides in regions:
                 shape = (sizes, strides) if rows is None else (rows, (*strides[:-2], strides[-1]))
                 views.append(send.as_strided(*shape, start))
-        presence = (self._world, self._all_present)
+        grad_present = (self._world, self._all_present)
         views.append(
-            send.as_strided(presence, (layout.message_numel, 1), layout.presence_offset - layout.message_start)
+            send.as_strided(grad_present, (layout.message_numel, 1), layout.grad_present_offset - layout.message_start)
         )
         return views
 
@@ -159,7 +159,7 @@ class MessageReduce:
         """The parameters' shards of the reduced chunk. `complete`: this rank had all gradients, so all are present."""
         parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
         if not complete:
-            start = self.layout.presence_offset
+            start = self.layout.grad_present_offset
             present = mean[start : start + self._all_present].tolist()
             parts = [part if there else None for part, there in zip(parts, present, strict=True)]
         return parts

@@ -17,7 +17,7 @@ Their result is a chunk: the sum over the shard ranks. Later steps, such as the 
 `replicate`.
 
 The send buffer (message.py) has the layout of `layout.ReduceLayout`: a chunk per receiving rank with the offsets of the
-shards, followed by one presence element per parameter. Missing gradients are sent as zeros, so the size of a message
+shards, followed by one grad-present flag per parameter. Missing gradients are sent as zeros, so the size of a message
 never depends on which gradients a rank has; a parameter gets no gradient only if no rank produced one.
 """
 
@@ -45,8 +45,8 @@ from .replicate import AfterSum
 
 
 class PairReduce(MessageReduce):
-    """Sends every rank its part of each large gradient, and one message with the rest and presence; then sums in rank
-    order in the sum dtype. Bitwise equal to `ExchangeReduce`."""
+    """Sends every rank its part of each large gradient, and one message with the rest and the grad-present flags; then
+    sums in rank order in the sum dtype. Bitwise equal to `ExchangeReduce`."""
 
     def __init__(
         self, group: ShardGroup, layout: ReduceLayout, dtypes: Dtypes, pool: BufferPool, scale: Scale, after: AfterSum

@@ -150,7 +150,7 @@ class StagedReduction:
                 offset = layout.pack.segments[index].offset
                 total.narrow(0, offset, partial.numel()).add_(partial)
                 # All ranks of a parameter have a partial sum, or none has.
-                total[layout.presence_offset + index].add_(1)
+                total[layout.grad_present_offset + index].add_(1)
 
     def _kept(self, total: Tensor) -> list[Tensor | None]:
         layout = self._chunks.layout
@@ -158,7 +158,7 @@ class StagedReduction:
         parts = [kept.narrow(0, s.offset, s.padded_numel) for s in layout.pack.segments]
         if self._complete:
             return list(parts)
-        present = kept[layout.presence_offset : layout.presence_offset + len(parts)].tolist()
+        present = kept[layout.grad_present_offset : layout.grad_present_offset + len(parts)].tolist()
         return [part if there else None for part, there in zip(parts, present, strict=True)]
 
     def _finished(self, total: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ class StagedReduction:
         result = total
         if after.hook is not None:
             result = result.to(after.dtypes.reduce)
-            # Without presence, which follows the gradients and which the hook must not change.
-            _call(after.hook, result[: self._chunks.layout.presence_offset], after.hook_stream)
+            # Without the grad-present flags, which follow the gradients and which the hook must not change.
+            _call(after.hook, result[: self._chunks.layout.grad_present_offset], after.hook_stream)
         if after.scale.after != 1:
             result = result / after.scale.after if self._first.reuses else result.div_(after.scale.after)
         return result.to(after.dtypes.storage, copy=self._first.reuses and result is total)

@@ -189,8 +189,8 @@ class _Lane:
             self._next(kind, unit.record.index, unit.record.name, sizes, flags)
 
     def _is_added(self, unit: Unit) -> bool:
-        """Whether the unit's gradients will be added to those of earlier backwards. Messages carry the presence of
-        gradients, so it is the same on all ranks, and one parameter per group is representative."""
+        """Whether the unit's gradients will be added to those of earlier backwards. Messages carry
+        grad-present flags, so it is the same on all ranks, and one parameter per group is representative."""
         for position in self._members[unit]:
             group = unit.groups[position]
             if group.trainable and not isinstance(

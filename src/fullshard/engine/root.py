@@ -31,7 +31,7 @@ from .misuse import clean_name, expect_backward, note_backward, parameter_names
 from .optimizer_steps import follow_steps
 from .order import MessageOrder
 from .peers import Peers
-from .saved_tensors import Watch
+from .saved_tensors import SavedTensorHooks
 from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
@@ -66,7 +66,7 @@ class Root:
         self.run.is_last_backward = self.units[0].settings.is_last_backward
         self.executor.may_stay_pending = lambda: not self.run.is_last_backward
         self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
-        self.watch = Watch(self._weight_needed, always=options.watch == "always")
+        self.watch = SavedTensorHooks(self._weight_needed, always=options.watch == "always")
         self._watches_left = 8
         # Units without gradient sync, reached by backwards in which no weight got a gradient.
         self._inputs_only: set[Unit] = set()

@@ -50,7 +50,7 @@ class _Activation(NamedTuple):
     version: int
 
 
-class Watch:
+class SavedTensorHooks:
     """The saved-tensor hooks of one root. Calls the method `needed(unit)` when a token of `unit` is unpacked.
 
     Holds the root and its units weakly: a gloo message issued while hooks are active holds the hooks, and a strong

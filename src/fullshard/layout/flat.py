@@ -17,7 +17,7 @@ from .shard import ShardLayout, require_int
 #
 #     local buffer of a rank     aaaaaa__bbb.cccc          segments at 0, 8, 12; padded_local_numel 16
 #     gathered buffer            aaaaaa__bbb.ccccaaaaaa__bbb.cccc       rank-major: rank r starts at 16 * r
-#     one reduction message      aaaaaa__bbb.cccc110ffffffff_     per rank: a chunk with these offsets, presence, facts
+#     one reduction message      aaaaaa__bbb.cccc110ffffffff_     per rank: a chunk with these offsets, flags, facts
 #     with `a` direct                    bbb.cccc110ffffffff_      the rest of the chunk; `a` travels by itself
 #
 # Everything is counted in elements, so the offsets are the same in storage, compute and reduce dtype. Every
@@ -251,20 +251,20 @@ class SendRegion(NamedTuple):
 class ReduceLayout:
     """The chunks of one gradient reduction, (world, chunk_numel), one per receiving rank, and how they travel.
 
-    A chunk has the offsets of the flat layout, followed by one presence element per parameter: 1 if this rank
-    produced a gradient for it, else 0. Presence travels inside the message, so the message has the same size
+    A chunk has the offsets of the flat layout, followed by one grad-present flag per parameter: 1 if this rank
+    produced a gradient for it, else 0. The flags travel inside the message, so the message has the same size
     whichever gradients a rank has, and ranks cannot disagree on it. After the reduction a parameter has a
-    gradient on some rank exactly when its presence is not 0 (a sum or an average of zeros and ones, in any
-    float dtype). After presence, every chunk reserves room for a digest that ranks compare on arrival
+    gradient on some rank exactly when its flag is not 0 (a sum or an average of zeros and ones, in any
+    float dtype). After the flags, every chunk reserves room for a digest that ranks compare on arrival
     (comm/comparison.py).
 
     Gradients of `direct` parameters are sent from where autograd put them, each as its own message.
-    The rest of the chunks, always including presence, is *the* message; its send buffer is (world, message_numel).
+    The rest of the chunks, always including the flags, is *the* message; its send buffer is (world, message_numel).
 
     >>> from fullshard.layout import ShardLayout
     >>> pack = FlatLayout.build([ShardLayout((4, 3), world=2), ShardLayout((3,), world=2)], align_numel=4)
     >>> layout = ReduceLayout(pack)
-    >>> layout.presence_offset, layout.chunk_numel, layout.numel
+    >>> layout.grad_present_offset, layout.chunk_numel, layout.numel
     (12, 24, 48)
     >>> ReduceLayout(pack, direct=(0,)).message_start, ReduceLayout(pack, direct=(0,)).numel
     (8, 32)
@@ -293,18 +293,18 @@ class ReduceLayout:
                 )
 
     @cached_property
-    def presence_offset(self) -> int:
-        """First presence element in a chunk; aligned, because the flat layout's total is."""
+    def grad_present_offset(self) -> int:
+        """First grad-present flag in a chunk; aligned, because the flat layout's total is."""
         return self.pack.padded_local_numel
 
     @cached_property
     def facts_offset(self) -> int:
         """First of the `facts_numel` elements of a chunk that ranks compare."""
-        return self.presence_offset + len(self.pack.segments)
+        return self.grad_present_offset + len(self.pack.segments)
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Elements that one rank receives: its part of every gradient, presence, and the facts that ranks compare."""
+        """Elements that one rank receives: its part of every gradient, flags, and the facts that ranks compare."""
         return align_up(self.facts_offset + self.facts_numel, self.pack.align_numel)
 
     @cached_property
@@ -315,7 +315,7 @@ class ReduceLayout:
     @cached_property
     def message_start(self) -> int:
         """First element of a chunk that is in the message."""
-        return self.pack.segments[self.packed[0]].offset if self.packed else self.presence_offset
+        return self.pack.segments[self.packed[0]].offset if self.packed else self.grad_present_offset
 
     @cached_property
     def message_numel(self) -> int:
@@ -371,11 +371,11 @@ class ReduceLayout:
             raise ValueError(f"index: expected one of the packed parameters {self.packed}, found {index!r}")
         return self._message(rank) + self.pack.segments[index].offset - self.message_start
 
-    def presence(self, index: int, rank: int) -> int:
-        """The presence element of parameter `index` in the send buffer, in the message to `rank`."""
+    def grad_present(self, index: int, rank: int) -> int:
+        """The grad-present flag of parameter `index` in the send buffer, in the message to `rank`."""
         if not 0 <= index < len(self.pack.segments):
             raise ValueError(f"index: expected 0 <= index < {len(self.pack.segments)}, found {index!r}")
-        return self._message(rank) + self.presence_offset - self.message_start + index
+        return self._message(rank) + self.grad_present_offset - self.message_start + index
 
     def _message(self, rank: int) -> int:
         if not 0 <= rank < self.pack.world:

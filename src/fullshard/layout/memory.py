@@ -171,7 +171,7 @@ class UnitMemory:
 
     @property
     def reduced_nbytes(self) -> int:
-        """The gradient shards in the storage dtype: views of one chunk with presence. With one rank: its gradients."""
+        """The gradient shards in the storage dtype: views of one chunk with its flags. With one rank: its gradients."""
         if self.frozen:
             return 0
         if self.pack.world == 1 and self.replicas == 1:
