@@ -82,6 +82,7 @@ SLOW = [
     torch="none",
     reason="torch's peers wait for the time-out of the process group",
 )
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("world", "lacks", "reduce"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
