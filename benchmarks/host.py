@@ -5,7 +5,8 @@
 
 A step is forward, backward, optimizer.step() and zero_grad() of a chain of blocks with nine parameters each, as in
 Llama. The figure is (step - step of the bare model) / blocks, in milliseconds of CPU time (which is time, on a machine
-that does nothing else), medians over interleaved rounds.
+that does nothing else), medians over interleaved rounds. First comes the engine alone: forward and backward, without
+the optimizer, most of whose time is DTensor's dispatch of its operations, for FSDP2 as for ours.
 
 The fake group writes each rank's part of what is gathered, in the place of a network: world copies for each gather,
 which no backend's host does. That time is measured in the same rounds, by the same messages over a group of one and
@@ -103,17 +104,24 @@ def build(way: str, shape: ModelShape, mixed: bool, guard: str = "full") -> tupl
     return model, optimizer
 
 
-def stepper(way: str, shape: ModelShape, mixed: bool, guard: str = "full") -> Callable[[], None]:
-    model, optimizer = build(way, shape, mixed, guard)
-    dtype = torch.bfloat16 if mixed and way == "bare" else torch.float32
-    x = torch.randn(1, 4, shape.width, dtype=dtype)
+class Step:
+    """A training step of one way; `engine` is its forward and backward alone."""
 
-    def step() -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def __init__(self, way: str, shape: ModelShape, mixed: bool, guard: str = "full") -> None:
+        self._model, self._optimizer = build(way, shape, mixed, guard)
+        dtype = torch.bfloat16 if mixed and way == "bare" else torch.float32
+        self._input = torch.randn(1, 4, shape.width, dtype=dtype)
 
-    return step
+    def __call__(self) -> None:
+        self.engine()
+        self.update()
+
+    def engine(self) -> None:
+        self._model(self._input).sum().backward()
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 class _Counts(TorchDispatchMode):
@@ -185,33 +193,45 @@ def count_calls(step: Callable[[], None]) -> int:
 
 
 class Measured(NamedTuple):
-    """Of one way: seconds per step and round, seconds of the fake group's copies in them; what a step counts."""
+    """Of one way: seconds per step and round, of the engine alone too, seconds of the fake group's copies in them; what
+    a step counts, and the engine alone."""
 
     step_s: list[float]
+    engine_s: list[float]
     copies_s: list[float]
     ops: int
     calls: int
+    engine_calls: int
 
 
 def measure(shape: ModelShape, mixed: bool, rounds: int) -> dict[str, Measured]:
     """By way; a round takes a few steps of each way in turn."""
-    steps = {way: stepper(way, shape, mixed) for way in WAYS}
+    steps = {way: Step(way, shape, mixed) for way in WAYS}
     for step in steps.values():
         for _ in range(4):
             step()
     alone = dist.new_group([0])
     counts = {way: count_ops(step) for way, step in steps.items()}
     messages = {way: Messages(counts[way].gathers, alone) for way in WAYS}
-    found = {way: Measured([], [], counts[way].ops, count_calls(step)) for way, step in steps.items()}
+    found = {}
+    for way, step in steps.items():
+        engine_calls = count_calls(step.engine)
+        step.update()
+        found[way] = Measured([], [], [], counts[way].ops, count_calls(step), engine_calls)
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
             for way, step in steps.items():
-                start = time.process_time()
+                engine_s = step_s = 0.0
                 for _ in range(3):
-                    step()
-                found[way].step_s.append((time.process_time() - start) / 3)
+                    start = time.process_time()
+                    step.engine()
+                    engine_s += time.process_time() - start
+                    step.update()
+                    step_s += time.process_time() - start
+                found[way].engine_s.append(engine_s / 3)
+                found[way].step_s.append(step_s / 3)
                 found[way].copies_s.append(statistics.median(messages[way].copies_s() for _ in range(3)))
             gc.collect()
     finally:
@@ -223,7 +243,7 @@ def guard_cost(way: str, shape: ModelShape, mixed: bool, rounds: int) -> tuple[f
     """What `full` costs above `off`, as a part of what `off` adds to the bare model; and the same of one half of the
     models that are `off` above the other half."""
     steps = [
-        (kind, stepper("bare" if kind == "bare" else way, shape, mixed, "full" if kind == "full" else "off"))
+        (kind, Step("bare" if kind == "bare" else way, shape, mixed, "full" if kind == "full" else "off"))
         for _ in range(MODELS)
         for kind in ("full", "off", "bare")
     ]
@@ -265,23 +285,32 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured], rounds: i
     }
     precision = "mixed precision" if mixed else "fp32"
     print(f"\n{precision}: {shape.depth} blocks of 9 parameters, world {WORLD}, fake group")
-    heads = f"{'added ms per block':>20} {'/ fsdp2':>9} {'with copies':>12} {'ops':>6} {'calls':>6}"
-    print(f"  {'':12} {'step ms':>9} {heads}")
+    engine = {
+        way: [
+            (mine - base - copies) / shape.depth
+            for mine, base, copies in zip(found[way].engine_s, bare.engine_s, found[way].copies_s, strict=True)
+        ]
+        for way in with_copies
+    }
+    heads = f"{'engine ms per block':>20} {'/ fsdp2':>9} {'calls':>6} | {'step':>6} {'/ fsdp2':>8} {'with copies':>12}"
+    print(f"  {'':12} {heads} {'ops':>6} {'calls':>6}")
     rows: dict[str, Any] = {}
     for way in WAYS:
         row: dict[str, Any] = {"step_ms": round(statistics.median(found[way].step_s) * 1e3, 4)}
         if way in added:
             row["added_ms"] = round(statistics.median(added[way]) * 1e3, 4)
+            row["engine_ms"] = round(statistics.median(engine[way]) * 1e3, 4)
+            row["engine_ratio"] = round(paired_ratio(engine[way], engine["fsdp2"]), 4)
+            row["engine_calls"] = round((found[way].engine_calls - bare.engine_calls) / shape.depth, 1)
             row["copies_ms"] = round(statistics.median(found[way].copies_s) / shape.depth * 1e3, 4)
             row["ratio"] = round(paired_ratio(added[way], added["fsdp2"]), 4)
             row["ratio_with_copies"] = round(paired_ratio(with_copies[way], with_copies["fsdp2"]), 4)
             row["ops"] = round((found[way].ops - bare.ops) / shape.depth, 1)
             row["calls"] = round((found[way].calls - bare.calls) / shape.depth, 1)
-        shown = f"{'-':>20} {'-':>9} {'-':>12} {'-':>6} {'-':>6}"
         if way in added:
-            shown = f"{row['added_ms']:20.3f} {row['ratio']:9.3f} {row['ratio_with_copies']:12.3f}"
-            shown += f" {row['ops']:6.0f} {row['calls']:6.0f}"
-        print(f"  {way:12} {row['step_ms']:9.2f} {shown}", flush=True)
+            shown = f"{row['engine_ms']:20.3f} {row['engine_ratio']:9.3f} {row['engine_calls']:6.0f} |"
+            shown += f" {row['added_ms']:6.3f} {row['ratio']:8.3f} {row['ratio_with_copies']:12.3f}"
+            print(f"  {way:12} {shown} {row['ops']:6.0f} {row['calls']:6.0f}", flush=True)
         rows[way] = row
     guard = {way: guard_cost(way, shape, mixed, rounds) for way in ("fullshard", "+ shards")}
     for way, (cost, noise) in guard.items():
@@ -297,7 +326,7 @@ def facts_table() -> str:
 
 def profile(shape: ModelShape, way: str) -> None:
     """Where the time of one way goes."""
-    step = stepper(way, shape, mixed=False)
+    step = Step(way, shape, mixed=False)
     for _ in range(4):
         step()
     profiler = cProfile.Profile(time.process_time)
