@@ -16,7 +16,7 @@ from ..comm import GatherChannel
 from ..guard import Scope
 from ..param import ShardedParam
 from ..schedule import Command, CommandChecker
-from .misuse import note_window
+from .misuse import note_windows
 from .order import MessageOrder
 from .step_facts import StepFacts
 from .stepping import Stepping
@@ -51,7 +51,7 @@ class TakenBack:
             bring_back()
         for unit, windows in self._windows:
             unit.gradients.windows = windows
-            note_window(unit, is_open=any(unit.gradients.windows))
+        note_windows([(unit, any(windows)) for unit, windows in self._windows])
 
 
 # ---- executor --------------------------------------------------------------------------------------------------------
@@ -206,7 +206,8 @@ class Executor:
             channel.issue()
 
     def _wait(self, unit: Unit) -> None:
-        self.stepping.refuse_weights(unit)
+        if unit.gradients.stepper is not None:
+            self.stepping.refuse_weights(unit)
         for channel in unit.channels.arriving:
             channel.complete()
         unit.show_full()
@@ -239,7 +240,8 @@ class Executor:
     # ---- gradients -----------------------------------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
-        self.stepping.sends(unit)
+        if unit.gradients.stepper is not None:
+            self.stepping.sends(unit)
         self._touched[unit] = None
         # Only the first message of a backward carries held gradients. The window closes if the backward succeeds.
         accumulated = unit.gradients.window_open
@@ -351,7 +353,7 @@ class Executor:
     def _finish(self, root: Unit) -> None:
         # Follow-up messages move to the second queue, so one pass in this order drains both.
         for flights in self.shared.all_in_flight:
-            while self._has_own(flights):
+            while flights and self._has_own(flights):
                 self._advance_oldest(flights)
         for unit in self._touched:
             if unit.host_link is not None:
@@ -383,7 +385,7 @@ class Executor:
             unit.gradients.window_open = not sync or (unit.gradients.window_open and unit not in self._closing)
             kept = sync and not unit.settings.all_reduces and unit.is_replicated
             unit.gradients.partial_open = kept or (unit.gradients.partial_open and unit not in self._carrying)
-            note_window(unit, is_open=unit.gradients.window_open or unit.gradients.partial_open)
+        note_windows([(unit, unit.gradients.window_open or unit.gradients.partial_open) for unit in self.units])
         self._closing.clear()
         self._carrying.clear()
         # Not after micro-batches that hold their gradients: that would free the buffers the last micro-batch needs.

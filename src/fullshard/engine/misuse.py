@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -168,13 +169,18 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 _open: dict[int, weakref.ref[NamedUnit]] = {}  # by id
 
 
-def note_window(unit: NamedUnit, *, is_open: bool) -> None:
-    """A backward ended; `is_open`: `unit` holds gradients or partial sums."""
-    if is_open:
+def note_windows(units: Iterable[tuple[NamedUnit, bool]]) -> None:
+    """A backward ended. Of each unit: whether it holds gradients or partial sums."""
+    for unit, is_open in units:
         key = id(unit)
-        _open[key] = weakref.ref(unit, lambda _: _open.pop(key, None))
-    else:
-        _open.pop(id(unit), None)
+        if is_open:
+            _open[key] = weakref.ref(unit, partial(_forget, key))
+        else:
+            _open.pop(key, None)
+
+
+def _forget(key: int, _: object) -> None:
+    _open.pop(key, None)
 
 
 @refuses_steps

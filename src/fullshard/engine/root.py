@@ -147,11 +147,11 @@ class Root:
                 self.reset()
         nested = running(run.generation)
         if self.agreement is not None and not in_backward:
-            trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.module.training
+            trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.modules[0].training
             if not self.agreement.forward_begins(trains=trains):
                 self.agreement = None
         if run.forward_root is None and not in_backward and outermost and not nested:
-            self.facts.forward_begins(trains=record.index == 0 and torch.is_grad_enabled() and unit.module.training)
+            self.facts.forward_begins(trains=record.index == 0 and torch.is_grad_enabled() and unit.modules[0].training)
         if run.forward_root is None and not in_backward:
             self._wait_for_optimizer()
             if torch.is_grad_enabled():

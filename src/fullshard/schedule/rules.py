@@ -171,7 +171,7 @@ def pre_backward(
     if gathers:
         _make_full(unit, commands)
     # [R9] The next unit of the backward is gathered while this one computes.
-    _unshard_ahead([other for other in next_in_backward(run, unit) if other.plan.gathers_in_backward], commands)
+    _unshard_ahead(next_in_backward(run, unit), commands, in_backward=True)
     return commands
 
 
@@ -384,8 +384,10 @@ def _make_full(unit: UnitRecord, commands: Commands) -> None:
         commands.append(Command("expose", unit))
 
 
-def _unshard_ahead(units: Sequence[UnitRecord], commands: Commands) -> None:
+def _unshard_ahead(units: Sequence[UnitRecord], commands: Commands, *, in_backward: bool = False) -> None:
     for unit in units:
+        if in_backward and not unit.plan.gathers_in_backward:
+            continue
         if unit.full in _UNSHARDED_FROM and not unit.empty:
             _unshard(unit, commands)
 
