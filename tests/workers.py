@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Tiers of a worker in their order; together all of tests/ (tests/pure/test_workers.py).
 TIERS: dict[str, tuple[str, ...]] = {
     "threads": ("threads",),
-    "processes": ("procs", "faults", "pure", "fake", "golden", "gpu", "threads"),
+    "processes": ("procs", "device", "faults", "pure", "fake", "golden", "gpu", "threads"),
 }
 WORKERS = {"threads": 1, "processes": 2}
 

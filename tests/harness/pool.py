@@ -109,7 +109,8 @@ class _Worker:
 class ProcessPool:
     """All processes of this test session. Workers 0 to world-1 are the ranks of a job."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend = backend
         self.folder = tempfile.mkdtemp(prefix="fullshard-pool-")
         self.workers: list[_Worker | None] = []
         self.busy: list[_Worker] = []
@@ -127,7 +128,7 @@ class ProcessPool:
             jobs = [
                 # The group's own limit is behind the job's, so that a hang is reported by stacks and not by a gloo
                 # timeout.
-                pickle.dumps(Job(fn, args, rank, world, rendezvous, timeout + 60, seed, filters))
+                pickle.dumps(Job(fn, args, rank, world, rendezvous, timeout + 60, seed, filters, self.backend))
                 for rank in range(world)
             ]
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -249,8 +250,8 @@ def _exit_text(code: int | None) -> str:
 class _Pool:
     """`pool(world)`: the session's processes, seen as a world of `world` ranks."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, backend: str) -> None:
+        self.world, self.backend = world, backend
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, group: bool = True, seed: int = 0
@@ -261,30 +262,31 @@ class _Pool:
         `group=False`: no process group is made (for tests that make their own, or none). `seed` is each rank's
         `torch.manual_seed`.
         """
-        return _the_pool().run(self.world, fn, args, timeout=timeout, group=group, seed=seed)
+        return _the_pool(self.backend).run(self.world, fn, args, timeout=timeout, group=group, seed=seed)
 
 
-def pool(world: int) -> _Pool:
-    """`world` processes of the session's pool; nothing is started before the first job."""
+def pool(world: int, *, backend: str = "gloo") -> _Pool:
+    """`world` processes of the session's pool; nothing is started before the first job. Backend "late": processes of
+    their own, which have the device "pretend" (tests/harness/late.py)."""
     if world < 1:
         raise ValueError(f"pool expects a world of at least one rank, got {world}")
-    return _Pool(world)
+    return _Pool(world, backend)
 
 
-_pools: list[ProcessPool] = []  # none or one: made at the first job
+_pools: dict[str, ProcessPool] = {}  # by backend: made at the first job
 
 
-def _the_pool() -> ProcessPool:
-    if not _pools:
-        _pools.append(ProcessPool())
-        hang.add_source(_pools[0].stacks)
-    return _pools[0]
+def _the_pool(backend: str) -> ProcessPool:
+    if backend not in _pools:
+        _pools[backend] = ProcessPool(backend)
+        hang.add_source(_pools[backend].stacks)
+    return _pools[backend]
 
 
 @atexit.register
 def shutdown() -> None:
-    """End all processes of the pool; the next job starts new ones."""
+    """End all processes of the pools; the next job starts new ones."""
     while _pools:
-        the_pool = _pools.pop()
+        _, the_pool = _pools.popitem()
         hang.remove_source(the_pool.stacks)
         the_pool.shutdown()

@@ -44,6 +44,8 @@ class Job:
     group_timeout: float
     seed: int
     warning_filters: list[Any]
+    # "gloo", or "late": then this process has the device "pretend" from now on (tests/harness/late.py).
+    backend: str = "gloo"
 
 
 def main(number: int, folder: str, conn: Connection) -> None:
@@ -127,9 +129,13 @@ def _run(job: Job) -> Any:
     torch.manual_seed(job.seed)
     with warnings.catch_warnings():
         warnings.filters[:] = job.warning_filters  # the same strictness as in the test that asked
+        if job.backend == "late":
+            from tests.harness import late
+
+            late.register(job.seed)
         if job.rendezvous is not None:
             dist.init_process_group(
-                "gloo",
+                job.backend,
                 init_method=f"file://{job.rendezvous}",
                 rank=job.rank,
                 world_size=job.world,

@@ -11,6 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from fullshard import fully_shard
+from tests.harness.models import assert_close_to_tensor_max, seeded
+from tests.harness.pool import pool
 
 ROOT = Path(__file__).parents[2]
 WORLDS = (1, 2, 4)
@@ -115,3 +121,25 @@ def test_the_tier_over_gloo(world: int) -> None:
     drawn = ["--draw=today", "--draw-one-in=10", "--deselect=tests/threads/test_legal.py"]
     passed, _ = _run(world, [*drawn, "tests/threads"])
     assert len(passed) > 20
+
+
+def _in_memory_of_the_group(rank: int) -> list[torch.Tensor]:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for module in (*model, model):
+        module.set_allocate_memory_from_process_group_for_comm(True)
+    model(torch.full((2, 4), rank + 1.0)).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def test_messages_in_memory_of_the_process_group_go_over_data_groups() -> None:
+    """torch does not know a data group, so it cannot be asked for its backend."""
+    plain = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
+    for rank in range(2):
+        (plain(torch.full((2, 4), rank + 1.0)).square().sum() / 2).backward()
+    for found in pool(2).run(_in_memory_of_the_group):
+        for ours, theirs in zip(found, plain.parameters(), strict=True):
+            assert theirs.grad is not None
+            assert_close_to_tensor_max(ours, theirs.grad, 4)

@@ -41,26 +41,54 @@ def timeout_of(process_group: ProcessGroup) -> float:
 
 
 def same_group(
-    like: ProcessGroup, ranks: Sequence[int], device: torch.device, store: dist.Store, name: str, seconds: float
+    like: ProcessGroup,
+    ranks: Sequence[int],
+    device: torch.device,
+    backend: str,
+    store: dist.Store,
+    name: str,
+    seconds: float,
 ) -> ProcessGroup:
     """A private process group of `ranks`, those of `like`, with its own connections; destroyed with its last reference.
 
-    `name`: unused before, the same on all ranks; `store`: for the rendezvous; `seconds`: the timeout. gloo and NCCL."""
+    `backend`: that of `like` for `device`: "gloo", "nccl", or one that was registered with torch; `store`: for the
+    rendezvous; `name`: unused before, the same on all ranks; `seconds`: the timeout, on NCCL that of `like`."""
     store = dist.PrefixStore(name, store)
     rank, size = like.rank(), len(ranks)
-    made = cast(Any, ProcessGroup)(store, rank, size)
-    kinds = ProcessGroup.BackendType
-    if device.type == "cuda":
-        options = cast(Any, like._get_backend(device)).options
-        backend, kind = cast(Any, dist).ProcessGroupNCCL(store, rank, size, options), kinds.NCCL
+    kinds, limit = ProcessGroup.BackendType, timedelta(seconds=seconds)
+    own: Any
+    if backend == "nccl":
+        options = own_options(cast(Any, like._get_backend(device)).options, ranks, name)
+        own, kind = cast(Any, dist).ProcessGroupNCCL(store, rank, size, options), kinds.NCCL
+    elif backend == "gloo":
+        own, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, limit), kinds.GLOO
     else:
-        limit = timedelta(seconds=seconds)
-        backend, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, limit), kinds.GLOO
-    backend._set_sequence_number_for_group()
-    made._register_backend(device, kind, backend)
-    made._set_default_backend(kind)
+        own = distributed_c10d.Backend._plugins[backend.upper()].creator_fn(store, rank, size, limit)
+        kind = kinds.CUSTOM
+    own._set_sequence_number_for_group()
+    if isinstance(own, ProcessGroup):  # a backend written in Python is the group
+        made = cast(Any, own)
+    else:
+        made = cast(Any, ProcessGroup)(store, rank, size)
+        made._register_backend(device, kind, own)
+        made._set_default_backend(kind)
     made._set_group_name(name)
-    return cast(ProcessGroup, made)
+    return made  # type: ignore[no-any-return]
+
+
+def own_options(like: Any, ranks: Sequence[int], name: str) -> Any:
+    """New NCCL options with the time limit, the priority and the configuration of `like`, for a group of `ranks`.
+
+    Not `like` itself: a group that torch split from another one has `split_from` and `split_color` in its options, and
+    the first message of a communicator with those is a split of the parent, a collective over all ranks of the parent.
+    """
+    made = type(like)()
+    for kept in ("_timeout", "is_high_priority_stream", "config"):
+        if hasattr(like, kept):
+            setattr(made, kept, getattr(like, kept))
+    made.global_ranks_in_group = list(ranks)
+    made.group_name = name
+    return made
 
 
 class Recorded(NamedTuple):

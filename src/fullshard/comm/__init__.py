@@ -40,6 +40,8 @@ from .messages import whole_of as whole_of
 from .offload import HostLink as HostLink
 from .offload import OffloadedGather as OffloadedGather
 from .offload import OffloadedReduce as OffloadedReduce
+from .offload import settle_uploads as settle_uploads
+from .offload import uploading as uploading
 from .pool import BufferPool as BufferPool
 from .reduce import Nodes as Nodes
 from .reduce import direct_of as direct_of

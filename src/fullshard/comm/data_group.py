@@ -88,7 +88,8 @@ def exchange_each(
 # ---- data group ------------------------------------------------------------------------------------------------------
 
 _CUT_TAG = 0x66736866
-_CUTS = ("gloo", "nccl")
+# "late" stands in for NCCL in tests.
+_CUTS = ("gloo", "nccl", "late")
 # Words in a backend's errors about connections, as opposed to errors about arguments.
 _OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
 # How long to wait, after a connection was closed, until a peer reports why or is found dead.
@@ -100,8 +101,10 @@ _BACKEND_SECONDS_MORE = 30.0
 class DataGroup:
     """The connections of `origin`, a process group of ranks of `scope`, for one purpose. Use `open_data_group`."""
 
-    def __init__(self, scope: Scope, origin: dist.ProcessGroup, device: torch.device, purpose: str) -> None:
-        self.scope, self.device, self.purpose = scope, device, purpose
+    def __init__(
+        self, scope: Scope, origin: dist.ProcessGroup, device: torch.device, backend: str, purpose: str
+    ) -> None:
+        self.scope, self.device, self.backend, self.purpose = scope, device, backend, purpose
         self.ranks = tuple(dist.get_process_group_ranks(origin))
         # The same on all of its ranks, and unique.
         self.name = scope.group_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
@@ -147,7 +150,7 @@ class DataGroup:
             store.add(f"{name}/here", 1)
             wait_until(lambda: store.add(f"{name}/here", 0) >= len(self.ranks), wait)
             with scope.watch.waits(wait):
-                made = same_group(origin, self.ranks, self.device, store, name, seconds)
+                made = same_group(origin, self.ranks, self.device, self.backend, store, name, seconds)
             if store.held is not None:
                 raise store.held
         except BaseException as error:
@@ -385,7 +388,7 @@ def open_data_group(
     made = _made.setdefault(origin, {})
     if purpose not in made or made[purpose].scope is not scope:
         scope.watch.begin()
-        made[purpose] = group = DataGroup(scope, origin, device, purpose)
+        made[purpose] = group = DataGroup(scope, origin, device, backend, purpose)
         scope.groups[group.name] = group
     return made[purpose]
 

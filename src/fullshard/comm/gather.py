@@ -318,7 +318,7 @@ class GroupMemoryGather(_GroupMemory):
     def __call__(
         self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Work:
-        return ShardGroup(group, output_tensor.device).gather_into(output_tensor, input_tensor)
+        return ShardGroup(group, output_tensor.device, self.group.backend).gather_into(output_tensor, input_tensor)
 
 
 class GroupMemoryScatter(_GroupMemory):
@@ -333,7 +333,9 @@ class GroupMemoryScatter(_GroupMemory):
         async_op: bool,
         op: dist.ReduceOp.RedOpType = SUM,
     ) -> Work:
-        return ShardGroup(group, output_tensor.device).reduce_scatter(output_tensor, input_tensor, op)
+        return ShardGroup(group, output_tensor.device, self.group.backend).reduce_scatter(
+            output_tensor, input_tensor, op
+        )
 
 
 # ---- custom ----------------------------------------------------------------------------------------------------------

@@ -75,16 +75,17 @@ MEAN = dist.ReduceOp.AVG
 
 
 class ShardGroup:
-    """A process group and its collectives. `backend` is that of `device`: "gloo", "nccl", "fake", "threaded" ..."""
+    """A process group and its collectives. `backend` is that of `device`: "gloo", "nccl", "fake", "threaded" ...; of a
+    group that torch does not know, such as a data group's, the caller says it."""
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, backend: str | None = None) -> None:
         # The mesh's process group, or one made for a purpose.
         self.origin = process_group
         self.data_group: DataGroup | None = None
         self.device = device
         self.world = process_group.size()
         self.rank = process_group.rank()
-        self.backend = _backend_name(process_group, device)
+        self.backend = backend or _backend_name(process_group, device)
         # Whether several all-gathers are one launch; and whether ranks may send point-to-point (comm/data_group.py).
         self.one_launch = groups_messages(self.backend)
         self.sends_in_pairs = sends_in_pairs(self.backend) and device.type == "cpu"

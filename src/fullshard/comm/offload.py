@@ -4,12 +4,20 @@
     .grad  (host, flat)  <--download-- reduced chunk (device, flat)  <--reduce--  gradients (device)
 
 `HostLink` copies; `OffloadedGather` uploads before an all-gather and `OffloadedReduce` downloads after a reduction. On
-a CUDA device uploads and downloads run on separate streams and overlap with compute. The host waits for downloads when
-the backward ends, before gradients can be read.
+a device uploads and downloads run on two streams, shared by all units, and overlap with compute. The host waits
+
+    for downloads    when the backward ends, before gradients can be read
+    for uploads      before shards are written: at the end of a backward or of a forward without gradients, before an
+                     optimizer's step, and before a state dict is loaded (`settle`)
+
+A write at another moment (after a forward with gradients that no backward followed) may reach an upload that is still
+queued: call `torch.cuda.synchronize()` before it.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -29,6 +37,42 @@ def _copy(out: Tensor, source: Tensor) -> None:
     out.copy_(source, non_blocking=True)
 
 
+class _CopyStreams:
+    """The two streams of copies of one device. One pair: torch has 32 streams, which units would share by chance.
+
+    `downloading`: event, destination and source of each download that may still run, oldest first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module = torch.get_device_module(device)
+        self.up = self.module.Stream(device)
+        self.down = self.module.Stream(device)
+        self.downloading: deque[tuple[Any, Tensor, Tensor]] = deque()
+
+    def release(self, current: Any, most: int = 0) -> None:
+        """Let go of what finished downloads read and wrote, and of all but `most` of the others: `current`, whose
+        memory they read, waits for those."""
+        while self.downloading:
+            event = self.downloading[0][0]
+            if not event.query():
+                if len(self.downloading) <= most:
+                    return
+                current.wait_event(event)
+            self.downloading.popleft()
+
+
+_streams: dict[torch.device, _CopyStreams] = {}
+# Reduced chunks on their way to the host: they are device memory that offload is to save.
+_DOWNLOADS_IN_FLIGHT = 2
+# Links whose uploads the host has not waited for: `settle_uploads`.
+uploading: weakref.WeakSet[HostLink] = weakref.WeakSet()
+
+
+def settle_uploads() -> None:
+    """Wait until no upload reads shards: they may be written afterwards."""
+    for link in list(uploading):
+        link.settle()
+
+
 class HostLink:
     """The copies between the host and `device` of one unit, and their order.
 
@@ -44,21 +88,25 @@ class HostLink:
         # How often `finish` ran: downloads of the current round may still be in flight.
         self.round = 0
         self._copy = copy
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._up: Any = self._module and self._module.Stream(device)
-        self._down: Any = self._module and self._module.Stream(device)
-        # Destination and source of each download in flight.
-        self._under_way: list[tuple[Tensor, Tensor]] = []
+        self._streams: _CopyStreams | None = None
+        if device.type != "cpu":
+            self._streams = _streams.get(device) or _streams.setdefault(device, _CopyStreams(device))
+        # The last upload, with what was issued after it, and the last download of this round.
+        self._uploaded: Any = None
+        self._downloaded: Any = None
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
         """Work issued inside waits for earlier compute, but not for later compute."""
-        if self._module is None:
+        streams = self._streams
+        if streams is None:
             yield
             return
-        self._up.wait_stream(self._module.current_stream(self.device))
-        with self._module.stream(self._up):
+        streams.up.wait_stream(streams.module.current_stream(self.device))
+        with streams.module.stream(streams.up):
             yield
+        self._uploaded = streams.up.record_event()
+        uploading.add(self)
 
     def upload(self, out: Tensor, host: Tensor) -> None:
         """Copy `host` to `out` on the device; both flat."""
@@ -67,28 +115,38 @@ class HostLink:
 
     def arrived(self) -> None:
         """Let later compute wait for the uploads."""
-        if self._module is not None:
-            self._module.current_stream(self.device).wait_stream(self._up)
+        if self._uploaded is not None and self._streams is not None:
+            self._streams.module.current_stream(self.device).wait_event(self._uploaded)
+
+    def settle(self) -> None:
+        """Wait, on the host, until no upload reads the shards."""
+        uploading.discard(self)
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
 
     def download(self, source: Tensor) -> Tensor:
         """A host tensor that holds `source`, a flat device tensor, after `finish`."""
         self.downloads += 1
         host = torch.empty(source.numel(), dtype=source.dtype, pin_memory=self.pin)
-        if self._module is None:
+        streams = self._streams
+        if streams is None:
             self._copy(host, source)
-        else:
-            self._down.wait_stream(self._module.current_stream(self.device))
-            with self._module.stream(self._down):
-                self._copy(host, source)
-        self._under_way.append((host, source))
+            return host
+        current = streams.module.current_stream(self.device)
+        streams.release(current, _DOWNLOADS_IN_FLIGHT - 1)
+        streams.down.wait_stream(current)
+        with streams.module.stream(streams.down):
+            self._copy(host, source)
+        self._downloaded = streams.down.record_event()
+        streams.downloading.append((self._downloaded, host, source))
         return host
 
     def finish(self) -> None:
         """Wait until every download is complete."""
-        if self._under_way:
-            if self._down is not None:
-                self._down.synchronize()
-            self._under_way.clear()
+        if self._downloaded is not None and self._streams is not None:
+            self._downloaded.synchronize()
+            self._downloaded = None
+            self._streams.release(self._streams.module.current_stream(self.device))
         self.round += 1
 
 

@@ -2,7 +2,8 @@
 
 it ends      the autograd engine calls a callback
 it raises    the engine drops the callback without a call. The lifetime of the callback therefore says whether the
-             backward still runs, and no stale flag survives a failed step (ADR 0008). The exception is not known here
+             backward still runs, and no stale flag survives a failed step (ADR 0008). The exception is not known here.
+             On a device its thread may drop it late: then the model's next call outside of a backward says so
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .._torch import queue_backward_callback
+from .._torch import current_backward, queue_backward_callback
 from .._torch.modules import outside_graphs
 
 # A dead reference: no backward is running.
@@ -45,8 +46,11 @@ class RunningBackward:
         self.end = _NONE
 
     def settle(self) -> None:
-        """Call `failed` for a backward whose callback was dropped in another thread (the engine's device thread)."""
-        if self.end is not _NONE and self.end() is None:
+        """Call `failed` for a backward that ended without its callback: that was dropped, or no backward runs in the
+        model's thread. The engine's device thread may hold a callback for a while after the exception arrived here."""
+        if self.end is _NONE:
+            return
+        if self.end() is None or (threading.get_ident() == self._thread and current_backward() == -1):
             self.forget()
             self._failed(sys.exception())
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
+import torch
 from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
 from ..comm import GatherChannel
 from ..guard import Scope
 from ..param import ShardedParam
-from ..schedule import Command, CommandChecker
+from ..schedule import Command, CommandChecker, Full
 from .misuse import note_windows
 from .order import MessageOrder
 from .step_facts import StepFacts
@@ -52,6 +54,39 @@ class TakenBack:
         for unit, windows in self._windows:
             unit.gradients.windows = windows
         note_windows([(unit, any(windows)) for unit, windows in self._windows])
+
+
+# ---- one stream ----
+
+
+class OneStream:
+    """Refuses commands of one model on another stream of the device than those before.
+
+    Memory of full parameters goes back to the stream that allocated it, and messages come after the stream that issued
+    them: with two streams another tensor may take memory that is still read. While all units are sharded and nothing
+    is under way, another stream may begin.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._current = device, torch.get_device_module(device).current_stream
+        self._stream: Any = None
+
+    def begins(self, units: Iterable[Unit]) -> None:
+        """A forward of the root begins, or an `unshard` outside of one."""
+        if all(unit.record.full is Full.SHARDED and not unit.record.in_backward for unit in units):
+            self._stream = self._current(self._device)
+
+    def __call__(self, command: Command) -> None:
+        """`command` is about to run."""
+        current = self._current(self._device)
+        if self._stream is None:
+            self._stream = current
+        if current != self._stream:
+            raise RuntimeError(
+                f"{command.unit.name}: expected the stream on which this model runs, {self._stream}, found {current} "
+                f"at the command {command.kind!r}; run forward and backward on one stream, and change it after the "
+                f"backward or after model.reshard()"
+            )
 
 
 # ---- executor --------------------------------------------------------------------------------------------------------
@@ -117,9 +152,9 @@ class Executor:
         for position, command in enumerate(commands):
             if self._checker is not None and not (command.kind == "finish" and self.may_stay_pending()):
                 self._checker.command(command.kind, command.unit.name)
-            for listener in self.listeners:
-                listener(command)
             try:
+                for listener in self.listeners:
+                    listener(command)
                 for scope in self.scopes:
                     scope.doing = command.told
                     if scope.failure is not None:
@@ -358,6 +393,9 @@ class Executor:
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
+        for unit in self.units:
+            if unit.host_link is not None:
+                unit.host_link.settle()
         self.facts.compare()
         touched = [
             (unit, position, group.params[i])

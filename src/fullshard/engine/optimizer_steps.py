@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._torch.modules import outside_graphs
+from ..comm import settle_uploads, uploading
 from ..param import name_mixed
 
 Check = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
@@ -49,6 +50,8 @@ def refuses_steps(check: Check) -> Check:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for check in _checks:
         check(optimizer, args, kwargs)
+    if uploading:
+        settle_uploads()
     # The many operations of a step skip the check for mixed tensors, which they cannot trip (ADR 0010). Only in the
     # main thread: the flag is global, and a step in another thread must not change the errors of the main program. A
     # step that raises leaves names out of these errors until the next step ends.

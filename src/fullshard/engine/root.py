@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from .._torch import current_backward, in_transform, keeps_graph, saved_tensor_hooks_allowed, without_transforms
-from ..comm import Nodes
+from ..comm import Nodes, settle_uploads, uploading
 from ..guard import Scope, mode
 from ..param import ShardedParam
 from ..policy import Controls, Options
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .agreement import Agreement
 from .backward import RunningBackward
-from .executor import Executor
+from .executor import Executor, OneStream
 from .explicit_gathers import own_by_root
 from .misuse import clean_name, expect_backward, note_backward, parameter_names
 from .optimizer_steps import follow_steps
@@ -61,6 +61,10 @@ class Root:
             check=options.check,
             order=self.order,
         )
+        # On a device: all commands of a step run on one of its streams.
+        self._stream = OneStream(device) if device.type != "cpu" else None
+        if self._stream is not None:
+            self.executor.listeners.append(self._stream)
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.limit_bytes()
         self.run.is_last_backward = self.units[0].settings.is_last_backward
@@ -153,6 +157,8 @@ class Root:
         if run.forward_root is None and not in_backward and outermost and not nested:
             self.facts.forward_begins(trains=record.index == 0 and torch.is_grad_enabled() and unit.modules[0].training)
         if run.forward_root is None and not in_backward:
+            if self._stream is not None:
+                self._stream.begins(self.units)
             self._wait_for_optimizer()
             if torch.is_grad_enabled():
                 refuse_half_a_step(self.units)
@@ -182,8 +188,11 @@ class Root:
         opaque = outputs and not saved_tensor_hooks_allowed()
         flags = {"in_backward": in_backward, "nested": nested, "inputs": inputs, "outputs": outputs, "more": more}
         flags["opaque"] = opaque
-        if self.order is not None and not nested and self.run.forward_root is unit.record:
-            self.order.forward_ends()
+        if not nested and self.run.forward_root is unit.record:
+            if self.order is not None:
+                self.order.forward_ends()
+            if uploading and not torch.is_grad_enabled():
+                settle_uploads()
         self._do("post_forward", unit.record, rules.post_forward(self.run, unit.record, **flags), **flags)
         sending = unit.record.sending
         return sending.open[-1] if sending.open and not sending.begins else None
@@ -342,6 +351,8 @@ class Root:
         if current_backward() == -1:
             self._backward.settle()
             self.peers.meet()
+            if self._stream is not None and self.run.forward_root is None:
+                self._stream.begins(self.units)
         stale = unit.record.full is not Full.SHARDED and unit.is_stale()
         commands = rules.unshard(self.run, unit.record, stale=stale)
         self._do("unshard", unit.record, commands, stale=stale)

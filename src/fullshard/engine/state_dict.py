@@ -181,6 +181,8 @@ class _ModuleHooks:
             return  # full parameters are on the module; torch loads them as usual
         if self._unit.root is not None:
             self._unit.root.reshard(self._unit)
+        if self._unit.host_link is not None:
+            self._unit.host_link.settle()
         self._prefix = prefix
         self._values = {
             place.slot.name: value

@@ -58,8 +58,8 @@ def _kept(shards: ShardLayout, world: int) -> ShardLayout:
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
-# Backends that can launch many gathers as one grouped operation.
-GROUPING_BACKENDS = frozenset({"nccl"})
+# Backends that can launch many gathers as one grouped operation, and the test backend that replaces NCCL.
+GROUPING_BACKENDS = frozenset({"nccl", "late"})
 # Backends on which an all-to-all with a sum on arrival is faster than their own reduce-scatter (benchmarks/pairs.py),
 # and the test backends that replace gloo. On all others the backend reduces, unless a measurement says otherwise.
 EXCHANGING_BACKENDS = frozenset({"gloo", "threaded", "fake"})

@@ -1,0 +1,183 @@
+"""Training on the device "pretend", and what the watch saw: for tests of streams, late messages, memory and host waits.
+
+    found = run(Setup("transformer", replicas=2), world=4)
+    found[rank].check()          no unordered access, no message that ran into changed memory
+    found[rank].params           after the steps, whole, on the host; `reference(setup, world)` is plain training
+
+`Setup` is a value, so that it reaches the processes of the pool (tests/harness/pool.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.harness.models import CASES, Case
+from tests.harness.pool import pool
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is sharded and trained. `replicas`: how many ranks hold each shard. `dtype`: of computation, with
+    shards in float32. `micro`: micro-batches per step, of which the last reduces. `seed`: when messages run."""
+
+    case: str = "residual"
+    replicas: int = 1
+    reshard: bool | int | None = None
+    dtype: str = ""
+    reduce_dtype: str = ""
+    offload: bool = False
+    recompute: bool = False
+    micro: int = 1
+    clip: float = 0.0
+    # Calls on the model after it was sharded, such as ("set_communication", "torch"); with "*" on each unit.
+    calls: tuple[tuple[Any, ...], ...] = ()
+    seed: int = 0
+
+
+@dataclass
+class Found:
+    """What one rank found."""
+
+    params: dict[str, Tensor]
+    losses: list[float]
+    races: list[str]
+    messages: list[str]
+    # How often the host waited in the last step, by what it called and the innermost place in fullshard or the test.
+    waits: Counter[str]
+    # Bytes on the device: before the last step, and its peak.
+    rest_nbytes: int
+    peak_nbytes: int
+    operators: Counter[str] = field(default_factory=Counter)
+
+    def check(self) -> None:
+        """Raise `AssertionError` if the watch found anything."""
+        assert not self.races, f"{len(self.races)} unordered accesses; the first:\n{self.races[0]}"
+        assert not self.messages, f"{len(self.messages)} messages went wrong; the first:\n{self.messages[0]}"
+
+
+def case_of(setup: Setup) -> Case:
+    """The model of `setup`."""
+    return next(case for case in CASES if case.name == setup.case)
+
+
+def run(setup: Setup, *, world: int = 2) -> list[Found]:
+    """Train on `world` processes with the device; what each found."""
+    return pool(world, backend="late").run(train, setup, seed=setup.seed)
+
+
+def train(rank: int, setup: Setup) -> Found:
+    """The job of one rank."""
+    from tests.harness import late, pretend
+
+    device = torch.device("pretend", 0)
+    case = case_of(setup)
+    with pretend.watched() as seen:
+        model = sharded(case.build().to(device), setup)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses: list[Tensor] = []
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                gc.collect()
+                seen.waits.clear()
+                rest = torch.pretend.memory_allocated()  # type: ignore[attr-defined]
+                torch.pretend.reset_peak_memory_stats()  # type: ignore[attr-defined]
+            for micro in range(setup.micro):
+                model.set_requires_gradient_sync(micro == setup.micro - 1)
+                batch = case.batch(step * setup.micro + micro, rank)
+                inputs = tuple(part.to(device, non_blocking=True) for part in batch)
+                loss = case.loss(model, inputs) / setup.micro
+                loss.backward()
+                losses.append(loss.detach())
+            if setup.clip:
+                import fullshard
+
+                fullshard.clip_grad_norm_(model.parameters(), setup.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        waits = Counter[str]()
+        for (what, stack), times in seen.waits.items():
+            waits[f"{what} at {stack[-1] if stack else '?'}"] += times
+        peak = torch.pretend.max_memory_allocated()  # type: ignore[attr-defined]
+        params = {name: whole(p).cpu() for name, p in model.named_parameters()}
+        del model, optimizer
+        gc.collect()
+    return Found(
+        params,
+        [loss.item() for loss in losses],
+        [race.explain() for race in seen.races],
+        late.failures(),
+        waits,
+        rest,
+        peak,
+        seen.operators,
+    )
+
+
+def sharded(model: nn.Module, setup: Setup) -> Any:
+    """`model`, sharded over all ranks as `setup` says."""
+    from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    case, world = case_of(setup), dist.get_world_size()
+    if setup.recompute:
+        for name in case.units:
+            recompute(model.get_submodule(name))
+    shape, names = (world,), ("shard",)
+    if setup.replicas > 1:
+        shape, names = (setup.replicas, world // setup.replicas), ("replicate", "shard")  # type: ignore[assignment]
+    options: dict[str, Any] = {"mesh": init_device_mesh("pretend", shape, mesh_dim_names=names)}
+    if setup.reshard is not None:
+        options["reshard_after_forward"] = setup.reshard
+    if setup.dtype:
+        reduce = getattr(torch, setup.reduce_dtype) if setup.reduce_dtype else None
+        options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, setup.dtype), reduce)
+    if setup.offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    case.shard(model, fully_shard, **options)
+    for name, *args in setup.calls:
+        if name.startswith("*"):
+            for unit in case.units:
+                getattr(model.get_submodule(unit), name[1:])(*args)
+        else:
+            getattr(model, name)(*args)
+    return model
+
+
+def recompute(module: nn.Module) -> None:
+    """`module` computes its forward again in backward."""
+    forward = module.forward
+    module.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def reference(setup: Setup, world: int) -> dict[str, Tensor]:
+    """Parameters after plain training of all ranks' batches, in float32."""
+    case = case_of(setup)
+    model = copy.deepcopy(case.build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro in range(setup.micro):
+            for rank in range(world):
+                batch = case.batch(step * setup.micro + micro, rank)
+                (case.loss(model, batch) / setup.micro / world).backward()
+        if setup.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}

@@ -1,0 +1,408 @@
+"""The device "pretend": memory, streams and events on a machine that has no device, and a watch over their order.
+
+    load()                    compile and register it; `torch.device("pretend")` and `torch.pretend` exist from then on
+    with watched() as seen:   what runs inside is checked: unordered accesses, memory that is given back too early,
+        ...                   synchronisations of the host, bytes that are held
+    seen.races                see tests/harness/clocks.py; `seen.check()` raises with both stacks
+    seen.waits                each time the host waited for the device, with its stack
+
+Operators run at once, on the host; what is pretended is that they do not. So the watch does not depend on how long
+something takes: what is not ordered is found in every run. Late messages are in tests/harness/late.py.
+
+`load` registers a device for the whole process, which then is one with an accelerator: only processes of the pool
+for devices call it (`tests.harness.pool.pool(world, device=True)`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.harness.clocks import HOST, Clocks
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# The allocator of CUDA hands out multiples of this.
+ROUNDED_NBYTES = 512
+_FRAMES = 14
+
+# ---- the device ------------------------------------------------------------------------------------------------------
+
+
+def build(folder: Path | None = None) -> Path:
+    """The compiled device: made once for each version of its source and of torch, in some ten seconds."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if compiler is None:
+        raise RuntimeError("the tests of devices expect a C++ compiler (g++ or c++), found none; install one")
+    # Of the user alone: another one's library must not be loaded.
+    folder = folder or Path(tempfile.gettempdir()) / f"fullshard-pretend-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder}: expected a folder of this user; remove it")
+    root = Path(torch.__file__).parent
+    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {root}".encode()).hexdigest()[:16]
+    library = folder / f"pretend-{key}.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            made = library.with_suffix(".making")
+            include = root / "include"
+            command = [compiler, "-std=c++20", "-O0", "-fPIC", "-shared", str(SOURCE), "-o", str(made)]
+            command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{root / 'lib'}"]
+            command += ["-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+            command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
+            made.rename(library)
+    return library
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_size_t),
+        ("start", ctypes.c_int64),
+        ("stop", ctypes.c_int64),
+        ("writes", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+    )
+
+
+_I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_size_t
+
+
+class _Told(ctypes.Structure):
+    _fields_ = (
+        ("allocated", ctypes.CFUNCTYPE(None, _PTR, _I64, _I32, _I64)),
+        ("freed", ctypes.CFUNCTYPE(None, _PTR, _I64, _I32)),
+        ("ran", ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(_Access), _I32, _I32, _I64)),
+        ("recorded", ctypes.CFUNCTYPE(None, _I64, _I32, _I64)),
+        ("waited", ctypes.CFUNCTYPE(None, _I64, _I32, _I64)),
+        ("synchronized", ctypes.CFUNCTYPE(None, _I32, _I64, _I32)),
+        ("queried", ctypes.CFUNCTYPE(_I32, _I64)),
+    )
+
+
+class _Device(types.ModuleType):
+    """`torch.pretend`, with what `torch.cuda` has of this."""
+
+    Stream = torch.Stream
+    Event = torch.Event
+
+    def device_count(self) -> int:
+        return 8
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def set_device(self, device: Any) -> None:
+        torch.accelerator.set_device_index(device)
+
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    def stream(self, stream: Any) -> Any:
+        return contextlib.nullcontext() if stream is None else stream
+
+    def synchronize(self, device: Any = None) -> None:
+        torch.accelerator.synchronize(device)
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:  # noqa: ARG002  (the host's generator draws)
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:  # noqa: ARG002
+        torch.set_rng_state(state)
+
+    def empty_cache(self) -> None:
+        pass
+
+    def memory_allocated(self, device: Any = None) -> int:  # noqa: ARG002  (one device for each process)
+        return _HELD.nbytes
+
+    def max_memory_allocated(self, device: Any = None) -> int:  # noqa: ARG002
+        return _HELD.peak_nbytes
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:  # noqa: ARG002
+        _HELD.peak_nbytes = _HELD.nbytes
+
+
+class _Held:
+    nbytes = 0
+    peak_nbytes = 0
+
+
+_HELD = _Held()
+
+
+@functools.cache
+def load() -> None:
+    """Register the device in this process. Raises `RuntimeError` without a compiler."""
+    path = str(build())
+    torch.ops.load_library(path)
+    torch.utils.rename_privateuse1_backend("pretend")
+    torch._register_device_module("pretend", _Device("torch.pretend"))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    library = ctypes.CDLL(path)
+    told = _TELLING.told()
+    library.pretend_tells(ctypes.byref(told))
+    _KEPT.extend([library, told])
+
+
+_KEPT: list[Any] = []  # what C++ calls
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of `tensor`, of this device, as a tensor of the host. Nothing is told of what reads or writes it."""
+    return torch.ops.pretend.on_host(tensor.detach()) if tensor.device.type == "pretend" else tensor
+
+
+def is_device(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is on this device."""
+    return tensor.device.type == "pretend"
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The allocation of `tensor`, and the bytes of it that it reaches over, [start, stop)."""
+    start = tensor.storage_offset() * tensor.itemsize
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().data_ptr(), start, start + (last + 1) * tensor.itemsize
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def stream_name(device: int, stream: int) -> str:
+    """The actor of a stream in the clocks."""
+    return f"stream {stream} of device {device}" if stream else f"the main stream of device {device}"
+
+
+def current() -> str:
+    """The actor of the stream that is current in this thread."""
+    stream = torch.accelerator.current_stream()
+    return stream_name(stream.device_index, stream.stream_id)
+
+
+class Watch:
+    """What happened inside `watched()`."""
+
+    def __init__(self, *, queries: Callable[[], bool]) -> None:
+        self.clocks = Clocks()
+        # How often the host waited for the device, by what it did and where.
+        self.waits: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        # Called with the name of each operator that ran.
+        self.listeners: list[Callable[[str], None]] = []
+        self.operators: Counter[str] = Counter()
+        self._queries = queries
+
+    @property
+    def races(self) -> list[Any]:
+        """What nothing orders; see `Clocks`."""
+        return self.clocks.races
+
+    def check(self) -> None:
+        """Raise `AssertionError` with the first races, if any was found."""
+        if self.races:
+            shown = "\n".join(race.explain() for race in self.races[:3])
+            raise AssertionError(f"{len(self.races)} unordered accesses on the device; the first:\n{shown}")
+
+
+class _Telling:
+    """Receives what C++ tells, in its order, whoever tells it: freeing memory may interrupt anything."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self._queue: deque[tuple[Any, ...]] = deque()
+        self._busy = threading.Lock()
+
+    def told(self) -> _Told:
+        kinds = dict(_Told._fields_)
+        return _Told(
+            kinds["allocated"](self._allocated),
+            kinds["freed"](self._freed),
+            kinds["ran"](self._ran),
+            kinds["recorded"](self._recorded),
+            kinds["waited"](self._waited),
+            kinds["synchronized"](self._synchronized),
+            kinds["queried"](self._queried),
+        )
+
+    def tell(self, act: Callable[..., None], *args: Any) -> None:
+        """Call `act(watch, *args)`, after what was told before."""
+        if self.watch is None:
+            return
+        self._queue.append((act, args))
+        while self._queue and self._busy.acquire(blocking=False):
+            try:
+                while self._queue:
+                    act, args = self._queue.popleft()
+                    if self.watch is not None:
+                        act(self.watch, *args)
+            finally:
+                self._busy.release()
+
+    def _allocated(self, base: int, nbytes: int, device: int, stream: int) -> None:
+        if device >= 0:
+            _HELD.nbytes += _rounded(nbytes)
+            _HELD.peak_nbytes = max(_HELD.peak_nbytes, _HELD.nbytes)
+        owner = stream_name(device, stream) if device >= 0 else HOST
+        self.tell(lambda watch: watch.clocks.allocate(base, nbytes, owner))
+
+    def _freed(self, base: int, nbytes: int, device: int) -> None:
+        if device >= 0:
+            _HELD.nbytes -= _rounded(nbytes)
+            self.tell(lambda watch: watch.clocks.free(base))
+        else:
+            # Page-locked memory is kept by its allocator until the copies that it knows of are over.
+            self.tell(lambda watch: watch.clocks.forget(base))
+
+    def _ran(self, op: bytes, accesses: Any, count: int, device: int, stream: int) -> None:
+        if self.watch is None:
+            return
+        name = op.decode().removeprefix("aten::")
+        found = [(a.base, a.start, a.stop, bool(a.writes)) for a in accesses[:count]]
+        actor, stack = stream_name(device, stream), frames()
+        self.tell(_note_accesses, name, found, actor, stack)
+        if name == "item" or name.endswith("waiting"):
+            self.tell(_note_wait, name, actor.__eq__, stack)
+        for listener in list(self.watch.listeners):
+            listener(name)
+
+    def _recorded(self, event: int, device: int, stream: int) -> None:
+        self.tell(lambda watch: watch.clocks.record(event, stream_name(device, stream)))
+
+    def _waited(self, event: int, device: int, stream: int) -> None:
+        self.tell(lambda watch: watch.clocks.wait_event(stream_name(device, stream), event))
+
+    def _synchronized(self, kind: int, which: int, device: int) -> None:
+        if self.watch is None:
+            return
+        stack = frames()
+        if kind == 1:
+            self.tell(_note_wait, "event.synchronize", lambda _: False, stack)
+            self.tell(lambda watch: watch.clocks.wait_event(HOST, which))
+        elif kind == 0:
+            self.tell(_note_wait, "stream.synchronize", stream_name(device, which).__eq__, stack)
+        else:
+            self.tell(_note_wait, "synchronize", lambda _: True, stack)
+
+    def _queried(self, event: int) -> int:
+        watch = self.watch
+        if watch is None:
+            return 1
+        if not watch._queries():
+            return 0
+        self.tell(lambda watch: watch.clocks.wait_event(HOST, event))
+        return 1
+
+
+_TELLING = _Telling()
+
+
+def _note_accesses(watch: Watch, name: str, found: list[Any], actor: str, stack: tuple[str, ...]) -> None:
+    watch.operators[name] += 1
+    # All reads of an operator come before its writes, and it does not race with itself.
+    for base, start, stop, writes in sorted(found, key=lambda access: access[3]):
+        watch.clocks.access(base, start, stop, actor, writes=writes, what=name, stack=stack)
+
+
+def _note_wait(watch: Watch, what: str, actors: Callable[[str], bool], stack: tuple[str, ...]) -> None:
+    watch.waits[what, stack] += 1
+    watch.clocks.synchronize(actors)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ROUNDED_NBYTES) * ROUNDED_NBYTES
+
+
+def frames() -> tuple[str, ...]:
+    """Where this thread is, without the harness and torch: "file:line function", innermost last."""
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < _FRAMES:
+        code = frame.f_code
+        file = code.co_filename
+        if "/torch/" not in file and not file.startswith("<") and not file.endswith(_OWN_FILES):
+            found.append(f"{file.rpartition('/src/')[2]}:{frame.f_lineno} {code.co_qualname}")
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+_OWN_FILES = ("harness/pretend.py", "harness/late.py", "contextlib.py")
+
+
+_IS_PINNED = torch.ops.aten.is_pinned.default
+
+
+class _HostAccesses(TorchDispatchMode):
+    """Notes what operators on the host read and write of page-locked memory, which copies may still be using."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        kwargs = kwargs or {}
+        written = {id(t) for a, v in _arguments(func, args, kwargs) if a for t in tree_leaves(v)}
+        found = []
+        for leaf in tree_leaves((args, kwargs)):
+            tensor = getattr(leaf, "_local_tensor", leaf)
+            if type(leaf) is not torch.device and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                if tensor.numel() and func is not _IS_PINNED and tensor.is_pinned():
+                    found.append((*extent(tensor), id(leaf) in written))
+        if found and func.namespace == "aten" and not _is_view(func):
+            if not any(isinstance(leaf, torch.Tensor) and is_device(leaf) for leaf in tree_leaves((args, kwargs))):
+                _TELLING.tell(_note_accesses, f"{func.__name__} on the host", found, HOST, frames())
+        return func(*args, **kwargs)
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[bool, Any]]:
+    for number, argument in enumerate(func._schema.arguments):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if number < len(args):
+            yield written, args[number]
+        elif argument.name in kwargs:
+            yield written, kwargs[argument.name]
+
+
+def _is_view(func: Any) -> bool:
+    infos = [argument.alias_info for argument in func._schema.arguments]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+@contextlib.contextmanager
+def watched(*, queries: Callable[[], bool] = lambda: True) -> Iterator[Watch]:
+    """Watch this process. `queries`: what `event.query()` says. Allocations made before are not known, and not
+    checked."""
+    load()
+    watch = Watch(queries=queries)
+    _TELLING.watch = watch
+    try:
+        with _HostAccesses():
+            yield watch
+    finally:
+        _TELLING.watch = None
