@@ -131,9 +131,12 @@ class Clocks:
 
     # ---- memory ----
 
-    def allocate(self, base: int, nbytes: int, owner: str) -> None:
-        """`nbytes` at the address `base` belong to `owner`, the stream to which they go back."""
+    def allocate(self, base: int, nbytes: int, owner: str, stack: tuple[str, ...] = ()) -> None:
+        """`nbytes` at the address `base` belong to `owner`, the stream to which they go back. Earlier work of `owner`
+        may still use them for another purpose, so others come after it."""
         self._allocations[base] = _Allocation(nbytes, owner)
+        if owner != HOST:
+            self.access(base, 0, nbytes, owner, writes=True, what="what had this memory before", stack=stack)
 
     def free(self, base: int) -> None:
         """The memory goes back to its owner. Accesses that are not ordered before the owner's next work are races."""

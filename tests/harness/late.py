@@ -78,8 +78,7 @@ class _Message:
         self.issued = [host.clone() for host in hosts]
         if not all(any(write is read for read in self.reads) for write in self.writes):
             for write in self.writes:
-                if write.numel():
-                    pretend.on_host(write).view(torch.uint8).fill_(0xFF)
+                _bytes(pretend.on_host(write)).fill_(0xFF)
             for host, copy in zip(hosts, self.issued, strict=True):
                 host.copy_(copy)
 
@@ -90,7 +89,7 @@ class _Message:
                 inputs.append(issued)
                 continue
             found = pretend.on_host(tensor).clone()
-            if found.numel() and not torch.equal(found.view(torch.uint8), issued.view(torch.uint8)):
+            if not torch.equal(_bytes(found), _bytes(issued)):
                 self._fails("its input was changed before it ran")
             inputs.append(found)
         outputs = [torch.empty(write.shape, dtype=write.dtype) for write in self.writes]
@@ -108,6 +107,10 @@ class _Message:
 
     def _fails(self, what: str) -> None:
         _failures.append("\n    ".join([f"{self.name}: {what}; issued at", *self.stack]))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 class _LateWork(dist.Work):

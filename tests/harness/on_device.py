@@ -26,6 +26,10 @@ from tests.harness.models import CASES, Case
 from tests.harness.pool import pool
 
 STEPS = 3
+# Parameters that are alone in their units: they are sent from where they are.
+WIDE = Case(
+    "wide", lambda: nn.Sequential(*(nn.Linear(160, 160, bias=False) for _ in range(3))), ("0", "1", "2"), (160,), (160,)
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,13 @@ class Setup:
     clip: float = 0.0
     # Calls on the model after it was sharded, such as ("set_communication", "torch"); with "*" on each unit.
     calls: tuple[tuple[Any, ...], ...] = ()
+    # An all-reduce hook on a stream of its own; the optimizer on a stream of its own (`set_post_optim_event`).
+    hook_stream: bool = False
+    optimizer_stream: bool = False
+    # After each step an evaluation, and then the host writes the shards.
+    evaluate: bool = False
+    # What `event.query()` says.
+    queries: bool = True
     seed: int = 0
 
 
@@ -70,7 +81,7 @@ class Found:
 
 def case_of(setup: Setup) -> Case:
     """The model of `setup`."""
-    return next(case for case in CASES if case.name == setup.case)
+    return next(case for case in (*CASES, WIDE) if case.name == setup.case)
 
 
 def run(setup: Setup, *, world: int = 2) -> list[Found]:
@@ -84,7 +95,7 @@ def train(rank: int, setup: Setup) -> Found:
 
     device = torch.device("pretend", 0)
     case = case_of(setup)
-    with pretend.watched() as seen:
+    with pretend.watched(queries=lambda: setup.queries) as seen:
         model = sharded(case.build().to(device), setup)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses: list[Tensor] = []
@@ -105,12 +116,14 @@ def train(rank: int, setup: Setup) -> Found:
                 import fullshard
 
                 fullshard.clip_grad_norm_(model.parameters(), setup.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_of(model, optimizer, setup)
+            if setup.evaluate:
+                evaluate(model, case, rank, device)
         waits = Counter[str]()
         for (what, stack), times in seen.waits.items():
             waits[f"{what} at {stack[-1] if stack else '?'}"] += times
         peak = torch.pretend.max_memory_allocated()  # type: ignore[attr-defined]
+        torch.accelerator.synchronize()
         params = {name: whole(p).cpu() for name, p in model.named_parameters()}
         del model, optimizer
         gc.collect()
@@ -146,6 +159,10 @@ def sharded(model: nn.Module, setup: Setup) -> Any:
     if setup.offload:
         options["offload_policy"] = CPUOffloadPolicy()
     case.shard(model, fully_shard, **options)
+    if setup.hook_stream:
+        stream = torch.Stream(device="pretend")
+        for module in (model, *(model.get_submodule(name) for name in case.units)):
+            module.set_all_reduce_hook(_halve_and_double, stream=stream)  # type: ignore[operator]
     for name, *args in setup.calls:
         if name.startswith("*"):
             for unit in case.units:
@@ -153,6 +170,33 @@ def sharded(model: nn.Module, setup: Setup) -> Any:
         else:
             getattr(model, name)(*args)
     return model
+
+
+def _halve_and_double(gradients: Tensor) -> None:
+    gradients.mul_(0.5).mul_(2.0)
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer, setup: Setup) -> None:
+    """One step of the optimizer, on a stream of its own if `setup` says so."""
+    stream = torch.Stream(device="pretend") if setup.optimizer_stream else None
+    if stream is None:
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        optimizer.step()
+        # Their memory goes back to the stream of the backward: it is kept.
+        optimizer.zero_grad(set_to_none=False)
+    model.set_post_optim_event(stream.record_event())
+
+
+def evaluate(model: Any, case: Case, rank: int, device: torch.device) -> None:
+    """A forward without gradients; then every shard is written as it is."""
+    with torch.no_grad():
+        model(case.batch(0, rank)[0].to(device))
+        for parameter in model.parameters():
+            parameter.to_local().mul_(1.0)
 
 
 def recompute(module: nn.Module) -> None:

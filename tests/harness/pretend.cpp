@@ -201,6 +201,12 @@ bool is_ours(const at::Tensor& t) { return t.defined() && t.device().type() == k
 // The same memory as a tensor of the host.
 at::Tensor on_host(const at::Tensor& t) {
   auto* impl = t.storage().unsafeGetStorageImpl();
+  if (t.numel()) {
+    int64_t last = t.storage_offset();
+    for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
+    TORCH_CHECK(static_cast<size_t>((last + 1) * t.itemsize()) <= impl->nbytes(),
+                "expected memory on the device, found that it was freed (", impl->nbytes(), " bytes left)");
+  }
   c10::Storage storage(c10::Storage::use_byte_size_t(), impl->nbytes(),
                        c10::DataPtr(impl->mutable_data(), c10::Device(c10::DeviceType::CPU)), nullptr, false);
   auto out = at::detail::make_tensor<c10::TensorImpl>(

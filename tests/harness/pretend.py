@@ -142,6 +142,9 @@ class _Device(types.ModuleType):
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:  # noqa: ARG002
         torch.set_rng_state(state)
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
     def empty_cache(self) -> None:
         pass
 
@@ -274,7 +277,9 @@ class _Telling:
             _HELD.nbytes += _rounded(nbytes)
             _HELD.peak_nbytes = max(_HELD.peak_nbytes, _HELD.nbytes)
         owner = stream_name(device, stream) if device >= 0 else HOST
-        self.tell(lambda watch: watch.clocks.allocate(base, nbytes, owner))
+        if self.watch is not None:
+            stack = frames()
+            self.tell(lambda watch: watch.clocks.allocate(base, nbytes, owner, stack))
 
     def _freed(self, base: int, nbytes: int, device: int) -> None:
         if device >= 0:
@@ -320,7 +325,10 @@ class _Telling:
             return 1
         if not watch._queries():
             return 0
-        self.tell(lambda watch: watch.clocks.wait_event(HOST, event))
+        # What the thread of the guard's watch learns orders nothing that the program does.
+        thread = threading.current_thread()
+        if thread is threading.main_thread() or isinstance(thread, threading._DummyThread):
+            self.tell(lambda watch: watch.clocks.wait_event(HOST, event))
         return 1
 
 

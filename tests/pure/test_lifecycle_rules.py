@@ -115,6 +115,15 @@ def test_r4_the_end_of_recomputation_frees_nothing() -> None:
     assert say(world, "inputs_reached a") == ["reshard a", "reduce a"]
 
 
+def test_r4_recomputation_may_begin_before_its_backward() -> None:
+    """[R4] However it ends, the end of the backward frees its weights: no forward runs any more."""
+    for end in ("post_forward a in_backward outputs", "forward_failed a in_backward"):
+        world = before_backward("a")
+        says(world, "pre_backward root", "pre_forward a in_backward", "pre_backward a", end)
+        assert "reshard a" in says(world, "inputs_reached a", "backward_end root")
+        assert not world.full()
+
+
 def test_recomputation_has_no_place_in_the_order() -> None:
     """A forward in backward frees nothing, is no use of its own, and ends no pass: with or without outputs."""
     for flags in ("in_backward inputs outputs", "in_backward"):

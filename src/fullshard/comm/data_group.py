@@ -308,10 +308,13 @@ class _ConnectingStore(dist.Store):
 class Sent:
     """A message in flight over a data group, its `number`th."""
 
-    __slots__ = ("_described", "_renewed", "_work", "group", "number", "since")
+    __slots__ = ("_described", "_passed", "_renewed", "_work", "group", "number", "since")
 
     def __init__(self, group: DataGroup, work: Work, number: int) -> None:
-        self.group, self._work, self.number = group, work, number
+        self.group, self.number = group, number
+        # A work on a device holds its outputs for as long as it exists. An event replaces it once a stream waits.
+        self._work: Work | None = work
+        self._passed: Any = None
         self._renewed = group.scope.renewed
         self._described: Wait | None = None
         self.since = time.monotonic() if group.device.type != "cpu" else 0.0
@@ -330,12 +333,18 @@ class Sent:
 
     def wait(self) -> object:
         """As `Work.wait`. Raises `PeerFailed` or `RanksDisagree` when the message will not come."""
-        scope = self.group.scope
+        scope, work = self.group.scope, self._work
+        if work is None:
+            return None  # a stream waits already
         self.since = time.monotonic()
         waiting, thread = scope.watch.waiting, threading.get_ident()
         waiting[thread] = self
         try:
-            return self._work.wait()
+            done = work.wait()
+            if self.group.device.type != "cpu":
+                self._passed = torch.accelerator.current_stream(self.group.device).record_event()
+                self._work = None
+            return done
         except RuntimeError as error:
             if self._renewed != scope.renewed:
                 raise  # its connections were given up
@@ -354,7 +363,8 @@ class Sent:
 
     @property
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())  # type: ignore[attr-defined]
+        work = self._work
+        return bool(self._passed.query() if work is None else work.is_completed())  # type: ignore[attr-defined]
 
 
 def drain(work: Work) -> None:

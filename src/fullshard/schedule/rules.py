@@ -86,7 +86,9 @@ def post_forward(
     `opaque`: the graph that was recorded does not report which weights it reads (transforms)."""
     commands: Commands = []
     if in_backward and unit.in_backward:
-        # [R4] Recomputation: its backward needs the parameters at once.
+        # [R4] Recomputation: its backward needs the parameters at once. It may have begun before that backward.
+        if not nested:
+            unit.pins.running = False
         return commands
     if nested:
         return commands
@@ -132,7 +134,7 @@ def forward_failed(run: RunRecord, unit: UnitRecord, *, in_backward: bool = Fals
     In a backward this is also how recomputation ends once it has what it needs.
     """
     commands: Commands = []
-    if not nested and not (in_backward and unit.in_backward):
+    if not nested:
         unit.pins.running = False
     if not in_backward and not nested:
         unit.phase = Phase.IDLE

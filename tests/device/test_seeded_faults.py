@@ -1,0 +1,54 @@
+"""The tier sees: every seeded fault of the executor and the channels is found, and nothing where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import on_device
+from tests.harness.device_faults import FAULTS, seeded
+from tests.harness.models import assert_close_to_tensor_max
+from tests.harness.on_device import Found, Setup
+from tests.harness.pool import pool
+
+
+def _train(rank: int, setup: Setup, name: str) -> Found | str:
+    try:
+        if not name:
+            return on_device.train(rank, setup)
+        with seeded(FAULTS[name]):
+            return on_device.train(rank, setup)
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _noticed(found: Found | str, setup: Setup, world: int) -> str:
+    """How the fault shows on this rank; empty if it does not."""
+    if isinstance(found, str):
+        return found
+    try:
+        found.check()
+        for name, expected in on_device.reference(setup, world).items():
+            if setup.dtype:  # plain training in float32 is no reference for it
+                assert found.params[name].isfinite().all(), name
+            else:
+                assert_close_to_tensor_max(found.params[name], expected, 12, name)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_seeded_fault_is_found(name: str) -> None:
+    fault = FAULTS[name]
+    results = pool(fault.world, backend="late").run(_train, fault.setup, name, seed=fault.setup.seed, timeout=30)
+    assert any(_noticed(found, fault.setup, fault.world) for found in results)
+
+
+@pytest.mark.parametrize("setup, world", sorted({(f.setup, f.world) for f in FAULTS.values()}, key=repr), ids=repr)
+def test_the_sound_engine_shows_nothing(setup: Setup, world: int) -> None:
+    for found in pool(world, backend="late").run(_train, setup, "", seed=setup.seed, timeout=30):
+        assert _noticed(found, setup, world) == ""
+
+
+def test_there_are_sixty() -> None:
+    assert len(FAULTS) >= 60
