@@ -20,6 +20,8 @@ SETUPS = {
     "uneven": Setup("uneven_mlp"),
     "frozen": Setup("frozen"),
     "one unit": Setup("one_unit"),
+    "unused on a rank": Setup(unused="1", unused_on=(1,)),
+    "unused on all ranks": Setup(unused="1", unused_on=(0, 1)),
     "one collective each": Setup(calls=(("set_communication", "torch"),)),
 }
 WIDER = {
@@ -46,3 +48,25 @@ def _check(setup: Setup, world: int) -> None:
         for name, values in found.params.items():
             # Three AdamW steps, each of two roundings at the size of the largest element, and the sums of gradients.
             assert_close_to_tensor_max(values, expected[name], 12)
+
+
+# What the host may wait for in a steady step of training, by where it does, and why.
+ALLOWED_WAITS = {
+    "copy to device, waiting at tests/harness/on_device.py": "the batch of the test, which is not page-locked",
+    "event.synchronize at fullshard/comm/comparison.py": "the last step's digest; once a step, flags of gradients",
+    "event.synchronize at fullshard/comm/offload.py": "with offload: gradients are on the host when the backward ends",
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_host_waits_for_nothing_else(name: str) -> None:
+    """A wait of the host that hides in a step costs the time to launch all that follows."""
+    for found in on_device.run(SETUPS[name]):
+        places = {place.rpartition(":")[0] for place in found.waits}
+        assert places <= ALLOWED_WAITS.keys(), found.waits
+
+
+def test_missing_gradients_cost_one_wait_for_a_backward() -> None:
+    for found in on_device.run(SETUPS["unused on a rank"]):
+        waits = sum(n for place, n in found.waits.items() if "comparison.py" in place)
+        assert waits <= 1 + 1  # the flags of this step's only unit without gradients, and the digest of the last step

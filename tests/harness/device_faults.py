@@ -74,8 +74,8 @@ _EXCHANGE = Setup(calls=(("set_communication", "all-to-all"),))
 _TRANSFORMER = Setup("transformer")
 _UNEVEN = Setup("uneven_mlp")
 _WIDE = Setup("wide")
-_RECORD = "        event = device.Event()\n        event.record()\n"
-_COPY = "        host.copy_(self._differs, non_blocking=True)\n"
+_RECORD = "    self._event = torch.accelerator.current_stream(source.device).record_event()\n"
+_COPY = "    self._host.copy_(source, non_blocking=True)\n"
 _REPLICAS = "        self._work = replicate.all_reduce(total, MEAN if self._after.averages else SUM)\n"
 _GATHER, _NATIVE, _SUM = "comm.gather:PlannedGather", "comm.reduce:_Native", "comm.replicate:StagedReduction"
 _LINK = "comm.offload:HostLink"
@@ -109,7 +109,7 @@ FAULTS: dict[str, SeededFault] = {
     "an exchange's wait is dropped": SeededFault("comm.reduce:_Exchange.total", "self._work.wait()", "pass", _EXCHANGE),
     "the digest's wait is dropped": SeededFault("comm.comparison:Comparison.answered", "work.wait()", "pass"),
     "the digest is read before its event": SeededFault(
-        "comm.comparison:Comparison.differs", "event.synchronize()", "pass"
+        "comm.comparison:HostCopy.flags", "self._event.synchronize()", "pass"
     ),
     "downloads are not waited for": SeededFault(
         f"{_LINK}.finish", "self._downloaded.synchronize()", "pass", Setup(offload=True, queries=False)
@@ -122,6 +122,18 @@ FAULTS: dict[str, SeededFault] = {
     ),
     "the optimizer's event is not waited for": SeededFault(
         "engine.root:Root._wait_for_optimizer", "event.wait()", "pass", Setup(optimizer_stream=True)
+    ),
+    "flags of missing gradients are not waited for": SeededFault(
+        "comm.comparison:HostCopy.flags",
+        "self._event.synchronize()",
+        "pass",
+        Setup(unused="1", unused_on=(1,)),
+    ),
+    "absent gradients are kept": SeededFault(
+        "engine.executor:Executor._drop_absent",
+        "if not there:",
+        "if False:",
+        Setup(unused="1", unused_on=(0, 1)),
     ),
     # ---- waits on another stream ----
     "a gather is waited for on another stream": SeededFault(
@@ -218,7 +230,7 @@ FAULTS: dict[str, SeededFault] = {
     ),
     # ---- events recorded too early ----
     "the digest's event is recorded before its copy": SeededFault(
-        "comm.comparison:Comparison.arrive",
+        "comm.comparison:HostCopy.__init__",
         _COPY + _RECORD,
         _RECORD + _COPY,
     ),

@@ -53,6 +53,9 @@ class Setup:
     optimizer_stream: bool = False
     # After each step an evaluation, and then the host writes the shards.
     evaluate: bool = False
+    # The unit of this name computes nothing on these ranks: its parameters get no gradients there.
+    unused: str = ""
+    unused_on: tuple[int, ...] = ()
     # What `event.query()` says.
     queries: bool = True
     seed: int = 0
@@ -144,6 +147,7 @@ def sharded(model: nn.Module, setup: Setup) -> Any:
     from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     case, world = case_of(setup), dist.get_world_size()
+    leave_out(model, setup, dist.get_rank())
     if setup.recompute:
         for name in case.units:
             recompute(model.get_submodule(name))
@@ -199,6 +203,12 @@ def evaluate(model: Any, case: Case, rank: int, device: torch.device) -> None:
             parameter.to_local().mul_(1.0)
 
 
+def leave_out(model: nn.Module, setup: Setup, rank: int) -> None:
+    """Let `setup.unused` compute nothing, if this is one of its ranks."""
+    if rank in setup.unused_on:
+        model.get_submodule(setup.unused).forward = lambda x: x  # type: ignore[method-assign]
+
+
 def recompute(module: nn.Module) -> None:
     """`module` computes its forward again in backward."""
     forward = module.forward
@@ -219,7 +229,9 @@ def reference(setup: Setup, world: int) -> dict[str, Tensor]:
         for micro in range(setup.micro):
             for rank in range(world):
                 batch = case.batch(step * setup.micro + micro, rank)
+                leave_out(model, setup, rank)
                 (case.loss(model, batch) / setup.micro / world).backward()
+                vars(model.get_submodule(setup.unused)).pop("forward", None)
         if setup.clip:
             nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
         optimizer.step()

@@ -8,6 +8,7 @@ a peer fails).
 
 from .comparison import Comparison as Comparison
 from .comparison import Digits as Digits
+from .comparison import HostCopy as HostCopy
 from .gather import CastGather as CastGather
 from .gather import CustomBuffers as CustomBuffers
 from .gather import CustomGroup as CustomGroup

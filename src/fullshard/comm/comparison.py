@@ -18,8 +18,6 @@ event, so that a check one step later does not wait.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +29,20 @@ from .group import ShardGroup, Work
 # Dtypes that represent all numbers from 0 to 255 exactly.
 CARRIERS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 _MOST = (1 << 63) - 1
+
+
+class HostCopy:
+    """Flags on their way from a device to the host."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._host.copy_(source, non_blocking=True)
+        self._event = torch.accelerator.current_stream(source.device).record_event()
+
+    def flags(self) -> list[bool]:
+        """Which elements are not zero. Waits, on the host, until the copy arrived."""
+        self._event.synchronize()
+        return [bool(flag) for flag in self._host.view(-1).unbind()]
 
 
 class Digits:
@@ -48,7 +60,7 @@ class Digits:
         if found is None:
             values = list(self.digest.to_bytes(FACTS_NUMEL, "little"))
             with torch.inference_mode(False):
-                found = self._by_dtype[dtype] = _brought(values, dtype, self.device)
+                found = self._by_dtype[dtype] = brought(values, dtype, self.device)
         return found
 
 
@@ -63,7 +75,7 @@ class Comparison:
         self._differs: bool | Tensor = False
         self._work: Work | None = None
         self._extremes: Tensor | None = None
-        self._landed: tuple[Tensor, Any] | None = None
+        self._landed: HostCopy | None = None
 
     def write(self, rows: Tensor) -> None:
         """Write the digest, or the mark of a difference found before, into `rows` (n, FACTS_NUMEL) of the message."""
@@ -87,7 +99,7 @@ class Comparison:
     def ask_sharers(self, shard: ShardGroup) -> None:
         """All-reduce the extremes over the shard ranks: the backend sums gradients, so no rank sees others' chunks."""
         half = _signed(self._digits.digest)
-        self._extremes = _brought([half, ~half], torch.int64, self._digits.device)
+        self._extremes = brought([half, ~half], torch.int64, self._digits.device)
         self._work = shard.all_reduce(self._extremes, dist.ReduceOp.MAX)
 
     def answered(self) -> None:
@@ -105,7 +117,7 @@ class Comparison:
     def ask_replicas(self, replicate: ShardGroup) -> None:
         """All-reduce the extremes over the replicas; the shard ranks compared before."""
         halves = [_signed(self._digits.digest), _signed(self._shared)]
-        values = _brought([*halves, *(~half for half in halves)], torch.int64, self._digits.device)
+        values = brought([*halves, *(~half for half in halves)], torch.int64, self._digits.device)
         if isinstance(self._differs, Tensor):
             values = torch.where(self._differs, _MOST, values)
         elif self._differs:
@@ -117,12 +129,7 @@ class Comparison:
         """After the reduction arrived: start copying the result to the host."""
         self.answered()
         if isinstance(self._differs, Tensor):
-            device = torch.get_device_module(self._differs.device)
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            host.copy_(self._differs, non_blocking=True)
-            event = device.Event()
-            event.record()
-            self._landed = host, event
+            self._landed = HostCopy(self._differs)
 
     def abandon(self) -> None:
         """Wait for its own message, if any, and discard it."""
@@ -138,13 +145,11 @@ class Comparison:
     def differs(self) -> bool:
         """Whether some rank has another digest. Call it after `arrive`; on a device, one step later."""
         if self._landed is not None:
-            host, event = self._landed
-            event.synchronize()
-            self._differs, self._landed = bool(host), None
+            self._differs, self._landed = self._landed.flags()[0], None
         return bool(self._differs)
 
 
-def _brought(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def brought(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` on `device`, without blocking the host."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)

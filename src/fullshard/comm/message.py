@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layout import FACTS_NUMEL, ReduceLayout, contiguous_stride
 from ..layout.flat import SendRegion
 from ..policy import Scale
-from .comparison import CARRIERS, Comparison
+from .comparison import CARRIERS, Comparison, HostCopy, brought
 from .data_group import drain
 from .group import ShardGroup, Work
 from .pool import BufferPool, Slot
@@ -139,7 +139,7 @@ class MessageReduce:
         if complete:
             grad_present.fill_(1)
         else:
-            grad_present.copy_(torch.tensor([float(g is not None) for g in gradients], dtype=dtype, device=self.device))
+            grad_present.copy_(brought([int(g is not None) for g in gradients], dtype, self.device))
         return slot, complete
 
     def _send_views(self, send: Tensor) -> list[Tensor]:
@@ -155,14 +155,19 @@ class MessageReduce:
         )
         return views
 
-    def split(self, mean: Tensor, complete: bool) -> list[Tensor | None]:
-        """The parameters' shards of the reduced chunk. `complete`: this rank had all gradients, so all are present."""
+    def split(self, mean: Tensor, complete: bool) -> tuple[list[Tensor | None], HostCopy | None]:
+        """The parameters' shards of the reduced chunk. `complete`: this rank had all gradients, so all are present.
+
+        On a device the host does not wait to know which are: with gradients missing on this rank, all shards are
+        returned, and the flags that say which of them some rank had."""
         parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
-        if not complete:
-            start = self.layout.grad_present_offset
-            present = mean[start : start + self._all_present].tolist()
-            parts = [part if there else None for part, there in zip(parts, present, strict=True)]
-        return parts
+        if complete:
+            return parts, None
+        start = self.layout.grad_present_offset
+        present = mean[start : start + self._all_present]
+        if self.device.type != "cpu":
+            return parts, HostCopy(present)
+        return [part if there else None for part, there in zip(parts, present.tolist(), strict=True)], None
 
 
 def sum_in_order(chunks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..layout import contiguous_stride
+from .comparison import HostCopy
 from .gather import CastGather, FullMemory, PlannedGather
 from .reduction import ReduceChannel, Reduction
 
@@ -231,6 +232,10 @@ class _Landing:
     @property
     def nbytes(self) -> int:
         return self._inner.nbytes
+
+    @property
+    def present(self) -> HostCopy | None:
+        return self._inner.present
 
     def advance(self) -> None:
         self._inner.advance()

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .comparison import Comparison
+from .comparison import Comparison, HostCopy
 
 
 class Dtypes(NamedTuple):
@@ -78,6 +78,12 @@ class Reduction(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer that the replicas all-reduce, unless it is the send buffer; 0 during the first stage."""
+        ...
+
+    @property
+    def present(self) -> HostCopy | None:
+        """After `collect`: flags of the gradients that some rank produced, one per parameter, if that is not known yet.
+        The others are zero and must be dropped."""
         ...
 
     def advance(self) -> None:
@@ -151,6 +157,7 @@ class LocalReduce:
 class _Local:
     keeps = has_next = keeps_send_buffer = is_replicating = False
     nbytes = held_nbytes = 0
+    present = None
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self._gradients = gradients

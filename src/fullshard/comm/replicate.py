@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..layout import ReduceLayout
 from ..policy import Scale
-from .comparison import Comparison
+from .comparison import Comparison, HostCopy
 from .data_group import drain
 from .group import MEAN, SUM, ShardGroup, Work
 from .reduction import Dtypes, FirstStage
@@ -34,7 +34,7 @@ class Chunks(Protocol):
 
     layout: ReduceLayout
 
-    def split(self, mean: Tensor, complete: bool) -> list[Tensor | None]: ...
+    def split(self, mean: Tensor, complete: bool) -> tuple[list[Tensor | None], HostCopy | None]: ...
 
 
 class AfterSum(NamedTuple):
@@ -76,6 +76,8 @@ class StagedReduction:
         # Without replicas the sum is complete, so there is no partial sum to keep.
         self.keeps = keep and after.replicate is not None
         self._carried = carried
+        # See `Reduction.present`.
+        self.present: HostCopy | None = None
         self._total: Tensor | None = None
         self._work: Work | None = None
         if first.reuses:
@@ -126,7 +128,10 @@ class StagedReduction:
                 self._work.wait()
             if self._carried is not None:
                 self._carried.arrive()
-            return self._kept(total) if self.keeps else self._chunks.split(self._finished(total), self._complete)
+            if self.keeps:
+                return self._kept(total)
+            parts, self.present = self._chunks.split(self._finished(total), self._complete)
+            return parts
         finally:  # a hook may raise
             self._total = self._work = None
             self._first.release()

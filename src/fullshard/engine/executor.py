@@ -14,9 +14,9 @@ import torch
 from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
-from ..comm import GatherChannel
+from ..comm import GatherChannel, HostCopy
 from ..guard import Scope
-from ..param import ShardedParam
+from ..param import ParamGroup, ShardedParam
 from ..schedule import Command, CommandChecker, Full
 from .misuse import note_windows
 from .order import MessageOrder
@@ -122,6 +122,9 @@ class Executor:
         self._closing: dict[Unit, None] = {}
         # Units whose partial sums are under way.
         self._carrying: dict[Unit, None] = {}
+        # On a device: by group, gradients of the running backward of which the host does not know yet whether any rank
+        # produced them.
+        self._unresolved: dict[ParamGroup, tuple[Sequence[ShardedParam], HostCopy | None]] = {}
         self._checker = CommandChecker() if check else None
         # Scopes of all messages of these units; they know the running command, to name it in errors.
         self.scopes: list[Scope] = []
@@ -382,14 +385,35 @@ class Executor:
             self._collect(flight)
 
     def _collect(self, flight: InFlight) -> None:
-        flight.group.receive(flight.trainable, flight.reduction.collect(), partial=flight.reduction.keeps)
+        if self._unresolved:
+            self._drop_absent([flight.group])
+        parts = flight.reduction.collect()
+        present = flight.reduction.present
+        if present is not None:
+            params = [flight.group.params[i] for i in flight.trainable]
+            if flight.unit.gradients.stepper is None and all(param.reduced is None for param in params):
+                self._unresolved[flight.group] = (params, present)
+            else:
+                parts = [part if there else None for part, there in zip(parts, present.flags(), strict=True)]
+        flight.group.receive(flight.trainable, parts, partial=flight.reduction.keeps)
         flight.collected(flight)
+
+    def _drop_absent(self, groups: Iterable[ParamGroup]) -> None:
+        """Wait for the flags of gradients that arrived for `groups`, and drop those that no rank produced."""
+        for group in groups:
+            params, present = self._unresolved.pop(group, ((), None))
+            if present is not None:
+                for param, there in zip(params, present.flags(), strict=True):
+                    if not there:
+                        param.reduced = None
 
     def _finish(self, root: Unit) -> None:
         # Follow-up messages move to the second queue, so one pass in this order drains both.
         for flights in self.shared.all_in_flight:
             while flights and self._has_own(flights):
                 self._advance_oldest(flights)
+        if self._unresolved:
+            self._drop_absent(list(self._unresolved))
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
@@ -446,6 +470,7 @@ class Executor:
                 else:
                     flights.append(flight)
         self._touched.clear()
+        self._unresolved.clear()
         self._closing.clear()
         self._carrying.clear()
         self._waiting.clear()

@@ -1,0 +1,129 @@
+"""One stream for each model; a backward that fails on a device; options of communicators of our own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from fullshard._torch.groups import own_options
+from tests.harness import on_device
+from tests.harness.on_device import Setup
+from tests.harness.pool import pool
+
+CASE = on_device.case_of(Setup())
+
+
+def _model() -> tuple[Any, Any]:
+    model = on_device.sharded(CASE.build().to("pretend"), Setup())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _loss(model: Any, rank: int, step: int = 0) -> torch.Tensor:
+    return CASE.loss(model, tuple(part.to("pretend") for part in CASE.batch(step, rank)))  # type: ignore[arg-type]
+
+
+def _on_two_streams(rank: int) -> str:
+    model, _ = _model()
+    with torch.Stream(device="pretend"):
+        loss = _loss(model, rank)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_on_another_stream_is_refused() -> None:
+    for told in pool(2, backend="late").run(_on_two_streams):
+        assert "expected the stream on which this model runs" in told and "stream_id=" in told
+
+
+def _one_after_the_other(rank: int) -> list[str]:
+    from tests.harness import pretend
+
+    model, _ = _model()
+    with pretend.watched() as seen:
+        side = torch.Stream(device="pretend")
+        for _ in range(2):
+            _loss(model, rank).backward()
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                model.zero_grad()
+                _loss(model, rank).backward()
+            torch.accelerator.current_stream().wait_stream(side)
+            model.zero_grad()
+    return [str(race) for race in seen.races]
+
+
+def test_whole_steps_may_change_the_stream() -> None:
+    assert pool(2, backend="late").run(_one_after_the_other) == [[], []]
+
+
+def _fails_in_backward(rank: int) -> tuple[str, list[torch.Tensor]]:
+    """Rank 0's backward raises, and something still holds its callback, as the engine's thread may."""
+    from fullshard.engine import unit_of
+
+    model, optimizer = _model()
+    held: list[Any] = []
+
+    def fail(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: held.append(unit_of(model).root._backward.end()))
+        output.register_hook(_raise)
+
+    handle = model[0].register_forward_hook(fail) if rank == 0 else None
+    told = ""
+    for attempt in range(2):
+        try:
+            _loss(model, rank).backward()
+            break
+        except (ArithmeticError, RuntimeError) as error:
+            assert attempt == 0
+            told = f"{type(error).__name__}: {error}"
+            if handle is not None:
+                handle.remove()
+            optimizer.zero_grad()
+    assert rank or held[0] is not None
+    return told, [p.grad.full_tensor().cpu() for p in model.parameters()]
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def test_a_failed_backward_is_told_though_the_engine_holds_its_callback() -> None:
+    plain = CASE.build()
+    for rank in range(2):
+        (CASE.loss(plain, CASE.batch(0, rank)) / 2).backward()
+    (mine, first), (theirs, second) = pool(2, backend="late").run(_fails_in_backward, timeout=40)
+    assert "on purpose" in mine
+    assert theirs.startswith("PeerFailed") and "rank 0" in theirs and "backward" in theirs
+    for a, b, p in zip(first, second, plain.parameters(), strict=True):
+        assert torch.equal(a, b) and p.grad is not None
+        assert torch.allclose(a, p.grad, rtol=1e-5, atol=1e-6)
+
+
+class _Options:
+    """As `ProcessGroupNCCL.Options` after torch split the user's group from another one."""
+
+    def __init__(self) -> None:
+        self._timeout = timedelta(minutes=10)
+        self.is_high_priority_stream = False
+        self.config: Any = object()
+        self.split_from: Any = None
+        self.split_color = -1
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+
+
+def test_a_communicator_of_ours_is_no_split_of_the_users() -> None:
+    """Its first message would be a split of the parent, a collective over all of the parent's ranks."""
+    users = _Options()
+    users._timeout, users.is_high_priority_stream = timedelta(seconds=7), True
+    users.split_from, users.split_color = object(), 3
+    users.global_ranks_in_group, users.group_name = [0, 1, 2, 3], "theirs"
+    ours = own_options(users, [2, 3], "ours")
+    assert ours is not users and ours.split_from is None and ours.split_color == -1
+    assert (ours._timeout, ours.is_high_priority_stream, ours.config) == (timedelta(seconds=7), True, users.config)
+    assert (ours.global_ranks_in_group, ours.group_name) == ([2, 3], "ours")
