@@ -206,8 +206,8 @@ FAULTS: dict[str, SeededFault] = {
     ),
     "results are received on another stream": SeededFault(
         "engine.executor:Executor._collect",
-        "    flight.group.receive(",
-        "    with side(): flight.group.receive(",
+        "    parts = flight.reduction.collect()",
+        "    with side(): parts = flight.reduction.collect()",
     ),
     "uploads do not wait for the compute before them": SeededFault(
         f"{_LINK}.ahead", "streams.up.wait_stream(streams.module.current_stream(self.device))", "pass", _OFFLOAD
