@@ -198,6 +198,12 @@ class DataGroup:
             self._under_way.popleft()
         return self._under_way[0] if self._under_way else None
 
+    @property
+    def under_way(self) -> str:
+        """The name of the oldest unfinished message on a device, or "". From any thread: changes nothing."""
+        left = (sent for sent in list(self._under_way) if not sent.is_completed)
+        return next((f"message {sent.number} of {self.name}" for sent in left), "")
+
     def cut(self) -> None:
         """End all waits on the group, here and on its peers. From any thread; does not raise."""
         if self.is_cut or self._group is None:
@@ -236,12 +242,16 @@ class DataGroup:
         doing = scope.told or f"message {number} of {self.name}"
         text = str(error).split("\n")[0]
         wait = Wait("message", scope, doing, name=self.name, number=number, ranks=self.ranks, also="closed")
+        # On a device, what was queued after a message that failed ran without its bytes. One that was never sent, or
+        # that a cut ended, spoils nothing more.
+        failed = self.device.type != "cpu" and number <= self.issued and not self.is_cut
+        spoiled = f"message {number} of {self.name}" if failed else ""
         fault = scope.failure or self._told_in_time(wait)
         if fault is not None:
-            scope.fail(fault)
+            scope.fail(fault, spoiled)
             return fault.error(doing)
         scope.publish("raised", text)
-        scope.fail(Fault(scope.rank, "raised", text, scope.name, scope.epoch))
+        scope.fail(Fault(scope.rank, "raised", text, scope.name, scope.epoch), spoiled)
         return RuntimeError(
             f"{doing}: expected an answer of the other ranks, found that a message between them failed ({text}) and "
             f"that none of them said why: a process that was killed, and served the store, or a broken network; see "
