@@ -93,16 +93,16 @@ def own_options(like: Any, ranks: Sequence[int], name: str) -> Any:
 
 
 class NcclWatchdog(NamedTuple):
-    """What torch's own watchdog of NCCL does in this process. `ends_process`: after an error of NCCL or the time limit of
-    a message. `hung_seconds`: after so long without a sign of life of the watchdog itself torch ends the process; 0:
-    never."""
+    """What torch's own watchdog of NCCL does in this process. `ends_process`: after an error of NCCL, or the time limit
+    of a message. `hung_seconds`: after so long without a sign of life of the watchdog itself torch ends the process;
+    0: never."""
 
     ends_process: bool
     hung_seconds: float
 
 
 def nccl_watchdog(environ: Mapping[str, str] = os.environ) -> NcclWatchdog:
-    """Torch's watchdog, as `environ` sets it; the defaults are those of torch 2.11 to 2.13 (ProcessGroupNCCL.hpp).
+    """Torch's watchdog, as `environ` sets it; see ProcessGroupNCCL.hpp of torch.
 
         TORCH_NCCL_ASYNC_ERROR_HANDLING    after an error or a time-out: 0 nothing; 1 abort, then end the process;
                                            2 abort; 3, the default: end the process
@@ -113,6 +113,15 @@ def nccl_watchdog(environ: Mapping[str, str] = os.environ) -> NcclWatchdog:
 
     Torch reads them when a process group is made, and raises for a value that it does not know; here that counts as
     the default.
+
+    >>> nccl_watchdog({})
+    NcclWatchdog(ends_process=True, hung_seconds=480.0)
+    >>> nccl_watchdog({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"})
+    NcclWatchdog(ends_process=False, hung_seconds=0.0)
+    >>> nccl_watchdog({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DESYNC_DEBUG": "1"}).ends_process
+    True
+    >>> nccl_watchdog({"TORCH_NCCL_BLOCKING_WAIT": "1"}).ends_process
+    False
     """
 
     def number(default: int, *names: str) -> int:

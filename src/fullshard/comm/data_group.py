@@ -15,6 +15,8 @@ Other backends have no data groups: their groups are used directly, and a wait e
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
 import weakref
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import default_store, same_group
+from .._torch import default_store, nccl_watchdog, same_group
 from ..guard import Fault, Scope, Wait, wait_until
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ def exchange_each(
         works += [group.send([tensor], peer, tag) for tensor in leaving[peer] if tensor.numel()]
     return works
 
+
+_log = logging.getLogger("fullshard")
 
 # ---- data group ------------------------------------------------------------------------------------------------------
 
@@ -398,9 +402,23 @@ def open_data_group(
     made = _made.setdefault(origin, {})
     if purpose not in made or made[purpose].scope is not scope:
         scope.watch.begin()
+        if backend == "nccl":
+            _tell_of_watchdog()
         made[purpose] = group = DataGroup(scope, origin, device, backend, purpose)
         scope.groups[group.name] = group
     return made[purpose]
+
+
+@functools.cache
+def _tell_of_watchdog() -> None:
+    """Log once what torch's watchdog does, which may end this process before our watch raises."""
+    watchdog = nccl_watchdog()
+    _log.info(
+        "NCCL: torch's watchdog %s after an error of NCCL or a time-out (TORCH_NCCL_ASYNC_ERROR_HANDLING), and torch "
+        "ends the process when that watchdog hangs for %g seconds (0: never); see docs/failures.md, On a device",
+        "ends this process" if watchdog.ends_process else "does not end this process",
+        watchdog.hung_seconds,
+    )
 
 
 def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup | None:
