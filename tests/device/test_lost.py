@@ -278,30 +278,33 @@ def test_the_watch_ends_the_wait_of_a_guard_on_a_device(where: str, ranks: str) 
         _same(values)
 
 
-def _nothing_under_way(rank: int, where: str) -> dict[str, Tensor]:
+def _nothing_under_way(rank: int) -> tuple[str, dict[str, Tensor]]:
     from tests.harness import late, pretend
 
     with pretend.watched(queries=late.is_quiet):
         model, optimizer = _build()
-        step = 0
-        while step < STEPS:
-            try:
-                with fullshard.guard(model, optimizer):
-                    _loss(model, rank, step).backward()
-                    if rank == 1 and step == FAILED and where:
-                        where = ""
-                        raise ValueError("injected")
-                    optimizer.step()
-            except (ValueError, PeerFailed):
-                optimizer.zero_grad()
-                model[1].forwards -= 1
-                continue
-            optimizer.zero_grad()
-            step += 1
-        return _values(model)
+        for step in range(FAILED):
+            _step(model, optimizer, rank, step)
+        # The reductions of rank 0 arrive while its host waits for them; rank 1 raises after its own arrived.
+        with late.held(*REDUCTIONS[: 0 if rank else None]):
+            arriving = threading.Thread(target=lambda: late.waits_on_host.wait(30) and late.let_go())
+            arriving.start()
+            hook = optimizer.register_step_pre_hook(lambda *_: [][0]) if rank else None
+            with pytest.raises((IndexError, PeerFailed)) as caught:
+                _step(model, optimizer, rank, FAILED)
+            late.waits_on_host.set()
+            arriving.join()
+        if hook is not None:
+            hook.remove()
+        optimizer.zero_grad()
+        model[1].forwards -= 1
+        for step in range(FAILED, STEPS):
+            _step(model, optimizer, rank, step)
+        return str(caught.value), _values(model)
 
 
 def test_nothing_is_lost_when_nothing_was_under_way() -> None:
-    """All messages of the backward had arrived when rank 1 raised: the ranks try again, as on a CPU."""
-    for values in pool(2, backend="late").run(_nothing_under_way, "before the step"):
+    """All reductions had arrived when the ranks failed, because the host had waited: they try again, as on a CPU."""
+    for rank, (error, values) in enumerate(pool(2, backend="late").run(_nothing_under_way)):
+        assert rank or "rank 1 raised at step 2" in error
         _same(values)

@@ -70,15 +70,20 @@ def held(*kinds: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _kinds.clear()
-        for message in _held:
-            message.may_run.set()
+        let_go()
         _held.clear()
         waits_on_host.clear()
 
 
+def let_go() -> None:
+    """Let the messages run that are held back; later ones are not."""
+    _kinds.clear()
+    for message in _held:
+        message.may_run.set()
+
+
 def is_quiet() -> bool:
-    """Whether no message is held back that was not aborted; for `pretend.watched(queries=...)`."""
+    """Whether all messages that were held back ran, or were aborted; for `pretend.watched(queries=...)`."""
     if all(message.is_over.is_set() for message in _held):
         return True
     waits_on_host.set()
