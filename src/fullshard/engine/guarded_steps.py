@@ -77,7 +77,7 @@ class GuardedSteps:
             renewed = self._peers.meet()
             for root in self._roots:
                 root.met_by_hand(renewed=renewed)
-        if self._devices:
+        if self._devices and self._peers.scopes:
             arrive(self._devices, self._peers.scopes)
         self._peers.come_together(what)
 
