@@ -10,6 +10,11 @@ message. What the clocks know of it (tests/harness/clocks.py): a message reads a
 communicator, after the stream that issued it; only `wait` orders a stream after it.
 
 Tensors of the host go over gloo, at once.
+
+    with held("all-to-all"):   messages of these kinds do not run, nor those after them on their communicator; a wait
+        ...                    for one orders the stream alone, and the host goes on with memory that never arrived, as
+                               on NCCL. `watched(queries=is_quiet)`: no event is over before them
+    waits_on_host              set while a program asks for such an event: it waits on the host
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -49,6 +55,39 @@ def register(seed: int = 0) -> None:
 def failures() -> list[str]:
     """What messages found wrong so far, in this process."""
     return list(_failures)
+
+
+# Kinds of messages that are held back; messages that are, or were; whether the host waits for one.
+_kinds: set[str] = set()
+_held: list[_Message] = []
+waits_on_host = threading.Event()
+
+
+@contextmanager
+def held(*kinds: str) -> Iterator[None]:
+    """Hold back the messages of `kinds` that are issued inside; they run afterwards, unless they were aborted."""
+    _kinds.update(kinds)
+    try:
+        yield
+    finally:
+        let_go()
+        _held.clear()
+        waits_on_host.clear()
+
+
+def let_go() -> None:
+    """Let the messages run that are held back; later ones are not."""
+    _kinds.clear()
+    for message in _held:
+        message.may_run.set()
+
+
+def is_quiet() -> bool:
+    """Whether all messages that were held back ran, or were aborted; for `pretend.watched(queries=...)`."""
+    if all(message.is_over.is_set() for message in _held):
+        return True
+    waits_on_host.set()
+    return False
 
 
 def _make(store: Any, rank: int, size: int, timeout: timedelta) -> LateGroup:
@@ -121,6 +160,11 @@ class _LateWork(dist.Work):
         self._inputs = list(message.reads)
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        if self._group.is_behind_held(self._message):
+            reached, actor = self._message.reached, pretend.current()
+            pretend._TELLING.tell(lambda watch: watch.clocks.wait(actor, reached))
+            self._inputs.clear()
+            return True
         self._group.let_run(self._message)
         limit = timeout or self._group.timeout
         if not self._message.is_over.wait(limit.total_seconds() or None):
@@ -169,6 +213,15 @@ class LateGroup(dist.ProcessGroup):
 
     # ---- when messages run ----
 
+    def is_behind_held(self, message: _Message) -> bool:
+        """Whether `message` is held back, or comes after one that is."""
+        with self._changed:
+            if message in _held:
+                return True
+            return message in self._queue and any(
+                one in _held for one in list(self._queue)[: self._queue.index(message)]
+            )
+
     def let_run(self, message: _Message) -> None:
         """`message` and those before it may run now."""
         with self._changed:
@@ -181,7 +234,7 @@ class LateGroup(dist.ProcessGroup):
 
     def _heard(self, _: str) -> None:
         with self._changed:
-            if self._queue:
+            if self._queue and self._queue[0] not in _held:
                 self._queue[0].after -= 1
                 if self._queue[0].after <= 0:
                     self._queue[0].may_run.set()
@@ -213,6 +266,8 @@ class LateGroup(dist.ProcessGroup):
 
         pretend._TELLING.tell(note)
         with self._changed:
+            if name in _kinds:
+                _held.append(message)
             self._queue.append(message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=actor, daemon=True)

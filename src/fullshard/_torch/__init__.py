@@ -99,6 +99,7 @@ from .dtensor import (
     take_spec,
 )
 from .groups import (
+    NcclWatchdog,
     Recorded,
     active_collectives,
     allocate_for,
@@ -106,6 +107,7 @@ from .groups import (
     default_store,
     issued_by_group,
     known_groups,
+    nccl_watchdog,
     same_group,
     timeout_of,
 )
@@ -121,6 +123,7 @@ from .modules import (
 
 __all__ = [
     "MIXED",
+    "NcclWatchdog",
     "Recorded",
     "TorchCPUOffloadPolicy",
     "TorchFSDPModule",
@@ -150,6 +153,7 @@ __all__ = [
     "known_groups",
     "local_of",
     "mark_managed",
+    "nccl_watchdog",
     "no_torch_function",
     "non_persistent_buffers",
     "pop_saved_tensor_hooks",

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from ..engine.guarded_steps import GuardedSteps
 from ..engine.optimizer_facts import tensors_restored, units_restored
 from ..engine.peers import peers_below
+from ..engine.recovery import declare_sound
 from ..engine.root import formed, module_units
 
 
 @contextmanager
-def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
+def guard(*guarded: nn.Module | Optimizer, wait: bool = True) -> Iterator[None]:
     """If one rank raises inside the block, every rank of the models raises before it leaves the block.
 
         with fullshard.guard(model, optimizer):
@@ -33,6 +34,13 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
     may retry. Otherwise the step cannot be undone: the error says so, and every forward of the model raises
     `RanksDisagree` on all ranks until all have loaded a checkpoint (`mark_restored`). Steps that a scaler skips on all
     ranks do not count. An optimizer-in-backward step (`step_in_backward`) runs before any rank can prevent it.
+
+    On a device the host runs ahead: after `backward()` the bytes of its messages may still be on the way, and a message
+    that never comes shows later. So with `wait=True` the host waits, each time before all ranks synchronize, for all
+    that was queued on the current stream. An abort or a message that failed then raises before the first step. What
+    this costs on a device is unmeasured: the host cannot queue the step while the backward runs. With `wait=False` it
+    does not wait: a step may run on gradients that never arrived, and the model is lost. On a CPU `wait` changes
+    nothing.
 
     Without a guard, peers are also notified of an exception in forward or backward; but a rank that does not wait for
     a message of the failed rank continues to its optimizer step.
@@ -53,7 +61,8 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
     roots = dict.fromkeys(
         root for model in models for unit in module_units(model) if (root := formed(unit)) is not None
     )
-    steps = GuardedSteps(peers, list(roots), optimizers)
+    devices = dict.fromkeys(unit.device for model in models for unit in module_units(model)) if wait else ()
+    steps = GuardedSteps(peers, list(roots), optimizers, devices)
     try:
         with steps:
             yield
@@ -67,11 +76,13 @@ def guard(*guarded: nn.Module | Optimizer) -> Iterator[None]:
 
 
 def mark_restored(model: nn.Module | Iterable[Tensor], *, source: str = "") -> None:
-    """Declare the state of `model` consistent again after one rank raised in an optimizer step that others took.
+    """Declare the state of `model` consistent again after one rank raised in an optimizer step that others took, or
+    after an abort on a device while messages were under way.
 
     Until all ranks call this or load a checkpoint, every forward raises. `fullshard.checkpoint.load` and the model's
     `load_state_dict` call it themselves. Call it on all ranks if you restored parameters and optimizer state in another
-    way: from copies, or by a load that writes into tensors.
+    way: from copies, or by a load that writes into tensors. After an abort on a device a model must be given as a
+    whole: tensors count for themselves alone, and the state of optimizers does not count as restored with them.
     model: a model with sharded modules, or sharded parameters as in the model or its state dict.
     source: a description of what was loaded. The ranks compare it in their next step, to detect that they loaded
         different checkpoints. `fullshard.checkpoint.load` passes the save it loaded.
@@ -80,6 +91,8 @@ def mark_restored(model: nn.Module | Iterable[Tensor], *, source: str = "") -> N
     """
     units = module_units(model) if isinstance(model, nn.Module) else []
     units_restored(units, source)
+    if isinstance(model, nn.Module):
+        declare_sound(model)
     if not units and (isinstance(model, nn.Module) or not tensors_restored(model, source)):
         raise ValueError(
             "mark_restored: expected a model that fully_shard was applied to, or its parameters, found nothing sharded"

@@ -15,6 +15,8 @@ Other backends have no data groups: their groups are used directly, and a wait e
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
 import weakref
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import default_store, same_group
+from .._torch import default_store, nccl_watchdog, same_group
 from ..guard import Fault, Scope, Wait, wait_until
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ def exchange_each(
         works += [group.send([tensor], peer, tag) for tensor in leaving[peer] if tensor.numel()]
     return works
 
+
+_log = logging.getLogger("fullshard")
 
 # ---- data group ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +202,12 @@ class DataGroup:
             self._under_way.popleft()
         return self._under_way[0] if self._under_way else None
 
+    @property
+    def under_way(self) -> str:
+        """The name of the oldest unfinished message on a device, or "". From any thread: changes nothing."""
+        left = (sent for sent in list(self._under_way) if not sent.is_completed)
+        return next((f"message {sent.number} of {self.name}" for sent in left), "")
+
     def cut(self) -> None:
         """End all waits on the group, here and on its peers. From any thread; does not raise."""
         if self.is_cut or self._group is None:
@@ -236,12 +246,16 @@ class DataGroup:
         doing = scope.told or f"message {number} of {self.name}"
         text = str(error).split("\n")[0]
         wait = Wait("message", scope, doing, name=self.name, number=number, ranks=self.ranks, also="closed")
+        # On a device, what was queued after a message that failed ran without its bytes. One that was never sent, or
+        # that a cut ended, spoils nothing more.
+        failed = self.device.type != "cpu" and number <= self.issued and not self.is_cut
+        spoiled = f"message {number} of {self.name}" if failed else ""
         fault = scope.failure or self._told_in_time(wait)
         if fault is not None:
-            scope.fail(fault)
+            scope.fail(fault, spoiled)
             return fault.error(doing)
         scope.publish("raised", text)
-        scope.fail(Fault(scope.rank, "raised", text, scope.name, scope.epoch))
+        scope.fail(Fault(scope.rank, "raised", text, scope.name, scope.epoch), spoiled)
         return RuntimeError(
             f"{doing}: expected an answer of the other ranks, found that a message between them failed ({text}) and "
             f"that none of them said why: a process that was killed, and served the store, or a broken network; see "
@@ -398,9 +412,23 @@ def open_data_group(
     made = _made.setdefault(origin, {})
     if purpose not in made or made[purpose].scope is not scope:
         scope.watch.begin()
+        if backend == "nccl":
+            _tell_of_watchdog()
         made[purpose] = group = DataGroup(scope, origin, device, backend, purpose)
         scope.groups[group.name] = group
     return made[purpose]
+
+
+@functools.cache
+def _tell_of_watchdog() -> None:
+    """Log once what torch's watchdog does, which may end this process before our watch raises."""
+    watchdog = nccl_watchdog()
+    _log.info(
+        "NCCL: torch's watchdog %s after an error of NCCL or a time-out (TORCH_NCCL_ASYNC_ERROR_HANDLING), and torch "
+        "ends the process when that watchdog hangs for %g seconds (0: never); see docs/failures.md, On a device",
+        "ends this process" if watchdog.ends_process else "does not end this process",
+        watchdog.hung_seconds,
+    )
 
 
 def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup | None:

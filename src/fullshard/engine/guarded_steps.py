@@ -1,6 +1,7 @@
 """Optimizer steps inside a guarded block: all ranks begin them together, and an interrupted step is recorded.
 
-    before the first step of each optimizer   all ranks synchronize, so a rank that failed earlier prevents the step
+    before the first step of each optimizer   all ranks synchronize, so a rank that failed earlier prevents the step; on
+                                              a device the host waits first for all that was queued (`arrive`)
     a step that raises                        may have written; reported at the next meeting (optimizer_facts.py)
 
 Version counters of parameters and optimizer state show whether a step that raised has written. `foreach` and `fused`
@@ -9,9 +10,11 @@ steps write DTensors without bumping versions, so such a step counts as one that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,10 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import local_of, version_of
 from .._torch.modules import outside_graphs
-from ..guard import PeerFailed
+from ..guard import PeerFailed, Scope
 from .optimizer_facts import steps_taken
 from .peers import Peers
 from .root import Root
+
+# How long the host sleeps between two looks at an event.
+_LOOK_SECONDS = 0.0002
 
 
 class _Begun(NamedTuple):
@@ -35,8 +41,16 @@ class _Begun(NamedTuple):
 class GuardedSteps:
     """Context manager: the steps of `optimizers` in one block on all ranks of `peers`, which train `roots`."""
 
-    def __init__(self, peers: Peers, roots: Sequence[Root], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        roots: Sequence[Root],
+        optimizers: Sequence[Optimizer],
+        devices: Iterable[torch.device] = (),
+    ) -> None:
+        """`devices`: for which the host waits before ranks come together."""
         self._peers, self._roots, self._optimizers = peers, roots, list(dict.fromkeys(optimizers))
+        self._devices = [device for device in devices if device.type != "cpu"]
         # Some rank failed before this block.
         self._after_a_failure = any(scope.must_meet for scope in peers.scopes)
         self._handles: list[RemovableHandle] = []
@@ -63,6 +77,8 @@ class GuardedSteps:
             renewed = self._peers.meet()
             for root in self._roots:
                 root.met_by_hand(renewed=renewed)
+        if self._devices and self._peers.scopes:
+            arrive(self._devices, self._peers.scopes)
         self._peers.come_together(what)
 
     def _begins(self, optimizer: Optimizer, *_: object) -> None:
@@ -104,6 +120,23 @@ class GuardedSteps:
             return made
         error.add_note(told)
         return error
+
+
+def arrive(devices: Iterable[torch.device], scopes: Sequence[Scope]) -> None:
+    """Wait on the host for all that was queued on the current streams of `devices`: the last reductions too, which
+    these streams wait for. Raises the failure of a scope (`PeerFailed`, `RanksDisagree`) when connections were cut.
+
+    The watch finds out whether a message will never come: it looks at messages under way on devices.
+    """
+    for device in devices:
+        module = torch.get_device_module(device)
+        event = module.Event()
+        event.record(module.current_stream(device))
+        while not event.query() and all(scope.failure is None for scope in scopes):
+            # Not `event.synchronize()`: Ctrl-C would wait, too, and an abort need not end it.
+            time.sleep(_LOOK_SECONDS)
+    for scope in scopes:
+        scope.refuse_failure()
 
 
 def _name(optimizer: Optimizer) -> str:

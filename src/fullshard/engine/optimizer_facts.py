@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import gradient_versions, versions_of_gradient
-from ..guard import RanksDisagree, Scope, scope_of, shown_ranks
+from ..guard import LOST, RanksDisagree, Scope, scope_of, shown_ranks
 from ..guard.facts import STEP, Deed, Fact, digest_of
 from ..param import Owner
+from .recovery import lost_error, note_written
 from .unit import Unit
 
 # ---- optimizer facts -------------------------------------------------------------------------------------------------
@@ -227,6 +228,9 @@ def text_of(value: Any) -> str:
 # stays one step behind. So ranks exchange their counts when they meet after a failure, and whether a step was
 # interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
 # consistent state is loaded, or the user declares the state consistent.
+#
+# The same after a loss on a device, which the scope reports beside this word (guard/loss.py). Here a load must have
+# written everything (recovery.py).
 
 _HALF = "+"
 
@@ -261,12 +265,12 @@ def steps_taken(scope: Scope) -> StepsTaken:
 
 
 def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
-    """Raise `RanksDisagree` on all ranks of a scope whose steps differed at the last meeting. The ranks meet again
-    before the next forward."""
+    """Raise `RanksDisagree` on all ranks of a scope whose steps differed at the last meeting, or whose model is lost on
+    a device. The ranks meet again before the next forward."""
     for scope in scopes:
-        if len(scope.states) > 1 or any(_HALF in state for state in scope.states):
+        if len(scope.states) > 1 or any(_HALF in state or LOST in state for state in scope.states):
             scope.must_meet = True
-            raise _error(scope.states)
+            raise lost_error(scope) if LOST in "".join(scope.states) else _error(scope.states)
 
 
 def _error(states: Mapping[str, list[int]]) -> RanksDisagree:
@@ -292,6 +296,8 @@ def units_restored(units: Iterable[Unit], source: str = "") -> None:
 
 def tensors_restored(tensors: Iterable[Tensor], source: str = "") -> int:
     """`tensors` were loaded. Returns how many are sharded parameters or values of their state dict."""
+    tensors = list(tensors)
+    note_written(tensors)
     owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
     _forget((owner.ranks for owner in owners), source)
     return len(owners)

@@ -30,6 +30,8 @@ from ..param import name_mixed
 Check = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 _checks: list[Check] = []
+# As `_checks`, once there is a model on a device.
+asked_on_devices: list[Callable[[Optimizer], None]] = []
 _registrations = itertools.count()
 
 
@@ -47,7 +49,15 @@ def refuses_steps(check: Check) -> Check:
     return check
 
 
+def asks_on_devices(check: Callable[[Optimizer], None]) -> None:
+    """Call `check(optimizer)` before each optimizer step from now on, before the other checks; it may raise."""
+    if check not in asked_on_devices:
+        asked_on_devices.append(check)
+
+
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for ask in asked_on_devices:
+        ask(optimizer)
     for check in _checks:
         check(optimizer, args, kwargs)
     if uploading:

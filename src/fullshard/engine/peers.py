@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from ..comm import alike
-from ..guard import PeerFailed, RanksDisagree, Scope, scope_of, shown_ranks, variants
+from ..guard import PeerFailed, RanksDisagree, Scope, had_losses, scope_of, shown_ranks, variants
 from .optimizer_facts import refuse_mixed_states
 from .optimizer_steps import optimizer_steps
 from .unit import Unit, unit_of
@@ -108,6 +108,10 @@ class Peers:
             except RanksDisagree as error:
                 self.disagree_on(scope, error)
                 raise
+        if had_losses and any(scope.loss is not None for scope in self.scopes):
+            for scope in self.scopes:
+                if scope.must_meet and scope.loss is None:
+                    scope.note_under_way("a message of another mesh")
         renewed = any([scope.meet() for scope in self.scopes if scope.must_meet])
         refuse_mixed_states(self.scopes)
         return renewed

@@ -31,6 +31,7 @@ from .misuse import clean_name, expect_backward, note_backward, parameter_names
 from .optimizer_steps import follow_steps
 from .order import MessageOrder
 from .peers import Peers
+from .recovery import Recovery
 from .saved_tensors import SavedTensorHooks
 from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
@@ -107,6 +108,10 @@ class Root:
         self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
         self._agreed = False
         own_by_root(self, compares_order=self.order is not None)
+        # On a device: what a load has to write after an abort there.
+        self.recovery: Recovery | None = None
+        if device.type != "cpu" and self.scopes and not provisional:
+            self.recovery = Recovery(first.module, self.units, self.scopes)
 
     def repaired(self, unit: Unit) -> None:
         """Register the full parameters of `unit`, which may be new objects."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..api.optimizer import AROUND, step_on_shards, step_parts
+from ..engine.optimizer_steps import asked_on_devices
 from ..engine.root import module_units
 from ..engine.unit import Unit
 from ..param import ShardedParam, SteppedGrad
@@ -81,6 +82,8 @@ class StepInBackward:
 
     def begin(self, backward: object, unit_name: str) -> None:
         """See `engine.stepping.Stepper`."""
+        for ask in asked_on_devices:
+            ask(self._optimizer)
         self._unfinished[backward] = None
         self._unit_names[unit_name] = None
 

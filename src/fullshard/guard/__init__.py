@@ -4,7 +4,7 @@
 ranks of a mesh: questions, failures, meetings), `wait` (waiting, and the user's settings), `leader` (the rank that
 reads all records), `diagnosis` (why waits last), `store` (records in the store), `process` (the state of a process),
 `errors` (faults and exceptions), `order` (the order of messages, pure), `facts` (changes of shards, pure), `structure`
-(the structure of a model, pure).
+(the structure of a model, pure), `loss` (what an abort on a device spoils, pure).
 """
 
 from . import structure as structure
@@ -16,6 +16,9 @@ from .current import watch as watch
 from .errors import Fault as Fault
 from .errors import PeerFailed as PeerFailed
 from .errors import RanksDisagree as RanksDisagree
+from .loss import LOST as LOST
+from .loss import had_losses as had_losses
+from .loss import lost_in as lost_in
 from .order import Action as Action
 from .order import Order as Order
 from .order import Question as Question

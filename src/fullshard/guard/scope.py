@@ -16,13 +16,16 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
 from .errors import TEXT_CHARACTERS, Fault, PeerFailed, RanksDisagree
+from .loss import LOST, PERHAPS, Loss, lost_in, note_loss, settled
 from .store import ranks_of, runs
 from .structure import shown_ranks, variants
 from .wait import AnyWatch, Wait, wait_until
@@ -118,6 +121,11 @@ class Scope:
         # One word that each rank reports in a meeting; and the ranks by word of the last meeting.
         self.state: Callable[[], str] = lambda: ""
         self.states: dict[str, list[int]] = {}
+        # What is lost on a device and not restored yet (loss.py); the last epoch whose loss was restored; and when this
+        # rank learned of the last loss, by `time.monotonic`.
+        self.loss: Loss | None = None
+        self.restored = -1
+        self.lost_at = 0.0
         # By question: the error text if ranks wait for each other while some of them ask it.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
         # Held while data groups are cut or rebuilt.
@@ -315,12 +323,59 @@ class Scope:
         if wait.kind == "message":
             self.fail(fault)
 
-    def fail(self, fault: Fault) -> None:
-        """Cut all data groups because of `fault`."""
+    def fail(self, fault: Fault, spoiled: str = "") -> None:
+        """Cut all data groups because of `fault`. Messages under way on a device are lost; `spoiled`: one that failed
+        already."""
         with self._cutting:
             self.failure, self.must_meet = fault, True
+            self.note_under_way(spoiled)
             for group in list(self.groups.values()):
                 group.cut()
+
+    # ---- losses on a device --------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> str:
+        """The name of a message that is under way on a device, or ""."""
+        # Not of connections that were cut: their messages were noted before.
+        names = [getattr(group, "under_way", "") for group in list(self.groups.values()) if not group.is_cut]
+        return next(filter(None, names), "")
+
+    def note_under_way(self, spoiled: str = "") -> None:
+        """This epoch is over, and messages under way on a device will not complete: what came after them is lost.
+        Thread-safe."""
+        found = spoiled or self.under_way
+        if found and self.restored < self.epoch:
+            self._lose(self.epoch, (self.rank,), f"{found} was under way")
+
+    def _lose(self, epoch: int, ranks: tuple[int, ...], text: str) -> None:
+        if self.loss is None or self.loss.epoch < epoch:
+            faults = [self.failure, *self.causes(), self.failed]
+            why = next((fault.message for fault in faults if fault is not None), "")
+            self.loss = Loss(epoch, ranks, f"{text} when {why}" if why else text)
+            self.lost_at = time.monotonic()
+            note_loss(self)
+
+    def restore(self) -> None:
+        """What was lost was written anew, or is sound for another reason."""
+        # No message is sent before the next meeting, so nothing more is lost in this epoch.
+        self.restored, self.loss = self.epoch, None
+
+    @property
+    def _word(self) -> str:
+        """What this rank reports in a meeting."""
+        if self.loss is not None:
+            return f"{self.state()}{LOST}{self.loss.epoch}"
+        return f"{self.state()}{PERHAPS}" if self.restored < self.epoch and self.under_way else self.state()
+
+    def _learn_of_losses(self) -> None:
+        """After a meeting: what one rank lost is lost on all of them."""
+        latest = max(map(lost_in, self.states), default=-1)
+        if latest > self.restored:
+            ranks = sorted(rank for state, found in self.states.items() if lost_in(state) == latest for rank in found)
+            self._lose(latest, tuple(ranks), "messages were under way")
+            if self.loss is not None and self.loss.epoch == latest == self.epoch:
+                self.loss = replace(self.loss, ranks=tuple(ranks))
 
     @contextmanager
     def _store_answers(self, waiting: str) -> Iterator[None]:
@@ -391,7 +446,7 @@ class Scope:
         key = f"{self.base}/meet"
         cut = self.is_torn or any(group.is_cut for group in list(self.groups.values()))
         mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
-        records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine}:{self.state()} ")
+        records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine}:{self._word} ")
         wait = Wait("meet", self, _AFTER)
         done = f"{key}/done"
         if self.rank != self.ranks[0]:
@@ -400,11 +455,13 @@ class Scope:
             found: dict[int, tuple[int, str, str]] = {}
             wait_until(lambda: self._all_here(key, found), wait, alone=True)
             ways = {how for _, how, _ in found.values()}
-            states = by_value({rank: state for rank, (_, _, state) in sorted(found.items())})
-            told = [len(ways) > 1 or "cut" in ways, {state: runs(ranks) for state, ranks in states.items()}]
+            renews = len(ways) > 1 or "cut" in ways
+            words = {rank: settled(state, self.epoch, renews=renews) for rank, (_, _, state) in sorted(found.items())}
+            told = [renews, {state: runs(ranks) for state, ranks in by_value(words).items()}]
             records.store.set(done, json.dumps(told))
         renews, told_states = json.loads(records.store.get(done))
         self.states = {state: ranks_of(found) for state, found in told_states.items()}
+        self._learn_of_losses()
         with self._cutting:
             if renews:
                 for group in list(self.groups.values()):

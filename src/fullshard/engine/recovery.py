@@ -1,0 +1,230 @@
+"""What has to be loaded after a model on a device was lost (guard/loss.py), and whether it was.
+
+    a load          writes parameters and persistent buffers of one module after another; hooks count them (`Recovery`)
+    restored        every parameter and persistent buffer below the root was written, in one load or in several; or
+                    the user says that the model is sound (`mark_restored`)
+    optimizers      took steps with what was lost: their state must be loaded too, or be empty
+
+One `Recovery` for each root on a device with peers. A loss concerns a mesh: it is restored when all roots on that mesh
+are. Models on a CPU lose nothing, and have none.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch import non_persistent_buffers
+from ..guard import RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks
+from ..param import Owner
+from .misuse import clean_name, first_few
+from .optimizer_steps import asks_on_devices
+from .unit import Unit
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+_by_scope: weakref.WeakKeyDictionary[Scope, weakref.WeakSet[Recovery]] = weakref.WeakKeyDictionary()
+
+
+class Recovery:
+    """The parameters and persistent buffers below `model`, the module of a root with `units` on the meshes of `scopes`,
+    and which of them were not loaded since the last loss."""
+
+    def __init__(self, model: nn.Module, units: Iterable[Unit], scopes: Sequence[Scope]) -> None:
+        self._model = weakref.ref(model)
+        self._scopes = list(scopes)
+        # Sharded parameters by their places on modules: a tied one has several, and is loaded once.
+        self._owners = {
+            (id(slot.module), slot.name): param.owner for unit in units for param in unit.params for slot in param.slots
+        }
+        # Dotted names of what is not loaded yet, and the epochs of the losses since which it is not.
+        self._left: dict[object, str] = {}
+        self._epochs = [-1] * len(self._scopes)
+        for scope in self._scopes:
+            _by_scope.setdefault(scope, weakref.WeakSet()).add(self)
+        for module in model.modules():
+            if any(True for _ in _places(module)):
+                counted = _Counted(weakref.ref(self))
+                module.register_load_state_dict_pre_hook(counted.before)
+                module.register_load_state_dict_post_hook(counted.after)
+        asks_on_devices(_step_on_device)
+
+    def look(self) -> bool:
+        """Whether something is lost. Ranks that failed may load before they meet: what is under way then is lost."""
+        for scope in self._scopes:
+            if scope.must_meet:
+                scope.note_under_way()
+        epochs = [-1 if scope.loss is None else scope.loss.epoch for scope in self._scopes]
+        if any(map(operator.gt, epochs, self._epochs)):
+            self._left = self._everything()
+        self._epochs = epochs
+        return max(epochs) >= 0
+
+    def missing(self) -> list[str]:
+        """The dotted names of what was not loaded since the loss."""
+        return list(self._left.values()) if self.look() else []
+
+    def note(self, module: nn.Module, names: Iterable[str]) -> None:
+        """`names` of `module` were written."""
+        for name in names:
+            self._left.pop(self._key(module, name), None)
+        self._settle()
+
+    def note_tensors(self, owners: Iterable[Owner], memory: Collection[int]) -> None:
+        """Sharded parameters of `owners` were written, and plain tensors whose memory begins at one of `memory`."""
+        model = self._model()
+        if model is None or not self.look():
+            return
+        for owner in owners:
+            self._left.pop(owner, None)
+        for module in model.modules():
+            for name, tensor in _places(module):
+                if not isinstance(tensor, DTensor) and tensor.data_ptr() in memory:
+                    self._left.pop(self._key(module, name), None)
+        self._settle()
+
+    def _everything(self) -> dict[object, str]:
+        model, found = self._model(), dict[object, str]()
+        for prefix, module in () if model is None else model.named_modules():
+            prefix = f"{clean_name(prefix)}." if prefix else ""
+            for name, _ in _places(module):
+                found.setdefault(self._key(module, name), prefix + name)
+        return found
+
+    def _key(self, module: nn.Module, name: str) -> object:
+        place = id(module), name
+        return self._owners.get(place) or place
+
+    def _settle(self) -> None:
+        if not self._left:
+            for scope in self._scopes:
+                if scope.loss is not None and not missing_on(scope):
+                    scope.restore()
+
+
+class _Counted:
+    """The load hooks of one module."""
+
+    def __init__(self, recovery: Callable[[], Recovery | None]) -> None:
+        self._recovery = recovery
+        # Of the running load: names in the state dict, its list of errors, and how many there were.
+        self._names: list[str] = []
+        self._errors: list[str] = []
+        self._count = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module belongs to no root.
+        return _Counted, (_no_recovery,)
+
+    def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Before a load of `module`."""
+        recovery = self._recovery()
+        if recovery is not None and recovery.look():
+            self._names = [name for name, _ in _places(module) if prefix + name in state_dict]
+            self._errors = rest[-1]
+            self._count = len(self._errors)
+
+    def after(self, module: nn.Module, *_: object) -> None:
+        """After it."""
+        names, self._names = self._names, []
+        errors, self._errors = self._errors, []
+        recovery = self._recovery()
+        if names and recovery is not None and len(errors) == self._count:
+            recovery.note(module, names)
+
+
+def _no_recovery() -> None:
+    return None
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The module's own parameters and persistent buffers, by name, without empty ones."""
+    temporary = non_persistent_buffers(module)
+    own = module.named_buffers(recurse=False, remove_duplicate=False)
+    for name, tensor in (*module.named_parameters(recurse=False, remove_duplicate=False), *own):
+        if name not in temporary and tensor.numel():
+            yield name, tensor
+
+
+def missing_on(scope: Scope) -> list[str]:
+    """The names of what was not loaded since the loss of `scope`, of all models on its mesh."""
+    return [name for recovery in tuple(_by_scope.get(scope, ())) for name in recovery.missing()]
+
+
+def _recoveries() -> dict[Recovery, None]:
+    return {recovery: None for found in tuple(_by_scope.values()) for recovery in tuple(found)}
+
+
+def note_written(tensors: Sequence[Tensor]) -> None:
+    """`tensors` of models, or of their state dicts, were written by a load."""
+    for recovery in _recoveries() if _by_scope else ():
+        owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
+        plain = {tensor.data_ptr() for tensor in tensors if not isinstance(tensor, DTensor) and tensor.numel()}
+        recovery.note_tensors(owners, plain)
+
+
+def declare_sound(model: nn.Module) -> None:
+    """The user restored `model`, and the state of its optimizers, in a way of their own."""
+    for recovery in _recoveries() if _by_scope else ():
+        if recovery.look():
+            for module in model.modules():
+                recovery.note(module, [name for name, _ in _places(module)])
+    for scope in list(_by_scope):
+        if scope.loss is None:
+            scope.lost_at = 0.0
+
+
+def lost_error(scope: Scope) -> RanksDisagree:
+    """The error of a forward, an `unshard` or an optimizer's step while a model on the mesh of `scope` is lost."""
+    loss, missing = scope.loss, missing_on(scope)
+    ranks = [rank for state, ranks in scope.states.items() if lost_in(state) >= 0 for rank in ranks]
+    if loss is None:
+        what = f"that {shown_ranks(sorted(ranks))} did not load it yet"
+    else:
+        what = f"that on {shown_ranks(loss.ranks)} {loss.text}"
+    left = f"; not loaded here yet: {first_few(missing)}" if missing else ""
+    return RanksDisagree(
+        f"expected a model whose values are sound, found it lost on a device: {what}, and what was queued after that, "
+        f"steps of optimizers too, ran on memory that never arrived. Load a checkpoint on all ranks: all parameters "
+        f"and persistent buffers of the model (load_state_dict, or fullshard.checkpoint.load), and the state of its "
+        f"optimizers; or restore them yourself and call fullshard.mark_restored(model){left}",
+        what="a lost model",
+        by_rank={rank: state for state, found in scope.states.items() for rank in found},
+    )
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+# Where an optimizer keeps the id of its state at its last step, and when that was.
+_LAST = "_fullshard_last_step"
+
+
+def _step_on_device(optimizer: Optimizer) -> None:
+    """`optimizer` is about to take a step. Raises if its parameters are lost, or its state is from before a loss."""
+    if had_losses:
+        state, at = optimizer.__dict__.get(_LAST, (0, 0.0))
+        is_old = state == id(optimizer.state) and bool(optimizer.state)
+        for scope in _scopes_of(optimizer):
+            if scope.loss is not None:
+                raise lost_error(scope)
+            if is_old and scope.lost_at > at:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step: expected state that was loaded after the model was lost, found "
+                    f"the state of its steps before, which may have read memory that never arrived; load it too "
+                    f"(optimizer.load_state_dict), or build a new optimizer, on all ranks"
+                )
+    optimizer.__dict__[_LAST] = id(optimizer.state), time.monotonic()
+
+
+def _scopes_of(optimizer: Optimizer) -> list[Scope]:
+    """The meshes of its sharded parameters."""
+    owners = (Owner.of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    meshes = dict.fromkeys(owner.ranks for owner in owners if owner is not None)
+    return [scope for ranks in meshes if (scope := scope_of(ranks)) is not None]
