@@ -306,12 +306,19 @@ class _ConnectingStore(dist.Store):
 
 
 class Sent:
-    """A message in flight over a data group, its `number`th."""
+    """A message in flight over a data group, its `number`th.
 
-    __slots__ = ("_described", "_renewed", "_work", "group", "number", "since")
+    On a device the host waits for nothing: `wait` orders the current stream after the message. The data group still
+    knows the message, until it is over, but its buffers are the caller's alone from then on: a work of NCCL holds
+    what it wrote, so it is let go for an event after it.
+    """
+
+    __slots__ = ("_described", "_event", "_renewed", "_work", "group", "number", "since")
 
     def __init__(self, group: DataGroup, work: Work, number: int) -> None:
-        self.group, self._work, self.number = group, work, number
+        self.group, self.number = group, number
+        self._work: Work | None = work
+        self._event: Any = None
         self._renewed = group.scope.renewed
         self._described: Wait | None = None
         self.since = time.monotonic() if group.device.type != "cpu" else 0.0
@@ -330,12 +337,18 @@ class Sent:
 
     def wait(self) -> object:
         """As `Work.wait`. Raises `PeerFailed` or `RanksDisagree` when the message will not come."""
-        scope = self.group.scope
+        work, scope = self._work, self.group.scope
+        if work is None:
+            return True
         self.since = time.monotonic()
         waiting, thread = scope.watch.waiting, threading.get_ident()
         waiting[thread] = self
         try:
-            return self._work.wait()
+            found = work.wait()
+            if self.group.device.type != "cpu":
+                self._event = _event_now(self.group.device)
+                self._work = None
+            return found
         except RuntimeError as error:
             if self._renewed != scope.renewed:
                 raise  # its connections were given up
@@ -354,7 +367,16 @@ class Sent:
 
     @property
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())  # type: ignore[attr-defined]
+        # Read first: `wait` may run in another thread, and sets the event before it lets the work go.
+        work = self._work
+        return bool(self._event.query() if work is None else work.is_completed())  # type: ignore[attr-defined]
+
+
+def _event_now(device: torch.device) -> Any:
+    """An event after all that the current stream of `device` was given."""
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event
 
 
 def drain(work: Work) -> None:
