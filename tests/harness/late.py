@@ -236,6 +236,8 @@ class LateGroup(dist.ProcessGroup):
                 self._queue.popleft()
             message.reads, message.issued = [], []
             message.is_over.set()
+            # Its outputs are those of whoever holds the work, and not held until the next message comes.
+            del message
 
     def abort(self) -> None:
         self._aborted = True

@@ -68,9 +68,46 @@ class Found:
         assert not self.messages, f"{len(self.messages)} messages went wrong; the first:\n{self.messages[0]}"
 
 
+class _Block(nn.Module):
+    """x + MLP(norm(x)): what it computes is small beside its weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class _Wide(nn.Module):
+    """Four blocks, between two weights of the root. For bytes: activations are a hundredth of the parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(4))
+        self.last = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+_BLOCKS = tuple(f"blocks.{i}" for i in range(4))
+# Weights that travel by themselves, and weights that are packed into one message (layout/gather.py).
+WIDE = (
+    Case("wide", lambda: _Wide(768), _BLOCKS, (8,), (8,)),
+    Case("packed", lambda: _Wide(192), _BLOCKS, (8,), (8,)),
+)
+
+
 def case_of(setup: Setup) -> Case:
     """The model of `setup`."""
-    return next(case for case in CASES if case.name == setup.case)
+    return next(case for case in (*CASES, *WIDE) if case.name == setup.case)
 
 
 def run(setup: Setup, *, world: int = 2) -> list[Found]:

@@ -133,6 +133,9 @@ class _Device(types.ModuleType):
     def synchronize(self, device: Any = None) -> None:
         torch.accelerator.synchronize(device)
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def manual_seed_all(self, seed: int) -> None:
         pass
 
@@ -158,6 +161,9 @@ class _Device(types.ModuleType):
 class _Held:
     nbytes = 0
     peak_nbytes = 0
+    # By address: bytes, and the line that allocated them; None: not noted. And those of the peak.
+    places: dict[int, tuple[int, str]] | None = None
+    at_peak: tuple[tuple[int, str], ...] = ()
 
 
 _HELD = _Held()
@@ -272,6 +278,10 @@ class _Telling:
     def _allocated(self, base: int, nbytes: int, device: int, stream: int) -> None:
         if device >= 0:
             _HELD.nbytes += _rounded(nbytes)
+            if _HELD.places is not None:
+                _HELD.places[base] = _rounded(nbytes), " < ".join(reversed(frames()[-3:])) or "autograd"
+                if _HELD.nbytes > _HELD.peak_nbytes:
+                    _HELD.at_peak = tuple(_HELD.places.values())
             _HELD.peak_nbytes = max(_HELD.peak_nbytes, _HELD.nbytes)
         owner = stream_name(device, stream) if device >= 0 else HOST
         self.tell(lambda watch: watch.clocks.allocate(base, nbytes, owner))
@@ -279,6 +289,8 @@ class _Telling:
     def _freed(self, base: int, nbytes: int, device: int) -> None:
         if device >= 0:
             _HELD.nbytes -= _rounded(nbytes)
+            if _HELD.places is not None:
+                _HELD.places.pop(base, None)
             self.tell(lambda watch: watch.clocks.free(base))
         else:
             # Page-locked memory is kept by its allocator until the copies that it knows of are over.
@@ -337,6 +349,23 @@ def _note_accesses(watch: Watch, name: str, found: list[Any], actor: str, stack:
 def _note_wait(watch: Watch, what: str, actors: Callable[[str], bool], stack: tuple[str, ...]) -> None:
     watch.waits[what, stack] += 1
     watch.clocks.synchronize(actors)
+
+
+@contextlib.contextmanager
+def places() -> Iterator[Callable[[], list[tuple[str, int]]]]:
+    """Note where memory is allocated inside. Gives a function: bytes at the last peak by place, largest first."""
+
+    def found() -> list[tuple[str, int]]:
+        nbytes = Counter[str]()
+        for size, place in _HELD.at_peak:
+            nbytes[place] += size
+        return nbytes.most_common()
+
+    _HELD.places, _HELD.at_peak = {}, ()
+    try:
+        yield found
+    finally:
+        _HELD.places = None
 
 
 def _rounded(nbytes: int) -> int:

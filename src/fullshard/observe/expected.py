@@ -16,6 +16,7 @@ from ..engine import Unit
 from ..engine.root import formed
 from ..layout import FlatLayout, Term, UnitMemory, peak, secondary_layout
 from ..param import ShardedParam
+from ..param.initial import table_nbytes
 from ..policy import Options
 
 
@@ -76,6 +77,8 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.settings.reshard_after_forward is False or (unit.settings.reshard_after_forward is None and is_outer)
     keeps = keeps or unit.record.plan.resident
+    # In a window, or after micro-batches that left their gradients here.
+    held = unit.gradients.window_open or not unit.record.plan.sync
     # Before the root forms, `links` does not say yet whether there are several nodes.
     links, strategy = unit.links[position], unit.settings.controls.strategy(communication)
     exchanged = exchanges(links, strategy)
@@ -88,7 +91,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         group.plan,
         precision.storage.itemsize,
         precision.compute.itemsize,
-        (precision.wire if exchanged else precision.reduce).itemsize,
+        (precision.wire if exchanged and not held else precision.reduce).itemsize,
         reshard=not keeps,
         outer=is_outer,
         exchanges=exchanged,
@@ -97,6 +100,8 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         kept=_kept_layout(unit, position),
         direct_gradients=direct,
         frozen=not any(standing(param).requires_grad for param in group.params),
+        held_itemsize=precision.reduce.itemsize if held else 0,
+        offloaded=unit.host_link is not None,
     )
 
 
@@ -166,4 +171,6 @@ def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[
         prefetch_nbytes=chosen.prefetch_nbytes,
         gradient_nbytes=chosen.gradient_nbytes,
     )
-    return moment, tuple(terms)
+    device = found[0][1].device
+    table = 0 if device.type == "cpu" else table_nbytes(device)
+    return moment, (*terms, *([Term("table of the digests of initial values", table)] if table else []))
