@@ -79,7 +79,7 @@ class _Message:
         if not all(any(write is read for read in self.reads) for write in self.writes):
             for write in self.writes:
                 if write.numel():
-                    pretend.on_host(write).view(torch.uint8).fill_(0xFF)
+                    _bits(pretend.on_host(write)).fill_(0xFF)
             for host, copy in zip(hosts, self.issued, strict=True):
                 host.copy_(copy)
 
@@ -90,7 +90,7 @@ class _Message:
                 inputs.append(issued)
                 continue
             found = pretend.on_host(tensor).clone()
-            if found.numel() and not torch.equal(found.view(torch.uint8), issued.view(torch.uint8)):
+            if found.numel() and not torch.equal(_bits(found), _bits(issued)):
                 self._fails("its input was changed before it ran")
             inputs.append(found)
         outputs = [torch.empty(write.shape, dtype=write.dtype) for write in self.writes]
@@ -108,6 +108,11 @@ class _Message:
 
     def _fails(self, what: str) -> None:
         _failures.append("\n    ".join([f"{self.name}: {what}; issued at", *self.stack]))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The memory of the contiguous `tensor`."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class _LateWork(dist.Work):
@@ -151,6 +156,8 @@ class LateGroup(dist.ProcessGroup):
 
     supports_coalescing = True
     made = 0
+    # How many of them sent a message of the device: NCCL makes its communicator then.
+    used = 0
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -196,6 +203,8 @@ class LateGroup(dist.ProcessGroup):
             outputs = list(writes)
             exchange(list(reads), outputs)
             return _Done()
+        if self._thread is None:
+            LateGroup.used += 1
         message = _Message(name, reads, writes, exchange)
         actor, stream = f"messages of group {self._number}", pretend.current()
         found = [(*pretend.extent(t), False) for t in reads if t.numel()]

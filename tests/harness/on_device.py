@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -163,10 +164,11 @@ def train(rank: int, setup: Setup) -> Found:
     )
 
 
-def sharded(model: nn.Module, setup: Setup) -> Any:
-    """`model`, sharded over all ranks as `setup` says."""
-    from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+def sharded(model: nn.Module, setup: Setup, library: str = "fullshard") -> Any:
+    """`model`, sharded over all ranks as `setup` says, by fullshard or by "torch"."""
+    import fullshard
 
+    made: Any = fullshard if library == "fullshard" else torch.distributed.fsdp
     case, world = case_of(setup), dist.get_world_size()
     if setup.recompute:
         for name in case.units:
@@ -179,10 +181,10 @@ def sharded(model: nn.Module, setup: Setup) -> Any:
         options["reshard_after_forward"] = setup.reshard
     if setup.dtype:
         reduce = getattr(torch, setup.reduce_dtype) if setup.reduce_dtype else None
-        options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, setup.dtype), reduce)
+        options["mp_policy"] = made.MixedPrecisionPolicy(getattr(torch, setup.dtype), reduce)
     if setup.offload:
-        options["offload_policy"] = CPUOffloadPolicy()
-    case.shard(model, fully_shard, **options)
+        options["offload_policy"] = made.CPUOffloadPolicy()
+    case.shard(model, made.fully_shard, **options)
     for name, *args in setup.calls:
         if name.startswith("*"):
             for unit in case.units:

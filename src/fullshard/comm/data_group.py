@@ -415,6 +415,11 @@ def open_data_group(
     return made[purpose]
 
 
+def communicators(origin: dist.ProcessGroup) -> list[DataGroup]:
+    """The data groups of `origin` that are connected, on a device: each is a communicator beside that of `origin`."""
+    return [group for group in _made.get(origin, {}).values() if group.device.type != "cpu" and group.is_connected]
+
+
 def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup | None:
     """The data group for small messages that replaces a mesh's group, or None."""
     return _made.get(origin, {}).get(purpose)

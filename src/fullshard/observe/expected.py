@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import local_of
-from ..comm import direct_of, exchanges
+from ..comm import DataGroup, communicators, direct_of, exchanges
 from ..engine import Unit
 from ..engine.root import formed
 from ..layout import FlatLayout, Term, UnitMemory, peak, secondary_layout
@@ -148,6 +149,31 @@ def _state_nbytes(optimizer: Held, shard: DTensor) -> int | None:
     else:
         return None
     return tensors * local_of(shard).numel() * shard.element_size() + 4 * scalars
+
+
+# NCCL's documented defaults: bytes of the buffer of a channel, and the most channels of a communicator.
+_CHANNEL_NBYTES, _CHANNELS = 4 << 20, 32
+
+
+def communicator_terms(found: Sequence[tuple[str, Unit]]) -> tuple[Term, ...]:
+    """The communicators that fullshard opened on the device, beside the user's own, each with an estimate of its bytes.
+
+    The estimate is NCCL_BUFFSIZE for each of NCCL_MAX_NCHANNELS channels, from the environment or else NCCL's defaults.
+    It is not measured, and what a communicator takes is outside of torch's allocator. 0 for other backends.
+    """
+    nbytes = int(os.environ.get("NCCL_BUFFSIZE") or _CHANNEL_NBYTES)
+    nbytes *= int(os.environ.get("NCCL_MAX_NCHANNELS") or _CHANNELS)
+    groups: dict[str, DataGroup] = {}
+    for _, unit in found:
+        for links in unit.links:
+            block = None if links.block is None else links.block.group
+            for group in (links.shard, links.replicate, links.reduce, block):
+                if group is not None and group.world > 1:
+                    groups |= {one.name: one for one in communicators(group.origin)}
+    return tuple(
+        Term(f'communicator "{one.purpose}" of {len(one.ranks)} ranks', nbytes if one.backend == "nccl" else 0)
+        for one in groups.values()
+    )
 
 
 def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[str, tuple[Term, ...]]:
