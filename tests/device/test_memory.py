@@ -40,6 +40,11 @@ SETUPS = {
     "one collective each": Setup("wide", calls=(("set_communication", "torch"),)),
     "two send buffers": Setup("wide", calls=(("set_reduce_scatter_max_input_buffers", 2),)),
 }
+ALONE = {
+    "world of one": Setup("wide"),
+    "world of one, mixed precision": Setup("wide", **MIXED),
+    "world of one, offload, mixed precision": Setup("wide", offload=True, **MIXED),
+}
 WIDER = {
     "HSDP": Setup("wide", replicas=2),
     "HSDP, mixed precision": Setup("packed", replicas=2, **MIXED),
@@ -77,6 +82,11 @@ class Found:
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_peak_is_what_the_report_says(name: str) -> None:
     _check(SETUPS[name], 2)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_peak_of_one_rank(name: str) -> None:
+    _check(ALONE[name], 1)
 
 
 @pytest.mark.parametrize("name", WIDER)

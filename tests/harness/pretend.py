@@ -15,6 +15,7 @@ for devices call it (`tests.harness.pool.pool(world, device=True)`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -186,6 +187,8 @@ def load() -> None:
     library = ctypes.CDLL(path)
     told = _TELLING.told()
     library.pretend_tells(ctypes.byref(told))
+    # Threads of autograd may free memory when the interpreter has ended.
+    atexit.register(library.pretend_tells, None)
     _KEPT.extend([library, told])
 
 

@@ -306,6 +306,9 @@ def sending_terms(
     unit = units[current]
     made_of = unit.held_itemsize or unit.compute_itemsize
     cast = unit.leaving_nbytes if unit.wire_itemsize != made_of else 0
+    if unit.pack.world == unit.replicas == 1 and unit.storage_itemsize != made_of:
+        # Nothing is sent: the result is cast from the gradients.
+        cast = unit.reduced_nbytes
     return [
         *shard_terms(units),
         *_kept(units, current),
