@@ -22,7 +22,7 @@ from tests.harness.pool import pool
 
 STEPS = 3
 # How far the report may be from the device.
-WITHIN = 0.05
+WITHIN = 0.02
 
 MIXED = {"dtype": "bfloat16", "reduce_dtype": "float32"}
 SETUPS = {
@@ -48,6 +48,8 @@ ALONE = {
 WIDER = {
     "HSDP": Setup("wide", replicas=2),
     "HSDP, mixed precision": Setup("packed", replicas=2, **MIXED),
+    # What is under way between replicas is half of what arrives.
+    "HSDP, bf16 reduction": Setup("packed", replicas=2, dtype="bfloat16"),
     "hpZ": Setup("wide", reshard=2),
     "hpZ, mixed precision": Setup("wide", reshard=2, **MIXED),
 }
@@ -96,7 +98,7 @@ def test_the_peak_of_strategies_of_four_ranks(name: str) -> None:
 
 def _check(setup: Setup, world: int) -> None:
     for found in pool(world, backend="late").run(measure, setup, seed=setup.seed):
-        assert found.activations < 0.02 * found.peak, "parameters dominate, or five percent mean little"
+        assert found.activations < 0.02 * found.peak, "parameters dominate, or the bound means little"
         assert abs(found.measured - found.expected) <= WITHIN * found.expected, found.explain()
 
 
