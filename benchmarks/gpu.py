@@ -1,7 +1,14 @@
-"""Everything that needs a GPU, in one call under ten minutes: tests, step times, memory, host time; one table.
+"""Everything that needs a GPU, in one call under ten minutes: tests, numbers, step times, memory, host time.
 
-    python -m benchmarks.gpu                        on a machine with one CUDA device
-    python -m benchmarks.gpu --device cpu --tiny    the script itself, on any machine
+    python -m benchmarks.gpu                          on a machine with one CUDA device, or with two
+    python -m benchmarks.gpu --device pretend --tiny  the script itself, without hardware; its times mean nothing and
+                                                      are left out
+
+    tests         tests/gpu
+    ranks         parity with plain training, peak against `report`, step time against FSDP2 and the bare model,
+                  overlap, exposed communication, offload bandwidth; with one device and with two (gpu_ranks)
+    step, memory  a rank of a fake group of eight: kernels, allocator, bytes (gpu_step, memory)
+    host          Python's time (host)
 
 Each part runs in a process of its own and may fail without the others; what it printed is below the table's line of
 that part, and in the last line, which is JSON. A part that would not fit into what is left of `--minutes` is left out
@@ -17,9 +24,8 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-import torch
-
 from benchmarks.common import facts
+from benchmarks.device import PRETEND, device_of, name_of
 
 
 class Part(NamedTuple):
@@ -37,20 +43,17 @@ def parts(device: str) -> list[Part]:
     on_device = ["--device", device]
     gpu_step = ["benchmarks.gpu_step", *on_device]
     small = ["--tiny", "--rounds", "1"]
-    return [
-        Part("tests", ["pytest", "-q", "tests/gpu"], 120, ["--collect-only"]),
-        Part(
-            "step, 8B-shaped", [*gpu_step, "--shapes", "8B"], 210, [*small, "--groups", "fake 8", "--ways", "fullshard"]
-        ),
+    plugin = ["-p", "tests.harness.pretended"] if device == PRETEND else []
+    fake, alone = ["--groups", "fake 8", "--precisions", "mixed"], ["--groups", "world 1", "--precisions", "bf16"]
+    found = [
+        Part("tests", ["pytest", "-q", *plugin, "tests/gpu"], 120, ["--collect-only"]),
+        Part("ranks", ["benchmarks.gpu_ranks", *on_device, "--limit", "75"], 150, small),
+        Part("step, 8B-shaped", [*gpu_step, "--shapes", "8B"], 210, [*small, *fake, "--ways", "fullshard"]),
         Part("memory", ["benchmarks.memory", *on_device, "--worlds", "8"], 120, ["--tiny"]),
-        Part(
-            "step, 1B-shaped",
-            [*gpu_step, "--shapes", "1B"],
-            150,
-            [*small, "--groups", "world 1", "--precisions", "bf16"],
-        ),
-        Part("host", ["benchmarks.host", "--rounds", "20"], 60, small),
+        Part("step, 1B-shaped", [*gpu_step, "--shapes", "1B"], 150, [*small, *alone, "--ways", "fsdp2", "fullshard"]),
     ]
+    # It needs no device, and is nothing but times.
+    return found if device == PRETEND else [*found, Part("host", ["benchmarks.host", "--rounds", "20"], 60, small)]
 
 
 def run(part: Part, *, tiny: bool, limit_s: float) -> dict[str, Any]:
@@ -80,14 +83,13 @@ def run(part: Part, *, tiny: bool, limit_s: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or pretend")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all parts together (default: 9.5)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(
-            "gpu: expected a CUDA device, found none; run it on a machine with one, or with --device cpu --tiny"
-        )
+    device = device_of(options.device)
+    if device.type == PRETEND:
+        print("no hardware: this tries the script; times on this device mean nothing and are left out")
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = {}
     for part in parts(options.device):
@@ -102,13 +104,12 @@ def main() -> None:
         if "error" in found:
             print(found["error"])
         sys.stdout.flush()
-    print(f"\n{'part':20} {'result':>8} {'seconds':>8}")
+    print(f"\n{'part':20} {'result':>8} {'seconds':>8}  (of the part itself)")
     for name, found in results.items():
         print(f"{name:20} {'ok' if found['ok'] else 'FAILED':>8} {found['seconds']:8.1f}")
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     answers = {name: {key: found[key] for key in ("ok", "seconds", "figures")} for name, found in results.items()}
     print()
-    print(json.dumps({"benchmark": "gpu", "facts": facts(), "device": device, "results": answers}))
+    print(json.dumps({"benchmark": "gpu", "facts": facts(), "device": name_of(device), "results": answers}))
 
 
 if __name__ == "__main__":

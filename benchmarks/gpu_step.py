@@ -1,7 +1,7 @@
 """One GPU: forward and backward of Llama-3-shaped blocks, bare and sharded; a world of one, and a fake group of 8.
 
     python -m benchmarks.gpu_step                     all settings, about four minutes on an H100
-    python -m benchmarks.gpu_step --device cpu --tiny the script itself, on any machine
+    python -m benchmarks.gpu_step --device cpu --tiny the script itself, on any machine; or --device pretend
 
     bare         the blocks as they are; in mixed precision, computed in bf16 throughout
     fsdp2, fsdp1 torch's
@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -43,6 +42,7 @@ from torch import nn
 
 from benchmarks.common import facts, paired_ratio
 from benchmarks.counting import nccl_plan
+from benchmarks.device import Clock, device_of, has_times, module_of, name_of, spelt, start_fake, synchronize
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -131,8 +131,8 @@ def build(way: str, shape: BlockShape, precision: str, device: torch.device) -> 
 def stepper(way: str, shape: BlockShape, precision: str, device: torch.device) -> Callable[[], torch.Tensor]:
     """A step: forward, backward, gradients dropped. Returns the loss."""
     model = build(way, shape, precision, device)
-    generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(1, shape.length, shape.width, device=device, generator=generator, dtype=BF16)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, shape.length, shape.width, generator=generator).to(device, BF16)
 
     def step() -> torch.Tensor:
         loss = model(x).float().square().mean()
@@ -144,39 +144,15 @@ def stepper(way: str, shape: BlockShape, precision: str, device: torch.device) -
     return step
 
 
-class Clock:
-    """Seconds between two marks on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Between each pair of marks. Waits for the device."""
-        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
-        if not self._cuda:
-            return [end - begin for begin, end in pairs]
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-
-
 def kernels_of(step: Callable[[], object], device: torch.device) -> dict[str, Counter[str]]:
-    """Names of what one step runs, with how often, by stream: "compute" and "other". On a CPU, torch's operations."""
+    """Names of what one step runs, with how often, by stream: "compute" and "other". Without CUDA, torch's
+    operations."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         step()
-        if cuda:
-            torch.cuda.synchronize()
+        synchronize(device)
     found: dict[str, Counter[str]] = {"compute": Counter(), "other": Counter()}
     if not cuda:
         found["compute"] = Counter(event.name for event in profiler.events() if event.name.startswith("aten::"))
@@ -204,9 +180,7 @@ def kernels_of(step: Callable[[], object], device: torch.device) -> dict[str, Co
 
 def start(group: str, device: torch.device, folder: str) -> None:
     if group == "fake 8":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GROUPS[group])
+        start_fake(device, GROUPS[group])
         return
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
@@ -217,21 +191,20 @@ def measure_memory(way: str, shape: BlockShape, precision: str, device: torch.de
     step = stepper(way, shape, precision, device)
     loss = [float(step()) for _ in range(WARMUP)]
     found = {"finite": int(all(value == value for value in loss))}
-    if device.type == "cuda":
+    memory = module_of(device)
+    if memory is not None:
         gc.collect()
-        torch.cuda.empty_cache()
+        memory.empty_cache()
         step()
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        synchronize(device)
+        held = memory.memory_allocated()
+        memory.reset_peak_memory_stats()
         step()
-        torch.cuda.synchronize()
-        found |= {
-            "held_nbytes": held,
-            "peak_nbytes": torch.cuda.max_memory_allocated() - held,
-            "allocated_nbytes": torch.cuda.max_memory_allocated(),
-            "reserved_nbytes": torch.cuda.max_memory_reserved(),
-        }
+        synchronize(device)
+        most = memory.max_memory_allocated()
+        found |= {"held_nbytes": held, "peak_nbytes": most - held, "allocated_nbytes": most}
+        if hasattr(memory, "max_memory_reserved"):
+            found["reserved_nbytes"] = memory.max_memory_reserved()
     return found
 
 
@@ -248,7 +221,7 @@ def measure_time(
                 raise SystemExit(f"{way}: loss {loss}, the bare model's {losses['bare']}")
     clocks = {way: Clock(device) for way in ways}
     # Several steps for each mark: the device is to be behind the host, as it is in training.
-    repeats = 4 if device.type == "cuda" else 1
+    repeats = 4 if device.type != "cpu" and has_times(device) else 1
     gc.collect()
     gc.disable()
     for _ in range(rounds):
@@ -261,7 +234,9 @@ def measure_time(
     gc.enable()
     kernels = {way: kernels_of(step, device) for way, step in steps.items()}
     return {
-        "times": {way: [s / repeats for s in clock.seconds()] for way, clock in clocks.items()},
+        "times": {way: [s / repeats for s in clock.seconds()] for way, clock in clocks.items()}
+        if has_times(device)
+        else dict.fromkeys(steps),
         "kernels": kernels,
         "losses": losses,
     }
@@ -274,9 +249,7 @@ def work(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     precision, group, shape_name = options.setting
     shape = TINY if options.tiny else SHAPES[shape_name]
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(options.device)
     with tempfile.TemporaryDirectory() as folder:
         start(group, device, folder)
         # A real group of NCCL has that plan anyway.
@@ -332,8 +305,8 @@ def report(setting: tuple[str, str, str], options: argparse.Namespace) -> dict[s
             continue
         more = beyond(kernels[way], kernels["bare"])
         row: dict[str, Any] = {
-            "step_ms": round(statistics.median(times[way]) * 1e3, 4),
-            "ratio": round(paired_ratio(times[way], times["bare"]), 5),
+            "step_ms": times[way] and round(statistics.median(times[way]) * 1e3, 4),
+            "ratio": times[way] and round(paired_ratio(times[way], times["bare"]), 5),
             "memory": memory[way],
             "kernels": {stream: sum(names.values()) for stream, names in kernels[way].items()},
             "kernels_beyond_bare": more,
@@ -344,7 +317,8 @@ def report(setting: tuple[str, str, str], options: argparse.Namespace) -> dict[s
         )
         reserved = memory[way].get("reserved_nbytes", 0) / max(memory[way].get("allocated_nbytes", 0), 1)
         print(
-            f"  {way:10} {row['step_ms']:9.3f} {row['ratio']:8.4f}{allocator} {reserved or float('nan'):9.3f} "
+            f"  {way:10} {spelt(row['step_ms'], '.3f', 9)} {spelt(row['ratio'], '.4f', 8)}{allocator} "
+            f"{spelt(reserved or None, '.3f', 9)} "
             f"{row['kernels']['compute']:17d} {sum(more['compute'].values()):12d} {row['kernels']['other']:14d}",
             flush=True,
         )
@@ -356,7 +330,7 @@ def report(setting: tuple[str, str, str], options: argparse.Namespace) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, cpu, or pretend")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
@@ -369,18 +343,14 @@ def main() -> None:
     if options.setting is not None:
         work(options)
         return
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(
-            "gpu_step: expected a CUDA device, found none; run it on a machine with one, or with --device cpu --tiny"
-        )
+    device = device_of(options.device)
     if "bare" not in options.ways:
         options.ways = ["bare", *options.ways]
     settings = [(p, g, s) for s in options.shapes for p in options.precisions for g in options.groups]
     results = [report(setting, options) for setting in settings]
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     shapes = {"tiny": TINY} if options.tiny else SHAPES
     model = {name: vars(shape) for name, shape in shapes.items()}
-    found = {"benchmark": "gpu_step", "facts": facts(), "device": device, "model": model, "results": results}
+    found = {"benchmark": "gpu_step", "facts": facts(), "device": name_of(device), "model": model, "results": results}
     print()
     print(json.dumps(found))
 

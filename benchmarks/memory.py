@@ -35,6 +35,7 @@ from torch import nn
 
 from benchmarks.common import ModelShape, print_json
 from benchmarks.counting import MemoryCounter, gloo_plan, nccl_plan
+from benchmarks.device import device_of, module_of, start_fake, synchronize
 from benchmarks.host import Chain
 from fullshard.policy import use_options
 
@@ -131,45 +132,52 @@ def count_on_cpu(way: Way, shape: ModelShape, precision: str) -> dict[str, float
 def count_on_gpu(way: Way, shape: ModelShape, precision: str, device: torch.device) -> dict[str, float]:
     """Bytes that the caching allocator counts, and reserved bytes over allocated ones at the peak of the step."""
     storage, compute, _ = PRECISIONS[precision]
+    memory = module_of(device)
     gc.collect()
-    torch.cuda.empty_cache()
-    with use_options(**way.options):
+    memory.empty_cache()
+    # The group is a fake one, whose own plan is that of gloo.
+    plan = nccl_plan(shape.width * (compute or storage).itemsize + 1) if way.nccl else nullcontext()
+    with use_options(**way.options), plan:
         model = build(way, shape, precision, device)
         x = torch.randn(1, TOKENS, shape.width, dtype=compute or storage, device=device)
         for _ in range(3):
             model(x).sum().backward()
             model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        synchronize(device)
+        before = memory.memory_allocated()
         peaks: dict[str, float] = {}
-        torch.cuda.reset_peak_memory_stats()
+        memory.reset_peak_memory_stats()
         loss = model(x).sum()
-        torch.cuda.synchronize()
-        peaks["forward"] = torch.cuda.max_memory_allocated() - before
-        torch.cuda.reset_peak_memory_stats()
+        synchronize(device)
+        peaks["forward"] = memory.max_memory_allocated() - before
+        memory.reset_peak_memory_stats()
         loss.backward()
-        torch.cuda.synchronize()
+        synchronize(device)
         gradients = sum(
             p.grad.to_local().nbytes if hasattr(p.grad, "to_local") else p.grad.nbytes
             for p in model.parameters()
             if p.grad is not None
         )
         # The gradient shards of all blocks but the last one are there at the peak.
-        peaks["backward"] = torch.cuda.max_memory_allocated() - before - gradients
-        peaks["reserved"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated()
+        peaks["backward"] = memory.max_memory_allocated() - before - gradients
+        if hasattr(memory, "max_memory_reserved"):
+            peaks["reserved"] = memory.max_memory_reserved() / memory.max_memory_allocated()
         del model, loss
     return peaks
 
 
-def figures(world: int, shape: ModelShape, precision: str, count: Callable[..., dict[str, float]]) -> dict[str, Any]:
+def figures(
+    world: int, shape: ModelShape, precision: str, count: Callable[..., dict[str, float]], device: torch.device
+) -> dict[str, Any]:
     """By way: bytes at both peaks per element of a block, and what each is over FSDP2's."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     numel = sum(p.numel() for p in Chain(shape).blocks[0].parameters()) if shape.width < 4096 else _numel(shape)
     found: dict[str, Any] = {}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    start_fake(device, world)
+    # torch's FSDP1 knows hardware by name, and gloo's plan is that of a CPU.
+    ways = [way for way in WAYS if way.library != "fsdp1" or device.type in ("cpu", "cuda")]
+    ways = [way for way in ways if device.type == "cpu" or way.nccl or way.library != "fullshard"]
     try:
-        for way in WAYS:
+        for way in ways:
             counted = count(way, shape, precision)
             row = {half: round(counted[half] / numel, 3) for half in ("forward", "backward")}
             row |= {key: round(value, 4) for key, value in counted.items() if key not in row}
@@ -186,9 +194,11 @@ def _numel(shape: ModelShape) -> int:
     return 4 * shape.width**2 + 3 * shape.width * shape.hidden + 2 * shape.width
 
 
-def report(world: int, shape: ModelShape, precision: str, count: Callable[..., dict[str, float]]) -> dict[str, Any]:
+def report(
+    world: int, shape: ModelShape, precision: str, count: Callable[..., dict[str, float]], device: torch.device
+) -> dict[str, Any]:
     """Print one table; return its figures."""
-    rows = figures(world, shape, precision, count)
+    rows = figures(world, shape, precision, count, device)
     print(f"\n{precision}, W={world}: bytes per element of one block, beyond shards and gradient shards")
     print(f"  {'':24} {'forward':>8} {'/ fsdp2':>8} {'backward':>9} {'/ fsdp2':>8}")
     for name, row in rows.items():
@@ -206,23 +216,21 @@ def report(world: int, shape: ModelShape, precision: str, count: Callable[..., d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda, another one, or pretend")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script itself")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     torch.set_num_threads(1)
     count: Callable[..., dict[str, float]] = count_on_cpu
     shape = TINY if options.tiny else SHAPE
-    if options.device == "cuda":
-        if not torch.cuda.is_available():
-            print("memory: no CUDA device here, so nothing was measured; run it without --device for counts on a CPU")
-            return
+    device = device_of(options.device)
+    if device.type != "cpu":
         shape = TINY if options.tiny else LLAMA_8B
 
         def count(way: Way, shape: ModelShape, precision: str) -> dict[str, float]:
-            return count_on_gpu(way, shape, precision, torch.device("cuda", 0))
+            return count_on_gpu(way, shape, precision, device)
 
-    results = [report(world, shape, precision, count) for world in options.worlds for precision in PRECISIONS]
+    results = [report(world, shape, precision, count, device) for world in options.worlds for precision in PRECISIONS]
     print()
     print_json("memory", shape, results)
 

@@ -16,7 +16,7 @@ SETUPS = {
     "recomputation": Setup("transformer", recompute=True),
     "micro-batches": Setup(micro=2),
     "clip": Setup(clip=0.1),
-    "large parameters": Setup("wide"),
+    "large parameters": Setup("alone"),
     "uneven": Setup("uneven_mlp"),
     "frozen": Setup("frozen"),
     "one unit": Setup("one_unit"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,23 @@ def device(tmp_path: Path) -> Iterator[torch.device]:
         yield torch.device(accelerator.type, 0)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def without_waits(device: torch.device) -> Iterator[None]:
+    """Fails where the host waits for the device."""
+    if device.type == "pretend":
+        from tests.harness import pretend
+
+        with pretend.watched() as seen:
+            yield
+        assert not seen.waits, seen.waits
+        return
+    if device.type != "cuda":
+        pytest.skip(f"{device.type} does not tell where the host waits")
+    with torch.cuda.device(device):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fullshard.comm import Comparison, Digits
+from tests.gpu.conftest import without_waits
 
 OWN, OTHER = 0x0123_4567_89AB_CDEE, 0x0123_4567_89AB_CDEC
 
@@ -17,15 +18,11 @@ def test_rows_are_compared_on_the_device(dtype: torch.dtype, differ: bool, devic
     for rows, digest in zip(sent, (OWN, OTHER if differ else OWN), strict=True):
         Comparison(Digits(digest, device)).write(rows)
     comparison = Comparison(Digits(OWN, device))
-    torch.cuda.synchronize()
-    with torch.cuda.device(device):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            comparison.met(torch.stack([sent[0][0], sent[1][0]]))
-            comparison.write(sent[0])
-            comparison.arrive()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    torch.accelerator.synchronize(device)
+    with without_waits(device):
+        comparison.met(torch.stack([sent[0][0], sent[1][0]]))
+        comparison.write(sent[0])
+        comparison.arrive()
     assert not comparison.is_here
     assert comparison.differs() is differ
     assert comparison.is_here

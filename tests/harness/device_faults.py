@@ -73,7 +73,7 @@ _ONE = Setup(calls=(("set_communication", "torch"),))
 _EXCHANGE = Setup(calls=(("set_communication", "all-to-all"),))
 _TRANSFORMER = Setup("transformer")
 _UNEVEN = Setup("uneven_mlp")
-_WIDE = Setup("wide")
+_ALONE = Setup("alone")
 _RECORD = "    self._event = torch.accelerator.current_stream(source.device).record_event()\n"
 _COPY = "    self._host.copy_(source, non_blocking=True)\n"
 _REPLICAS = "        self._work = replicate.all_reduce(total, MEAN if self._after.averages else SUM)\n"
@@ -98,8 +98,8 @@ FAULTS: dict[str, SeededFault] = {
     "a reduction's wait is dropped, mixed precision": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _MIXED),
     "a reduction's wait is dropped, micro-batches": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _MICRO),
     "a reduction's wait is dropped, one collective": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _ONE),
-    "a reduction's wait is dropped, large gradients": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _WIDE),
-    "a gather's wait is dropped, large parameters": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _WIDE),
+    "a reduction's wait is dropped, large gradients": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _ALONE),
+    "a gather's wait is dropped, large parameters": SeededFault(f"{_GATHER}.complete", "work.wait()", "pass", _ALONE),
     "a reduction's wait is dropped, offload": SeededFault(f"{_NATIVE}.total", "work.wait()", "pass", _OFFLOAD),
     "a reduction's last wait is dropped": SeededFault(f"{_NATIVE}.total", "in works:", "in works[:-1]:", _UNEVEN),
     "the replicas' wait is dropped": SeededFault(f"{_SUM}.collect", "self._work.wait()", "pass", _HSDP, 4),
@@ -253,7 +253,7 @@ FAULTS: dict[str, SeededFault] = {
         f"{_GATHER}.send",
         "    if staging is not None:\n        packed",
         "    self._full.release()\n    if staging is not None:\n        packed",
-        _WIDE,
+        _ALONE,
     ),
     "full parameters are freed before they are used": SeededFault(
         "engine.executor:Executor._wait",
@@ -264,7 +264,7 @@ FAULTS: dict[str, SeededFault] = {
         "engine.executor:Executor._issue",
         "        channel.issue()\n",
         "        channel.issue()\n    if unit.record.index == 2:\n        unit.groups[0].memory.release()\n",
-        _WIDE,
+        _ALONE,
     ),
     "uploaded shards are freed before they are sent": SeededFault(
         "comm.offload:OffloadedGather.complete",
@@ -293,7 +293,7 @@ FAULTS: dict[str, SeededFault] = {
         "comm.reduce:NativeReduce.send",
         "    if carried is not None:",
         "    for gradient in large:\n        gradient.mul_(2)\n    if carried is not None:",
-        _WIDE,
+        _ALONE,
     ),
     "the digest is overwritten while it is sent": SeededFault(
         "comm.comparison:Comparison.ask_sharers",
@@ -312,7 +312,7 @@ FAULTS: dict[str, SeededFault] = {
         f"{_GATHER}.send",
         "    if staging is not None:\n",
         "    self._flat.mul_(1)\n    if staging is not None:\n",
-        _WIDE,
+        _ALONE,
     ),
     "staged parameters are overwritten while they arrive": SeededFault(
         f"{_GATHER}.send",

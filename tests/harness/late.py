@@ -198,6 +198,8 @@ class LateGroup(dist.ProcessGroup):
 
     supports_coalescing = True
     made = 0
+    # How many of them sent a message of the device: NCCL makes its communicator then.
+    used = 0
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -252,6 +254,8 @@ class LateGroup(dist.ProcessGroup):
             outputs = list(writes)
             exchange(list(reads), outputs)
             return _Done()
+        if self._thread is None:
+            LateGroup.used += 1
         message = _Message(name, reads, writes, exchange)
         actor, stream = f"messages of group {self._number}", pretend.current()
         found = [(*pretend.extent(t), False) for t in reads if t.numel()]
@@ -294,6 +298,8 @@ class LateGroup(dist.ProcessGroup):
                 self._queue.popleft()
             message.reads, message.issued = [], []
             message.is_over.set()
+            # Its outputs are those of whoever holds the work, and not held until the next message comes.
+            del message
 
     def abort(self) -> None:
         self._aborted = True

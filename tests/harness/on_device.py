@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,10 +27,6 @@ from tests.harness.models import CASES, Case
 from tests.harness.pool import pool
 
 STEPS = 3
-# Parameters that are alone in their units: they are sent from where they are.
-WIDE = Case(
-    "wide", lambda: nn.Sequential(*(nn.Linear(160, 160, bias=False) for _ in range(3))), ("0", "1", "2"), (160,), (160,)
-)
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,55 @@ class Found:
         assert not self.messages, f"{len(self.messages)} messages went wrong; the first:\n{self.messages[0]}"
 
 
+class _Block(nn.Module):
+    """x + MLP(norm(x)): what it computes is small beside its weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class _Wide(nn.Module):
+    """Four blocks, between two weights of the root. For bytes: activations are a hundredth of the parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(4))
+        self.last = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+_BLOCKS = tuple(f"blocks.{i}" for i in range(4))
+# Weights that travel by themselves, and weights that are packed into one message (layout/gather.py).
+WIDE = (
+    Case("wide", lambda: _Wide(768), _BLOCKS, (8,), (8,)),
+    Case("packed", lambda: _Wide(192), _BLOCKS, (8,), (8,)),
+)
+
+# Parameters that are alone in their units: they are sent from where they are.
+ALONE = Case(
+    "alone",
+    lambda: nn.Sequential(*(nn.Linear(160, 160, bias=False) for _ in range(3))),
+    ("0", "1", "2"),
+    (160,),
+    (160,),
+)
+
+
 def case_of(setup: Setup) -> Case:
     """The model of `setup`."""
-    return next(case for case in (*CASES, WIDE) if case.name == setup.case)
+    return next(case for case in (*CASES, *WIDE, ALONE) if case.name == setup.case)
 
 
 def run(setup: Setup, *, world: int = 2) -> list[Found]:
@@ -142,10 +185,11 @@ def train(rank: int, setup: Setup) -> Found:
     )
 
 
-def sharded(model: nn.Module, setup: Setup) -> Any:
-    """`model`, sharded over all ranks as `setup` says."""
-    from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+def sharded(model: nn.Module, setup: Setup, library: str = "fullshard") -> Any:
+    """`model`, sharded over all ranks as `setup` says, by fullshard or by "torch"."""
+    import fullshard
 
+    made: Any = fullshard if library == "fullshard" else torch.distributed.fsdp
     case, world = case_of(setup), dist.get_world_size()
     leave_out(model, setup, dist.get_rank())
     if setup.recompute:
@@ -159,10 +203,10 @@ def sharded(model: nn.Module, setup: Setup) -> Any:
         options["reshard_after_forward"] = setup.reshard
     if setup.dtype:
         reduce = getattr(torch, setup.reduce_dtype) if setup.reduce_dtype else None
-        options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, setup.dtype), reduce)
+        options["mp_policy"] = made.MixedPrecisionPolicy(getattr(torch, setup.dtype), reduce)
     if setup.offload:
-        options["offload_policy"] = CPUOffloadPolicy()
-    case.shard(model, fully_shard, **options)
+        options["offload_policy"] = made.CPUOffloadPolicy()
+    case.shard(model, made.fully_shard, **options)
     if setup.hook_stream:
         stream = torch.Stream(device="pretend")
         for module in (model, *(model.get_submodule(name) for name in case.units)):

@@ -15,6 +15,7 @@ for devices call it (`tests.harness.pool.pool(world, device=True)`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -34,7 +35,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.harness.clocks import HOST, Clocks
 
@@ -133,6 +134,9 @@ class _Device(types.ModuleType):
     def synchronize(self, device: Any = None) -> None:
         torch.accelerator.synchronize(device)
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def manual_seed_all(self, seed: int) -> None:
         pass
 
@@ -141,9 +145,6 @@ class _Device(types.ModuleType):
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:  # noqa: ARG002
         torch.set_rng_state(state)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
 
     def empty_cache(self) -> None:
         pass
@@ -161,6 +162,9 @@ class _Device(types.ModuleType):
 class _Held:
     nbytes = 0
     peak_nbytes = 0
+    # By address: bytes, and the line that allocated them; None: not noted. And those of the peak.
+    places: dict[int, tuple[int, str]] | None = None
+    at_peak: tuple[tuple[int, str], ...] = ()
 
 
 _HELD = _Held()
@@ -174,13 +178,30 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("pretend")
     torch._register_device_module("pretend", _Device("torch.pretend"))
     torch.utils.generate_methods_for_privateuse1_backend()
+    kernels = torch.library.Library("aten", "IMPL")
+    for name in ("convolution", "convolution_backward"):
+        kernels.impl(
+            f"{name}_overrideable", functools.partial(_convolution, getattr(torch.ops.aten, name)), "PrivateUse1"
+        )
+    _KEPT.append(kernels)
     library = ctypes.CDLL(path)
     told = _TELLING.told()
     library.pretend_tells(ctypes.byref(told))
+    # Threads of autograd may free memory when the interpreter has ended.
+    atexit.register(library.pretend_tells, None)
     _KEPT.extend([library, told])
 
 
 _KEPT: list[Any] = []  # what C++ calls
+
+
+def _convolution(operator: Any, *args: Any) -> Any:
+    """Convolutions, which have a name of their own on devices such as this one; not told to the watch."""
+    device = next(a.device for a in args if isinstance(a, torch.Tensor))
+    hosts = [on_host(a) if isinstance(a, torch.Tensor) else a for a in args]
+    if operator is torch.ops.aten.convolution_backward:
+        hosts.insert(3, [hosts[0].shape[1]])  # of the bias
+    return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), operator(*hosts))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,6 +296,10 @@ class _Telling:
     def _allocated(self, base: int, nbytes: int, device: int, stream: int) -> None:
         if device >= 0:
             _HELD.nbytes += _rounded(nbytes)
+            if _HELD.places is not None:
+                _HELD.places[base] = _rounded(nbytes), " < ".join(reversed(frames()[-3:])) or "autograd"
+                if _HELD.nbytes > _HELD.peak_nbytes:
+                    _HELD.at_peak = tuple(_HELD.places.values())
             _HELD.peak_nbytes = max(_HELD.peak_nbytes, _HELD.nbytes)
         owner = stream_name(device, stream) if device >= 0 else HOST
         if self.watch is not None:
@@ -284,6 +309,8 @@ class _Telling:
     def _freed(self, base: int, nbytes: int, device: int) -> None:
         if device >= 0:
             _HELD.nbytes -= _rounded(nbytes)
+            if _HELD.places is not None:
+                _HELD.places.pop(base, None)
             self.tell(lambda watch: watch.clocks.free(base))
         else:
             # Page-locked memory is kept by its allocator until the copies that it knows of are over.
@@ -345,6 +372,23 @@ def _note_accesses(watch: Watch, name: str, found: list[Any], actor: str, stack:
 def _note_wait(watch: Watch, what: str, actors: Callable[[str], bool], stack: tuple[str, ...]) -> None:
     watch.waits[what, stack] += 1
     watch.clocks.synchronize(actors)
+
+
+@contextlib.contextmanager
+def places() -> Iterator[Callable[[], list[tuple[str, int]]]]:
+    """Note where memory is allocated inside. Gives a function: bytes at the last peak by place, largest first."""
+
+    def found() -> list[tuple[str, int]]:
+        nbytes = Counter[str]()
+        for size, place in _HELD.at_peak:
+            nbytes[place] += size
+        return nbytes.most_common()
+
+    _HELD.places, _HELD.at_peak = {}, ()
+    try:
+        yield found
+    finally:
+        _HELD.places = None
 
 
 def _rounded(nbytes: int) -> int:

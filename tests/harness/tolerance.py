@@ -199,7 +199,7 @@ def _noise(gradient: Tensor, relative: float, generator: torch.Generator) -> Ten
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    return (torch.randint(0, 2, like.shape, generator=generator) * 2 - 1).to(like.dtype)
+    return (torch.randint(0, 2, like.shape, generator=generator) * 2 - 1).to(like.device, like.dtype)
 
 
 def updates(value: Tensor, steps: int) -> float:

@@ -148,17 +148,6 @@ def test_checkpoint() -> None:
     assert set(results["ways"]["fullshard"]["seconds"]) == {"save", "load", "blocked"}
 
 
-@pytest.mark.slow
-@pytest.mark.hang_after(600)
-def test_gpu_in_one_call() -> None:
-    answer = _last_line("benchmarks.gpu", "--device", "cpu", timeout_s=590)
-    results = answer["results"]
-    assert isinstance(results, dict)
-    assert set(results) == {"tests", "step, 8B-shaped", "memory", "step, 1B-shaped", "host"}
-    assert all(part["ok"] for part in results.values())
-    assert all(part["figures"] for name, part in results.items() if name != "tests")
-
-
 def test_digest() -> None:
     results = _last_line("benchmarks.digest")["results"]
     assert isinstance(results, list)

@@ -70,7 +70,7 @@ class Row:
     def __init__(self, title: str, **names: Any) -> None:
         self.printed: list[Any] = []
         self.names = {**NAMES, "print": self._print, **names}
-        self._blocks = BLOCKS[title]
+        self.code = BLOCKS[title]
 
     def _print(self, *values: Any) -> None:
         self.printed.extend(values)
@@ -84,7 +84,7 @@ class Row:
 
     def _run(self, which: int) -> list[Any]:
         self.printed.clear()
-        exec(compile(self._blocks[which], f"{PAGE.name}, block {which + 1}", "exec"), self.names)
+        exec(compile(self.code[which], f"{PAGE.name}, block {which + 1}", "exec"), self.names)
         return list(self.printed)
 
     def __getitem__(self, name: str) -> Any:

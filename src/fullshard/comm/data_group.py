@@ -320,7 +320,11 @@ class _ConnectingStore(dist.Store):
 
 
 class Sent:
-    """A message in flight over a data group, its `number`th."""
+    """A message in flight over a data group, its `number`th.
+
+    On a device the host waits for nothing: `wait` orders the current stream after the message. The data group still
+    knows the message until it is over, but its buffers are the caller's alone from then on.
+    """
 
     __slots__ = ("_described", "_passed", "_renewed", "_work", "group", "number", "since")
 
@@ -429,6 +433,11 @@ def _tell_of_watchdog() -> None:
         "ends this process" if watchdog.ends_process else "does not end this process",
         watchdog.hung_seconds,
     )
+
+
+def communicators(origin: dist.ProcessGroup) -> list[DataGroup]:
+    """The data groups of `origin` that are connected, on a device: each is a communicator beside that of `origin`."""
+    return [group for group in _made.get(origin, {}).values() if group.device.type != "cpu" and group.is_connected]
 
 
 def data_group(origin: dist.ProcessGroup, purpose: str = "small") -> DataGroup | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 _KEPT_STEPS = 2
 # Limit of the key cache. Keys stay valid after it is cleared.
 _KNOWN_KEYS = 4096
+_FREED = torch.empty(0)
 
 
 class Slot:
@@ -95,10 +96,13 @@ class BufferPool:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Return the buffer; the next `take` may overwrite it."""
+        """Return the buffer; the next `take` may overwrite it. A pool that keeps nothing frees it, whoever still holds
+        the slot: a reduction does so while its replicas sum."""
         if self._keep:
             slot.step = self._step
             self._free.setdefault(slot.key, []).append(slot)
+        else:
+            slot.tensor, slot.views = _FREED, []
 
     def end_of_backward(self, root: int) -> None:
         """`root` (its number) has reduced its gradients. When it does so again, a new step begins, and buffers unused

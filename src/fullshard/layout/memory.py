@@ -18,6 +18,9 @@ from .flat import FACTS_NUMEL, FlatLayout, ReduceLayout, align_up
 from .gather import GatherPlan
 from .shard import require_int
 
+# Reduced shards that are copied to the host at once, of shards that are there (comm/offload.py).
+DOWNLOADS_IN_FLIGHT = 2
+
 # ---- unit memory -----------------------------------------------------------------------------------------------------
 # The facts that the bytes of one unit depend on, and its bytes of each kind. `memory` says when they exist.
 #
@@ -64,6 +67,10 @@ class UnitMemory:
     # No parameter is trained: there are no gradients, and nothing is sent. With `reshard` off it stays full
     # from step to step (`set_memory_budget(resident=)`).
     frozen: bool = False
+    # Bytes per element of the gradients of earlier backwards that the last one of a window adds its own to; 0: none.
+    held_itemsize: int = 0
+    # Shards and their gradients are on the host.
+    offloaded: bool = False
 
     def __post_init__(self) -> None:
         if self.kept is not None and not self.reshard:
@@ -110,6 +117,21 @@ class UnitMemory:
     def gather_nbytes(self) -> int:
         """All memory of a gather: full parameters and staging. Casting shards needs no buffer."""
         return self.full_nbytes + self.staging_nbytes
+
+    @property
+    def uploaded_nbytes(self) -> int:
+        """The shards on the device while they are gathered, if they are on the host otherwise."""
+        return self.shard_nbytes if self.offloaded else 0
+
+    @property
+    def held_nbytes(self) -> int:
+        """The gradients of earlier backwards, whole: there until the backward that reduces them has ended."""
+        return 0 if self.frozen else self.pack.numel * self.held_itemsize
+
+    @property
+    def summed_nbytes(self) -> int:
+        """The gradients that a reduction is made of: autograd's, or their sum with those of earlier backwards."""
+        return self.held_nbytes or self.gradient_nbytes
 
     @property
     def lasting(self) -> bool:
@@ -188,8 +210,11 @@ def total(terms: Sequence[Term]) -> int:
 
 
 def shard_terms(units: Sequence[UnitMemory]) -> list[Term]:
-    """The flat buffers that exist all the time: one term per unit."""
-    return [Term(f"shards of {unit.name}", unit.shard_nbytes) for unit in units]
+    """What exists all the time: the flat buffers, one term per unit, and gradients that earlier backwards left."""
+    return [
+        *(Term(f"shards of {unit.name}", unit.shard_nbytes) for unit in units if not unit.offloaded),
+        *(Term(f"held gradients of {unit.name}", unit.held_nbytes) for unit in units if unit.held_nbytes),
+    ]
 
 
 def forward_terms(
@@ -237,6 +262,7 @@ def backward_terms(
     current: int,
     *,
     reductions_in_flight: int = 2,
+    replicating_in_flight: int | None = None,
     prefetch_nbytes: int | None = None,
     gradient_nbytes: int | None = None,
 ) -> list[Term]:
@@ -245,14 +271,14 @@ def backward_terms(
     The unit before it is being gathered, or as many as fit into `prefetch_nbytes`. `reductions_in_flight` counts the
     earlier reductions (units current + 1, ...) whose buffers still exist. Their gradients were copied into the send
     buffer and freed; gradients that are sent from where autograd left them live as long as a send buffer would. On a
-    mesh with replicas, the same number of units after these is being summed over the replicas. `gradient_nbytes` limits
-    gradients and messages together.
+    mesh with replicas, `replicating_in_flight` units after these are being summed over the replicas (None: the same
+    number). `gradient_nbytes` limits gradients and messages together.
     """
     room = None
     if gradient_nbytes is not None:
         # The room left by its own gradients.
         room = max(0, gradient_nbytes - units[current].gradient_nbytes)
-    units_behind = _behind(units, current, reductions_in_flight, room)
+    units_behind = _behind(units, current, reductions_in_flight, room, replicating_in_flight)
     return [
         *shard_terms(units),
         *_kept(units, current),
@@ -268,6 +294,7 @@ def sending_terms(
     current: int,
     *,
     reductions_in_flight: int = 2,
+    replicating_in_flight: int | None = None,
     prefetch_nbytes: int | None = None,
     gradient_nbytes: int | None = None,
 ) -> list[Term]:
@@ -275,14 +302,18 @@ def sending_terms(
     room = None
     if gradient_nbytes is not None:
         room = max(0, gradient_nbytes - 2 * units[current].gradient_nbytes)
-    units_behind = _behind(units, current, reductions_in_flight, room)
+    units_behind = _behind(units, current, reductions_in_flight, room, replicating_in_flight)
     unit = units[current]
-    cast = unit.leaving_nbytes if unit.wire_itemsize != unit.compute_itemsize else 0
+    made_of = unit.held_itemsize or unit.compute_itemsize
+    cast = unit.leaving_nbytes if unit.wire_itemsize != made_of else 0
+    if unit.pack.world == unit.replicas == 1 and unit.storage_itemsize != made_of:
+        # Nothing is sent: the result is cast from the gradients.
+        cast = unit.reduced_nbytes
     return [
         *shard_terms(units),
         *_kept(units, current),
         *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), from_secondary=True),
-        Term(f"gradients of {unit.name}", unit.gradient_nbytes),
+        Term(f"gradients of {unit.name}", unit.summed_nbytes),
         Term(f"reduction of {unit.name}", unit.send_nbytes + cast + unit.receive_nbytes),
         *units_behind,
     ]
@@ -361,6 +392,7 @@ def peak(
                 units,
                 i,
                 reductions_in_flight=limit,
+                replicating_in_flight=reductions_in_flight,
                 prefetch_nbytes=prefetch_nbytes,
                 gradient_nbytes=gradient_nbytes,
             )
@@ -401,18 +433,23 @@ def _ahead(units: Sequence[UnitMemory], following: Sequence[int], depth: int, nb
 
 
 def _behind(
-    units: Sequence[UnitMemory], current: int, reductions_in_flight: int, room: int | None = None
+    units: Sequence[UnitMemory],
+    current: int,
+    reductions_in_flight: int,
+    room: int | None = None,
+    replicating_in_flight: int | None = None,
 ) -> list[Term]:
     """Terms of the units whose backward is over. `room`: bytes that messages in flight may take."""
+    at_once = reductions_in_flight if replicating_in_flight is None else replicating_in_flight
     _check(units, current)
     require_int("reductions_in_flight", reductions_in_flight, 0, "0 waits for each reduction at once")
     behind = units[current + 1 :]
     sending = [u for u in behind[:reductions_in_flight] if u.send_nbytes]
-    # The same number is summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
+    # Then those that are summed over the replicas, in memory that becomes the reduced shards where dtypes are equal.
     replicating = [
         unit
         for place, unit in enumerate(behind)
-        if unit.replicating_nbytes and 0 <= place - reductions_in_flight < reductions_in_flight
+        if unit.replicating_nbytes and 0 <= place - reductions_in_flight < at_once
     ]
     under_way: dict[str, int] = {}
     left = room
@@ -427,8 +464,14 @@ def _behind(
     return [
         *(Term(f"reduction of {name}", nbytes) for name, nbytes in under_way.items() if nbytes),
         *(Term(f"all-reduce of {u.name}", u.replicating_nbytes) for u in replicating),
-        *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in arrived if not u.frozen),
+        *(Term(f"reduced shards of {u.name}", u.reduced_nbytes) for u in _on_device(arrived) if not u.frozen),
     ]
+
+
+def _on_device(arrived: Sequence[UnitMemory]) -> list[UnitMemory]:
+    """Those whose reduced shards are on the device: on their way to the host the latest two alone."""
+    downloading = [unit for unit in arrived if unit.offloaded][:DOWNLOADS_IN_FLIGHT]
+    return [unit for unit in arrived if not unit.offloaded or unit in downloading]
 
 
 def _gathering(units: Sequence[UnitMemory], indices: Sequence[int], *, from_secondary: bool = False) -> list[Term]:
@@ -438,6 +481,7 @@ def _gathering(units: Sequence[UnitMemory], indices: Sequence[int], *, from_seco
         staging = unit.secondary_staging_nbytes if from_secondary and unit.kept is not None else unit.staging_nbytes
         terms += [
             Term(f"full {unit.name} (next)", unit.arriving_nbytes),
+            Term(f"uploaded shards of {unit.name}", unit.uploaded_nbytes),
             Term(f"staging of {unit.name}", staging),
         ]
     return [term for term in terms if term.nbytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import local_of
-from ..comm import direct_of, exchanges
+from ..comm import DataGroup, communicators, direct_of, exchanges
 from ..engine import Unit
 from ..engine.root import formed
 from ..layout import FlatLayout, Term, UnitMemory, peak, secondary_layout
 from ..param import ShardedParam
+from ..param.initial import table_nbytes
 from ..policy import Options
 
 
@@ -76,6 +78,8 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
     is_outer = unit.root.units[0] is unit if unit.root is not None else name == ""
     keeps = unit.settings.reshard_after_forward is False or (unit.settings.reshard_after_forward is None and is_outer)
     keeps = keeps or unit.record.plan.resident
+    # In a window, or after micro-batches that left their gradients here.
+    held = unit.gradients.window_open or not unit.record.plan.sync
     # Before the root forms, `links` does not say yet whether there are several nodes.
     links, strategy = unit.links[position], unit.settings.controls.strategy(communication)
     exchanged = exchanges(links, strategy)
@@ -88,7 +92,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         group.plan,
         precision.storage.itemsize,
         precision.compute.itemsize,
-        (precision.wire if exchanged else precision.reduce).itemsize,
+        (precision.wire if exchanged and not held else precision.reduce).itemsize,
         reshard=not keeps,
         outer=is_outer,
         exchanges=exchanged,
@@ -97,6 +101,8 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         kept=_kept_layout(unit, position),
         direct_gradients=direct,
         frozen=not any(standing(param).requires_grad for param in group.params),
+        held_itemsize=precision.reduce.itemsize if held else 0,
+        offloaded=unit.host_link is not None,
     )
 
 
@@ -145,6 +151,31 @@ def _state_nbytes(optimizer: Held, shard: DTensor) -> int | None:
     return tensors * local_of(shard).numel() * shard.element_size() + 4 * scalars
 
 
+# NCCL's documented defaults: bytes of the buffer of a channel, and the most channels of a communicator.
+_CHANNEL_NBYTES, _CHANNELS = 4 << 20, 32
+
+
+def communicator_terms(found: Sequence[tuple[str, Unit]]) -> tuple[Term, ...]:
+    """The communicators that fullshard opened on the device, beside the user's own, each with an estimate of its bytes.
+
+    The estimate is NCCL_BUFFSIZE for each of NCCL_MAX_NCHANNELS channels, from the environment or else NCCL's defaults.
+    It is not measured, and what a communicator takes is outside of torch's allocator. 0 for other backends.
+    """
+    nbytes = int(os.environ.get("NCCL_BUFFSIZE") or _CHANNEL_NBYTES)
+    nbytes *= int(os.environ.get("NCCL_MAX_NCHANNELS") or _CHANNELS)
+    groups: dict[str, DataGroup] = {}
+    for _, unit in found:
+        for links in unit.links:
+            block = None if links.block is None else links.block.group
+            for group in (links.shard, links.replicate, links.reduce, block):
+                if group is not None and group.world > 1:
+                    groups |= {one.name: one for one in communicators(group.origin)}
+    return tuple(
+        Term(f'communicator "{one.purpose}" of {len(one.ranks)} ranks', nbytes if one.backend == "nccl" else 0)
+        for one in groups.values()
+    )
+
+
 def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[str, tuple[Term, ...]]:
     """The moment of the peak of parameters, gradients and messages, and its terms."""
     root = formed(found[0][1])
@@ -166,4 +197,6 @@ def expected_peak(found: Sequence[tuple[str, Unit]], options: Options) -> tuple[
         prefetch_nbytes=chosen.prefetch_nbytes,
         gradient_nbytes=chosen.gradient_nbytes,
     )
-    return moment, tuple(terms)
+    device = found[0][1].device
+    table = 0 if device.type == "cpu" else table_nbytes(device)
+    return moment, (*terms, *([Term("table of the digests of initial values", table)] if table else []))

@@ -27,7 +27,7 @@ from ..engine.root import formed
 from ..layout import Term
 from ..param import PendingGrad, ShardedParam
 from ..policy import Options
-from .expected import Bytes, Held, expected_of, expected_peak, kept_nbytes, standing
+from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes, standing
 
 if TYPE_CHECKING:
     from .expected import Bytes
@@ -64,6 +64,13 @@ def _below(report: Report) -> list[str]:
         f"expected peak: {human(report.peak_nbytes)} in {report.peak_moment}, without activations and optimizer; "
         f"kept for messages: {human(report.message_nbytes)}",
     ]
+    if report.communicators:
+        names = ", ".join(term.name.removeprefix("communicator ") for term in report.communicators)
+        nbytes = human(sum(term.nbytes for term in report.communicators))
+        lines.append(
+            f"communicators beside the mesh's own: {names}; at most {nbytes} outside of the allocator, estimated from "
+            f"NCCL's defaults, not measured"
+        )
     kept = sum(unit.kept_nbytes for unit in report.units)
     if kept:
         live = sum(unit.kept_nbytes_live for unit in report.units)
@@ -194,6 +201,9 @@ class Report:
     # optimizer.
     peak_moment: str
     peak_terms: tuple[Term, ...]
+    # Communicators that fullshard opened on the device so far, beside the user's own: an estimate of the bytes of each,
+    # not measured. They are outside of torch's allocator, and so not part of the peak.
+    communicators: tuple[Term, ...]
     # Likely mistakes.
     notes: tuple[str, ...]
 
@@ -203,8 +213,8 @@ class Report:
 
     def to_json(self) -> str:
         """All fields as one JSON object."""
-        terms = [term._asdict() for term in self.peak_terms]
-        return json.dumps(asdict(self) | {"peak_terms": terms, "peak_nbytes": self.peak_nbytes})
+        terms = {name: [t._asdict() for t in getattr(self, name)] for name in ("peak_terms", "communicators")}
+        return json.dumps(asdict(self) | terms | {"peak_nbytes": self.peak_nbytes})
 
     def __str__(self) -> str:
         return render(self)
@@ -247,6 +257,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         message_nbytes=sum(shared.pool.nbytes for shared in pools),
         peak_moment=moment,
         peak_terms=terms,
+        communicators=communicator_terms(found),
         notes=_notes(model, found, rows, unsharded, held),
     )
 

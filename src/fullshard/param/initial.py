@@ -84,9 +84,24 @@ def _sums(words: Tensor) -> Tensor:
     return sums
 
 
-@functools.cache
+_made: dict[torch.device, Tensor] = {}
+
+
+def table_nbytes(device: torch.device) -> int:
+    """Bytes of the table that digests keep on `device`, once for all models."""
+    return _made[device].nbytes if device in _made else 0
+
+
 def _weights(device: torch.device) -> Tensor:
     """(32768,) odd numbers, from a formula, so that the user's random generators stay untouched."""
+    found = _made.get(device)
+    if found is None:
+        found = _made[device] = _numbers().to(device)
+    return found
+
+
+@functools.cache
+def _numbers() -> Tensor:
     # The finaliser of MurmurHash3 on 1, 2, 3, ...; the mask makes Python's shifts those of unsigned numbers.
     mask = (1 << 64) - 1
     values = []
@@ -97,7 +112,7 @@ def _weights(device: torch.device) -> Tensor:
         x = (x ^ (x >> 33)) | 1
         values.append(x - (1 << 64) if x >> 63 else x)
     with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64).to(device)
+        return torch.tensor(values, dtype=torch.int64)
 
 
 # ---- initial ---------------------------------------------------------------------------------------------------------

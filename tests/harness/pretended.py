@@ -1,0 +1,16 @@
+"""A pytest plugin: this session's machine has the device "pretend", and the backend "late" belongs to it.
+
+    python -m pytest -p tests.harness.pretended tests/gpu
+
+So the tests of the tier `gpu` run as they are where there is no hardware.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.harness import late
+
+late.register()
+# Otherwise torch unties parameters that it moves to a device of this kind; those of CUDA stay tied.
+torch.__future__.set_swap_module_params_on_conversion(True)
