@@ -91,6 +91,7 @@ def test_the_peak_of_one_rank(name: str) -> None:
     _check(ALONE[name], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WIDER)
 def test_the_peak_of_strategies_of_four_ranks(name: str) -> None:
     _check(WIDER[name], 4)

@@ -44,6 +44,8 @@ def test_a_seeded_fault_is_found(name: str) -> None:
     assert any(_noticed(found, fault.setup, fault.world) for found in results)
 
 
+# Most setups are those of test_training.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("setup, world", sorted({(f.setup, f.world) for f in FAULTS.values()}, key=repr), ids=repr)
 def test_the_sound_engine_shows_nothing(setup: Setup, world: int) -> None:
     for found in pool(world, backend="late").run(_train, setup, "", seed=setup.seed, timeout=30):
