@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.harness import on_device
@@ -9,6 +11,9 @@ from tests.harness.device_faults import FAULTS, seeded
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
 from tests.harness.pool import pool
+
+# Enough for what is compared a step later.
+STEPS = 2
 
 
 def _train(rank: int, setup: Setup, name: str) -> Found | str:
@@ -40,14 +45,16 @@ def _noticed(found: Found | str, setup: Setup, world: int) -> str:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
-    results = pool(fault.world, backend="late").run(_train, fault.setup, name, seed=fault.setup.seed, timeout=30)
-    assert any(_noticed(found, fault.setup, fault.world) for found in results)
+    setup = replace(fault.setup, steps=STEPS)
+    results = pool(fault.world, backend="late").run(_train, setup, name, seed=setup.seed, timeout=30)
+    assert any(_noticed(found, setup, fault.world) for found in results)
 
 
 # Most setups are those of test_training.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("setup, world", sorted({(f.setup, f.world) for f in FAULTS.values()}, key=repr), ids=repr)
 def test_the_sound_engine_shows_nothing(setup: Setup, world: int) -> None:
+    setup = replace(setup, steps=STEPS)
     for found in pool(world, backend="late").run(_train, setup, "", seed=setup.seed, timeout=30):
         assert _noticed(found, setup, world) == ""
 

@@ -26,8 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.harness.models import CASES, Case
 from tests.harness.pool import pool
 
-STEPS = 3
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -55,6 +53,7 @@ class Setup:
     unused_on: tuple[int, ...] = ()
     # What `event.query()` says.
     queries: bool = True
+    steps: int = 3
     seed: int = 0
 
 
@@ -145,8 +144,8 @@ def train(rank: int, setup: Setup) -> Found:
         model = sharded(case.build().to(device), setup)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses: list[Tensor] = []
-        for step in range(STEPS):
-            if step == STEPS - 1:
+        for step in range(setup.steps):
+            if step == setup.steps - 1:
                 gc.collect()
                 seen.waits.clear()
                 rest = torch.pretend.memory_allocated()  # type: ignore[attr-defined]
@@ -269,7 +268,7 @@ def reference(setup: Setup, world: int) -> dict[str, Tensor]:
     case = case_of(setup)
     model = copy.deepcopy(case.build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+    for step in range(setup.steps):
         for micro in range(setup.micro):
             for rank in range(world):
                 batch = case.batch(step * setup.micro + micro, rank)
