@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
+from fullshard.comm.data_group import Sent
 from tests.harness.fake import fake_world
 from tests.threads.programs import Model, batch, shard
 
@@ -96,3 +100,36 @@ def test_the_strategy_may_be_set_after_sharding(monkeypatch: pytest.MonkeyPatch)
         assert counted[1] == (gathers, units, 0)
         # All large parameters of a unit in one launch.
         assert counted[0] == counted[2] == (gathers, 0, gathers)
+
+
+class _Stuck:
+    """A collective of gloo that was issued while its connection closed: it never ends."""
+
+    waits = 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits += 1
+        assert timeout.total_seconds() > 0
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_message_that_no_cut_ends_is_given_up() -> None:
+    """Some time after the cut, and not before."""
+    now = time.monotonic()
+    cuts = iter([0.0, now, now, now - 60])
+
+    class Group:
+        device, scope = torch.device("cpu"), SimpleNamespace(renewed=0, watch=SimpleNamespace(waiting={}))
+        cut_at = property(lambda _: next(cuts))
+
+        def refuse(self, number: int, error: RuntimeError) -> None:
+            raise LookupError(f"message {number}: {error}")
+
+    group: Any = Group()
+    work: Any = _Stuck()
+    with pytest.raises(LookupError, match="message 7: Operation timed out"):
+        Sent(group, work, 7, in_one=False).wait()
+    assert work.waits == 4 and not group.scope.watch.waiting

@@ -98,6 +98,9 @@ _CUTS = ("gloo", "nccl", "late")
 _OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
 # How long to wait, after a connection was closed, until a peer reports why or is found dead.
 _CLOSED_SECONDS = 3.5
+# How long a wait for a collective lasts before it looks whether the watch ended it; and how long a cut may take.
+_SLICE = timedelta(seconds=2)
+_CUT_SECONDS = 3.0
 # The backend's timeout must come after the watch's, whose error names ranks.
 _BACKEND_SECONDS_MORE = 30.0
 
@@ -115,7 +118,7 @@ class DataGroup:
         # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
         self._origin = weakref.ref(origin)
         self.issued = 0
-        self.is_cut = False
+        self.is_cut, self.cut_at = False, 0.0
         # Messages in flight on a device, for which no host thread waits.
         self._under_way: deque[Sent] = deque()
         self._group: dist.ProcessGroup | None = None
@@ -161,6 +164,7 @@ class DataGroup:
             scope.interrupted(error, wait.doing)
             raise
         self._group, self.issued, self.is_cut, self._renewed = made, 0, False, scope.renewed
+        self.cut_at = 0.0
         self._under_way.clear()
 
     def expire(self) -> None:
@@ -182,7 +186,7 @@ class DataGroup:
         except RuntimeError as error:
             self.refuse(self.issued + 1, error)
         self.issued += 1
-        sent = Sent(self, work, self.issued)
+        sent = Sent(self, work, self.issued, in_one=self.backend != "gloo")
         if self.device.type != "cpu":
             self._under_way.append(sent)
         return sent
@@ -194,7 +198,7 @@ class DataGroup:
         except RuntimeError as error:
             self.refuse(self.issued + 1, error)
         self.issued += 1
-        return [Sent(self, work, self.issued) for work in works]
+        return [Sent(self, work, self.issued, in_one=True) for work in works]
 
     def oldest(self) -> Sent | None:
         """The oldest message in flight on a device, or None."""
@@ -212,7 +216,7 @@ class DataGroup:
         """End all waits on the group, here and on its peers. From any thread; does not raise."""
         if self.is_cut or self._group is None:
             return
-        self.is_cut = True
+        self.is_cut, self.cut_at = True, time.monotonic()
         if self.device.type != "cpu":
             with suppress(RuntimeError):
                 self._group.abort()
@@ -326,12 +330,14 @@ class Sent:
     knows the message until it is over, but its buffers are the caller's alone from then on.
     """
 
-    __slots__ = ("_described", "_passed", "_renewed", "_work", "group", "number", "since")
+    __slots__ = ("_described", "_in_one", "_passed", "_renewed", "_work", "group", "number", "since")
 
-    def __init__(self, group: DataGroup, work: Work, number: int) -> None:
-        self.group, self.number = group, number
+    def __init__(self, group: DataGroup, work: Work, number: int, *, in_one: bool) -> None:
+        """`in_one`: the wait cannot be cut into slices. On a device it does not block; a point-to-point message of gloo
+        closes its connection when a wait for it times out."""
+        self.group, self.number, self._in_one = group, number, in_one
         # A work on a device holds its outputs for as long as it exists. An event replaces it once a stream waits.
-        self._work: Work | None = work
+        self._work: Any = work
         self._passed: Any = None
         self._renewed = group.scope.renewed
         self._described: Wait | None = None
@@ -358,18 +364,28 @@ class Sent:
         waiting, thread = scope.watch.waiting, threading.get_ident()
         waiting[thread] = self
         try:
-            done = work.wait()
+            while True:
+                try:
+                    done = work.wait() if self._in_one else work.wait(_SLICE)
+                    break
+                except RuntimeError as error:
+                    if self._in_one or work.is_completed() or self._is_overdue():
+                        if self._renewed != scope.renewed:
+                            raise  # its connections were given up
+                        waiting.pop(thread, None)
+                        self.group.refuse(self.number, error)
             if self.group.device.type != "cpu":
                 self._passed = torch.accelerator.current_stream(self.group.device).record_event()
                 self._work = None
             return done
-        except RuntimeError as error:
-            if self._renewed != scope.renewed:
-                raise  # its connections were given up
-            waiting.pop(thread, None)
-            self.group.refuse(self.number, error)
         finally:
             waiting.pop(thread, None)
+
+    def _is_overdue(self) -> bool:
+        """A slice of the wait is over: whether the group was cut some time ago. A collective that is issued while its
+        connection closes may never end, and no cut ends it, because there is nothing left to cut."""
+        failed_at = self.group.cut_at
+        return failed_at > 0 and time.monotonic() - failed_at > _CUT_SECONDS
 
     def drain(self) -> None:
         """Wait for a message that is no longer needed. Its buffers are free afterwards, even if it failed."""
@@ -382,7 +398,7 @@ class Sent:
     @property
     def is_completed(self) -> bool:
         work = self._work
-        return bool(self._passed.query() if work is None else work.is_completed())  # type: ignore[attr-defined]
+        return bool(self._passed.query() if work is None else work.is_completed())
 
 
 def drain(work: Work) -> None:
