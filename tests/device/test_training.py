@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.harness import on_device
+import pytest
+import torch
+
+from tests.harness import late, on_device, pretend
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Setup
+from tests.harness.pool import pool
 
 SETUPS = {
     "ZeRO-3": Setup(),
@@ -22,6 +26,10 @@ SETUPS = {
     "one unit": Setup("one_unit"),
     "unused on a rank": Setup(unused="1", unused_on=(1,)),
     "unused on all ranks": Setup(unused="1", unused_on=(0, 1)),
+    "two send buffers": Setup("transformer", calls=(("set_reduce_scatter_max_input_buffers", 2),)),
+    "exchanged": Setup("transformer", calls=(("set_communication", "all-to-all"),)),
+    "offload, transformer": Setup("transformer", offload=True, queries=False),
+    "evaluations": Setup(offload=True, evaluate=True),
     "one collective each": Setup(calls=(("set_communication", "torch"),)),
 }
 WIDER = {
@@ -47,6 +55,49 @@ def _check(setup: Setup, world: int) -> None:
         found.check()
         for name, values in found.params.items():
             # Three AdamW steps, each of two roundings at the size of the largest element, and the sums of gradients.
+            assert_close_to_tensor_max(values, expected[name], 12)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_messages_may_run_at_any_time(seed: int) -> None:
+    _check(Setup("transformer", seed=seed), 2)
+
+
+def _fails(rank: int, where: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Every rank raises once, at the same place of its first step; then they train."""
+    case = on_device.case_of(Setup())
+    with pretend.watched() as seen:
+        model = on_device.sharded(case.build().to("pretend"), Setup())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def fail(module: Any, args: Any, output: torch.Tensor) -> None:
+            if where == "forward":
+                raise ArithmeticError
+            output.register_hook(_raise)
+
+        handle = model[1].register_forward_hook(fail)
+        for step in (-1, 0, 1, 2):
+            batch = tuple(part.to("pretend") for part in case.batch(max(step, 0), rank))
+            try:
+                case.loss(model, batch).backward()  # type: ignore[arg-type]
+                optimizer.step()
+            except ArithmeticError:
+                handle.remove()
+            optimizer.zero_grad()
+        params = {name: on_device.whole(p).cpu() for name, p in model.named_parameters()}
+    return [race.explain() for race in seen.races] + late.failures(), params
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_is_unordered_after_an_exception(where: str) -> None:
+    expected = on_device.reference(Setup(), 2)
+    for wrong, params in pool(2, backend="late").run(_fails, where, timeout=40):
+        assert not wrong, wrong[0]
+        for name, values in params.items():
             assert_close_to_tensor_max(values, expected[name], 12)
 
 

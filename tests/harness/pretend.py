@@ -403,7 +403,9 @@ def frames() -> tuple[str, ...]:
         code = frame.f_code
         file = code.co_filename
         if "/torch/" not in file and not file.startswith("<") and not file.endswith(_OWN_FILES):
-            found.append(f"{file.rpartition('/src/')[2]}:{frame.f_lineno} {code.co_qualname}")
+            file = file.rpartition("/src/")[2]
+            _, inside, after = file.rpartition("/tests/")
+            found.append(f"{'tests/' + after if inside else file}:{frame.f_lineno} {code.co_qualname}")
         frame = frame.f_back
     return tuple(reversed(found))
 

@@ -126,18 +126,19 @@ class _Copies:
     def copy(self, local: Tensor) -> Tensor:
         number = len(self.made)
         held = self._before.get(number)
+        on_device = local.device.type != "cpu"
         if held is None or held.shape != local.shape or held.dtype is not local.dtype:
-            held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            held = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_device)
         self.made[number] = held
-        if local.is_cuda:
+        if on_device:
             self._devices.add(local.device)
         with torch.no_grad():
-            return held.copy_(local, non_blocking=local.is_cuda)
+            return held.copy_(local, non_blocking=on_device)
 
     def finish(self) -> None:
         """Wait for the copies from devices."""
         for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def _run(job: SaveJob, taken: Snapshot, future: SaveFuture, beside: contextlib.ExitStack) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import backend_of, local_of
 from ..guard import Scope, scope_of
-from .data_group import DataGroup, open_data_group
+from .data_group import DataGroup, can_cut, open_data_group
 from .group import all_reduce_over, broadcast_from, gather_over, message_device, small_group
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def messenger(process_group: dist.ProcessGroup | None) -> Messenger:
         assert process_group is not None
     rank, world = process_group.rank(), process_group.size()
     backend = str(dist.get_backend_config(process_group))
-    if world == 1 or not ("gloo" in backend or "nccl" in backend):
+    if world == 1 or not any(can_cut(part.rpartition(":")[2]) for part in backend.split(",")):
         # Test backends, whose groups have no sockets.
         return Messenger(process_group, rank, world, message_device(backend, torch.device("cpu")) or "cpu")
     # One scope per process group, even for equal ranks; torch's group names are equal on all ranks.
