@@ -1,4 +1,4 @@
-# Everything starts here. `make train` and `make test` need Python >= 3.11, make and a C compiler, and make their own environment.
+# Everything starts here. `make train` and `make test` need Python >= 3.11, make and a C++ compiler, and make their own environment.
 #   make train            train a small language model, sharded over two processes (ARGS="--nproc 4" and so on)
 #   make test             every test tier but the tests marked slow
 #   make test-full        those too, and far more property-test examples; under an hour: of the largest families a part
