@@ -42,7 +42,11 @@ def _noticed(found: Found | str, setup: Setup, world: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    # "a fault, in another setup" runs in `make test-full`.
+    [pytest.param(name, marks=pytest.mark.slow) if ", " in name else name for name in FAULTS],
+)
 def test_a_seeded_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
     setup = replace(fault.setup, steps=STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.harness import late, on_device, pretend
 from tests.harness.models import assert_close_to_tensor_max
-from tests.harness.on_device import Setup
+from tests.harness.on_device import Found, Setup
 from tests.harness.pool import pool
 
 SETUPS = {
@@ -39,9 +40,14 @@ WIDER = {
 }
 
 
+@functools.cache
+def _runs(name: str) -> list[Found]:
+    return on_device.run(SETUPS[name])
+
+
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_access_is_ordered_and_the_numbers_are_plain_training_s(name: str) -> None:
-    _check(SETUPS[name], 2)
+    _check(SETUPS[name], 2, _runs(name))
 
 
 @pytest.mark.parametrize("name", WIDER)
@@ -49,9 +55,9 @@ def test_strategies_of_four_ranks(name: str) -> None:
     _check(WIDER[name], 4)
 
 
-def _check(setup: Setup, world: int) -> None:
+def _check(setup: Setup, world: int, runs: list[Found] | None = None) -> None:
     expected = on_device.reference(setup, world)
-    for found in on_device.run(setup, world=world):
+    for found in runs or on_device.run(setup, world=world):
         found.check()
         for name, values in found.params.items():
             # Three AdamW steps, each of two roundings at the size of the largest element, and the sums of gradients.
@@ -112,12 +118,12 @@ ALLOWED_WAITS = {
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_host_waits_for_nothing_else(name: str) -> None:
     """A wait of the host that hides in a step costs the time to launch all that follows."""
-    for found in on_device.run(SETUPS[name]):
+    for found in _runs(name):
         places = {place.rpartition(":")[0] for place in found.waits}
         assert places <= ALLOWED_WAITS.keys(), found.waits
 
 
 def test_missing_gradients_cost_one_wait_for_a_backward() -> None:
-    for found in on_device.run(SETUPS["unused on a rank"]):
+    for found in _runs("unused on a rank"):
         waits = sum(n for place, n in found.waits.items() if "comparison.py" in place)
         assert waits <= 1 + 1  # the flags of this step's only unit without gradients, and the digest of the last step

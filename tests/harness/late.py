@@ -41,6 +41,8 @@ _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
 # Failures of messages in this process; `failures` hands them out.
 _failures: list[str] = []
 _draws = random.Random(0)
+# The groups of the job.
+_groups: list[LateGroup] = []
 
 
 def register(seed: int = 0) -> None:
@@ -50,6 +52,12 @@ def register(seed: int = 0) -> None:
     _draws.seed(seed)
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, devices=["pretend"])
+
+
+def end() -> None:
+    """End all groups of this process: the job is over."""
+    while _groups:
+        _groups.pop().end()
 
 
 def failures() -> list[str]:
@@ -208,6 +216,7 @@ class LateGroup(dist.ProcessGroup):
         self._own_name = ""
         self._inner = dist.ProcessGroupGloo(dist.PrefixStore("late", store), rank, size, timeout)
         self._inner._set_sequence_number_for_group()
+        _groups.append(self)
         self._queue: deque[_Message] = deque()
         self._changed = threading.Condition()
         self._aborted = False
@@ -300,6 +309,13 @@ class LateGroup(dist.ProcessGroup):
             message.is_over.set()
             # Its outputs are those of whoever holds the work, and not held until the next message comes.
             del message
+
+    def end(self) -> None:
+        """Let go of its threads and of gloo's, which wake up a hundred times a second for as long as they exist."""
+        self.abort()
+        if self._thread is not None:
+            self._thread.join(2)
+        self._inner = None  # type: ignore[assignment]
 
     def abort(self) -> None:
         self._aborted = True
