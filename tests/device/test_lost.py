@@ -146,10 +146,15 @@ def _lost(rank: int, how: str, folder: str) -> tuple[list[str], dict[str, Tensor
                 optimizer.step()
             optimizer.zero_grad()
             model.load_state_dict(values)
+        before = optimizer.state
         if how == "new optimizer":
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if how != "declared":
             optimizer.load_state_dict(state)
+            # The dict of the lost state with what was loaded: identity says nothing, as ids of freed objects return.
+            before.clear()
+            before.update(optimizer.state)
+            optimizer.state = before
         for step in range(FAILED, STEPS):
             _step(model, optimizer, rank, step)
         return said, _values(model)

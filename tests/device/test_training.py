@@ -64,6 +64,17 @@ def _check(setup: Setup, world: int, runs: list[Found] | None = None) -> None:
             assert_close_to_tensor_max(values, expected[name], 12)
 
 
+@pytest.mark.parametrize("setup", [Setup("uneven_mlp"), Setup(dtype="bfloat16"), Setup(offload=True)], ids=repr)
+def test_a_world_of_one(setup: Setup) -> None:
+    for found in on_device.run(setup, world=1):
+        found.check()
+        expected = on_device.reference(setup, 1)
+        for name, values in found.params.items():
+            assert values.isfinite().all()
+            if not setup.dtype:
+                assert_close_to_tensor_max(values, expected[name], 12)
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_messages_may_run_at_any_time(seed: int) -> None:
     _check(Setup("transformer", seed=seed), 2)

@@ -12,7 +12,7 @@ communicator, after the stream that issued it; only `wait` orders a stream after
 Tensors of the host go over gloo, at once.
 
     with held("all-to-all"):   messages of these kinds do not run, nor those after them on their communicator; a wait
-        ...                    for one orders the stream alone, and the host goes on with memory that never arrived, as
+        ...                    for one orders the stream alone; the host continues with memory that never arrived, as
                                on NCCL. `watched(queries=is_quiet)`: no event is over before them
     waits_on_host              set while a program asks for such an event: it waits on the host
 """

@@ -1,7 +1,7 @@
 // The device "pretend": real storages, streams and events whose memory is the host's, for tests without hardware.
 //
 // Operators run at once, on the host, on the same memory (`run`): so their numbers are the CPU's. What they touched, on
-// which stream, and every event, allocation and synchronisation is told to Python (`Told`), which keeps the clocks.
+// which stream, and every event, allocation and synchronisation is reported to Python (`Told`), which keeps the clocks.
 // Compiled by tests/harness/pretend.py; includes no more of torch than it needs, since that is what takes the time.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -118,11 +118,17 @@ class DataGroup:
         # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
         self._origin = weakref.ref(origin)
         self.issued = 0
-        self.is_cut, self.cut_at = False, 0.0
+        # When its connections were cut, by `time.monotonic`; 0 while they are not.
+        self.cut_at = 0.0
         # Messages in flight on a device, for which no host thread waits.
         self._under_way: deque[Sent] = deque()
         self._group: dist.ProcessGroup | None = None
         self._renewed = -1
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its connections were cut."""
+        return self.cut_at > 0
 
     @property
     def is_connected(self) -> bool:
@@ -163,8 +169,7 @@ class DataGroup:
         except BaseException as error:
             scope.interrupted(error, wait.doing)
             raise
-        self._group, self.issued, self.is_cut, self._renewed = made, 0, False, scope.renewed
-        self.cut_at = 0.0
+        self._group, self.issued, self.cut_at, self._renewed = made, 0, 0.0, scope.renewed
         self._under_way.clear()
 
     def expire(self) -> None:
@@ -216,7 +221,7 @@ class DataGroup:
         """End all waits on the group, here and on its peers. From any thread; does not raise."""
         if self.is_cut or self._group is None:
             return
-        self.is_cut, self.cut_at = True, time.monotonic()
+        self.cut_at = time.monotonic()
         if self.device.type != "cpu":
             with suppress(RuntimeError):
                 self._group.abort()
@@ -384,8 +389,7 @@ class Sent:
     def _is_overdue(self) -> bool:
         """A slice of the wait is over: whether the group was cut some time ago. A collective that is issued while its
         connection closes may never end, and no cut ends it, because there is nothing left to cut."""
-        failed_at = self.group.cut_at
-        return failed_at > 0 and time.monotonic() - failed_at > _CUT_SECONDS
+        return 0 < self.group.cut_at < time.monotonic() - _CUT_SECONDS
 
     def drain(self) -> None:
         """Wait for a message that is no longer needed. Its buffers are free afterwards, even if it failed."""

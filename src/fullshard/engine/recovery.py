@@ -202,25 +202,39 @@ def lost_error(scope: Scope) -> RanksDisagree:
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
-# Where an optimizer keeps the id of its state at its last step, and when that was.
-_LAST = "_fullshard_last_step"
+# Where an optimizer keeps its `_Times`.
+_TIMES = "_fullshard_times"
+
+
+class _Times:
+    """When an optimizer took its last step, and when its state was last loaded, by `time.monotonic`.
+
+    Not the identity of its state: a later dict may have the id of one that was freed, and a load may write in place."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.stepped = self.loaded = 0.0
+        optimizer.register_load_state_dict_post_hook(self._note_load)
+
+    def _note_load(self, _: Optimizer) -> None:
+        self.loaded = time.monotonic()
 
 
 def _step_on_device(optimizer: Optimizer) -> None:
     """`optimizer` is about to take a step. Raises if its parameters are lost, or its state is from before a loss."""
+    times = optimizer.__dict__.get(_TIMES)
+    if times is None:
+        times = optimizer.__dict__[_TIMES] = _Times(optimizer)
     if had_losses:
-        state, at = optimizer.__dict__.get(_LAST, (0, 0.0))
-        is_old = state == id(optimizer.state) and bool(optimizer.state)
         for scope in _scopes_of(optimizer):
             if scope.loss is not None:
                 raise lost_error(scope)
-            if is_old and scope.lost_at > at:
+            if optimizer.state and 0 < times.stepped < scope.lost_at and times.loaded < scope.lost_at:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step: expected state that was loaded after the model was lost, found "
                     f"the state of its steps before, which may have read memory that never arrived; load it too "
                     f"(optimizer.load_state_dict), or build a new optimizer, on all ranks"
                 )
-    optimizer.__dict__[_LAST] = id(optimizer.state), time.monotonic()
+    times.stepped = time.monotonic()
 
 
 def _scopes_of(optimizer: Optimizer) -> list[Scope]:

@@ -1,7 +1,7 @@
 """A lost model: connections were cut on a device while messages were under way. Standard library only.
 
-On a device `Work.wait()` orders streams, and the host goes on. An abort releases the streams, so what was queued after
-an unfinished message, perhaps an optimizer step, ran on memory that never arrived. The rank on which that happened
+On a device `Work.wait()` orders streams; the host continues. An abort releases the streams, so what was queued after an
+unfinished message, perhaps an optimizer step, ran on memory that never arrived. The rank on which that happened
 notes a `Loss` in its scope. In the next meeting each rank reports a mark beside its word, so that all ranks know:
 
     word!3    lost in epoch 3, and not restored yet

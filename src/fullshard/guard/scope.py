@@ -87,8 +87,9 @@ class Group(Protocol):
 
     name: str
     issued: int
-    is_cut: bool
 
+    @property
+    def is_cut(self) -> bool: ...
     @property
     def is_connected(self) -> bool: ...
     def cut(self) -> None: ...
