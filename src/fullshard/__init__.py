@@ -49,6 +49,7 @@ __all__ = [
     "mark_initialized",
     "mark_restored",
     "materialize",
+    "rebind_optimizer",
     "register_fsdp_forward_method",
     "replay",
     "replicate",

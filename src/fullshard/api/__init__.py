@@ -22,4 +22,5 @@ from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import share_comm_ctx as share_comm_ctx
 from .optimizer import step_on_shards as step_on_shards
+from .rebind import rebind_optimizer as rebind_optimizer
 from .validate import ShardPlacementResult as ShardPlacementResult

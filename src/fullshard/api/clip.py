@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .._torch import cut_dim, local_of
 from ..comm import all_reduce_over
+from ..engine.state_dict import refuse_replaced
 from ..engine.step_facts import note_clip, note_unscale
 from ..param import NormMesh, PendingGrad
 
@@ -196,6 +197,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        refuse_replaced(optimizer)  # torch's scaler would only say that it recorded no checks
         # On local gradients: with DTensors each list would cost a message.
         here: Any = SimpleNamespace(param_groups=[{"params": _local_views(optimizer)}])
         per_device: dict[torch.device, Tensor] = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)

@@ -81,6 +81,11 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
             f"optimizer: expected one that treats each element by itself ({names}), found {original.__name__}; use it "
             f"as it is, or pass elementwise=True if its update of an element depends on no other element"
         )
+    if "step" in optimizer.__dict__:
+        raise ValueError(
+            "optimizer: expected the step of its class, found another one on the object, which would stay: "
+            "learning-rate schedules put it there; call step_on_shards before the schedule is built"
+        )
     optimizer.__dict__[_ATTRIBUTE] = {}
     optimizer.__class__ = _stepping(original)
     return optimizer

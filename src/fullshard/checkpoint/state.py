@@ -122,7 +122,7 @@ def names_in_order(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> list
     if strangers:
         raise ValueError(
             f"expected an optimizer of the parameters of this model, found {strangers} of {len(parameters)} that are "
-            f"not in it; build the optimizer after fully_shard"
+            f"not in it; build the optimizer after fully_shard, or call fullshard.rebind_optimizer(optimizer, model)"
         )
     return [names[parameter] for parameter in parameters]
 

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -28,6 +28,7 @@ from ..comm import settle_uploads, uploading
 from ..param import name_mixed
 
 Check = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+C = TypeVar("C", bound=Check)
 
 _checks: list[Check] = []
 # As `_checks`, once there is a model on a device.
@@ -43,7 +44,7 @@ def follow_steps() -> int:
     return threading.get_ident()
 
 
-def refuses_steps(check: Check) -> Check:
+def refuses_steps(check: C) -> C:
     """Decorator: call `check(optimizer, args, kwargs)` before each optimizer step; it may raise."""
     _checks.append(check)
     return check

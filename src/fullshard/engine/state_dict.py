@@ -36,8 +36,8 @@ from .unit import Unit
 # Parameters that `fully_shard`, loading or `to_empty` replaced on their modules, while something still holds them.
 #
 # An optimizer that was built before may hold them. No gradient reaches them, so its steps would silently train nothing:
-# the first step raises. Replacing them in the optimizer would not help: its state (momentum, master weights, groups by
-# shape) belongs to whole parameters.
+# the first step raises. They are not exchanged there: only the user knows whether the state that the optimizer holds
+# is that of whole parameters, equal on all ranks (`rebind_optimizer`).
 #
 # Usually nothing holds one, and a step only checks an empty dict.
 
@@ -95,8 +95,24 @@ def _note(unit: Unit, parameter: Tensor, name: str, how: str) -> None:
     _replaced[key] = _Replaced(weakref.ref(parameter, forget), weakref.ref(unit), name, of_gradient, how)
 
 
+def replaced_place(parameter: Tensor) -> tuple[Unit, str] | None:
+    """The unit and the name below it where `parameter` was replaced; None for one that is not known."""
+    entry = _replaced.get(id(parameter))
+    unit = None if entry is None else entry.unit()
+    return None if entry is None or unit is None else (unit, entry.name)
+
+
+def standing_parameter(param: ShardedParam) -> nn.Parameter:
+    """The sharded parameter that users hold, also while another one computes: the one that they assigned, if any."""
+    standing = param.slots[0].get()
+    if standing is param.full or standing is param.kept or not isinstance(standing, DTensor):
+        return param.sharded
+    return standing if standing.shape == param.sharded.shape else param.sharded
+
+
 @refuses_steps
-def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_replaced(optimizer: Optimizer, *_: object) -> None:
+    """Raise `RuntimeError` if `optimizer` holds parameters that were replaced on their modules."""
     if not _replaced:
         return
     names, how = [], ""
@@ -114,7 +130,7 @@ def _refuse_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: expected parameters that are on the model, found some that {how}: "
             f"{first_few(names)}; no gradient reaches them, so the step would train nothing. Build the optimizer after "
-            f"that, from model.parameters()"
+            f"that, from model.parameters(), or call fullshard.rebind_optimizer(optimizer, model)"
         )
 
 

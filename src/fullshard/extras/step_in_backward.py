@@ -157,7 +157,8 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer, *, elementwise: boo
     if not any(stepper.has(param.sharded) for unit in units for param in unit.params):
         raise ValueError(
             f"model: expected a sharded module with parameters of the optimizer, found {type(model).__name__} with "
-            f"{len(units)} units and none of them; apply fully_shard, then build the optimizer from model.parameters()"
+            f"{len(units)} units and none of them; apply fully_shard, then build the optimizer from "
+            f"model.parameters() or call rebind_optimizer(optimizer, model)"
         )
     others = [unit.record.name for unit in units if unit.gradients.stepper not in (None, stepper)]
     if others:

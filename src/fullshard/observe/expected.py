@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._torch import local_of
 from ..comm import DataGroup, communicators, direct_of, exchanges
 from ..engine import Unit
 from ..engine.root import formed
+from ..engine.state_dict import standing_parameter as standing
 from ..layout import FlatLayout, Term, UnitMemory, peak, secondary_layout
-from ..param import ShardedParam
 from ..param.initial import table_nbytes
 from ..policy import Options
 
@@ -41,15 +41,6 @@ class Held:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.options: dict[int, dict[str, Any]] = {id(p): g for g in optimizer.param_groups for p in g["params"]}
-
-
-def standing(param: ShardedParam) -> DTensor:
-    """The sharded parameter of `param`: the user's replacement on the module, or the original."""
-    found = param.slots[0].get()
-    if found is not param.full and isinstance(found, DTensor) and found.shape == param.sharded.shape:
-        return found
-    assert isinstance(param.sharded, DTensor)
-    return param.sharded
 
 
 def _replicas(unit: Unit, position: int) -> int:
@@ -129,7 +120,7 @@ def expected_of(unit: Unit, position: int, optimizer: Held | None) -> Bytes:
     return Bytes(group.pack.padded_local_numel * itemsize, gradients, state)
 
 
-def _state_nbytes(optimizer: Held, shard: DTensor) -> int | None:
+def _state_nbytes(optimizer: Held, shard: Tensor) -> int | None:
     """Bytes of state of one parameter under torch's elementwise optimizers; None for others."""
     options = optimizer.options.get(id(shard))
     if options is None:

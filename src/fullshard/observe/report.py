@@ -24,10 +24,11 @@ from .._torch import local_of
 from ..engine import Unit, unit_of
 from ..engine.misuse import clean_name, parameter_names
 from ..engine.root import formed
+from ..engine.state_dict import standing_parameter as standing
 from ..layout import Term
 from ..param import PendingGrad, ShardedParam
 from ..policy import Options
-from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes, standing
+from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes
 
 if TYPE_CHECKING:
     from .expected import Bytes
@@ -421,7 +422,7 @@ def _notes(
         if strays:
             notes.append(
                 f"the optimizer holds {strays} tensors that are no parameters of this model: was it built before "
-                f"fully_shard? Build it afterwards"
+                f"fully_shard? Build it afterwards, or call rebind_optimizer(optimizer, model)"
             )
         if missing:
             notes.append(f"trainable, but not in the optimizer: {_some(missing)}")
