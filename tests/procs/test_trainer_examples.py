@@ -1,0 +1,48 @@
+"""The examples with other people's trainers run as they are written, under torchrun on two processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Imports of packages take longer than what is tested.
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _run(name: str) -> str:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run([*torchrun, EXAMPLES / name], capture_output=True, text=True, env=environment, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_trainer_of_transformers_learns_on_shards() -> None:
+    printed = _run("hf_trainer.py")
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.e-]+)'", printed)]
+    assert len(losses) == 3 and losses[-1] < losses[0] / 10  # it begins at log(64), about 4.2
+    # Accelerate's units: the embedding, two blocks, norm and head, and the model; each rank holds half.
+    assert re.search(
+        r"^model\.layers\.0 \.\. model\.layers\.1 +LlamaDecoderLayer x2 +18 +73,984 +36,992 ", printed, re.M
+    )
+    assert "sharded as (Shard(dim=0),) on 2 ranks" in printed
+
+
+def test_the_trainer_of_lightning_learns_and_saves_shards() -> None:
+    printed = _run("lightning_trainer.py")
+    loss, files = re.findall(r"^loss ([\d.]+), saved: (.*)$", printed, re.M)[0]
+    assert float(loss) < 0.2  # of a variance of about 0.9
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(files.split(", "))
+    assert "sharded as (Shard(dim=0),) on data_parallel=2" in printed
+
+
+@pytest.mark.parametrize("name", ["hf_trainer.py", "lightning_trainer.py"])
+def test_they_are_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) < 80
