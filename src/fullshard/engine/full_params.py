@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from .._torch import current_backward, dtensor_like, local_of
 from ..comm import whole_of
-from ..param import ShardedParam, local_part
+from ..param import ShardedParam, full_of, local_part
 from ..schedule import Phase
 from .misuse import note_lent
 from .optimizer_steps import refuses_steps
@@ -71,9 +71,7 @@ class OpenUnit:
         if not self._keep:
             return None
         full = full.cpu() if self.opening.offload_to_cpu else full
-        made = nn.Parameter(_own_memory(full, local), requires_grad=shard.requires_grad)
-        made.__dict__.update(shard.__dict__)
-        return made
+        return full_of(param, _own_memory(full, local), dict(shard.__dict__))
 
     def check_forward(self) -> None:
         """Raise unless the unit's forward may run now: without gradients, as the plain model in the storage dtype."""

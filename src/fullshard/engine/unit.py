@@ -21,8 +21,18 @@ from torch import nn
 from ..comm import BufferPool, HostLink, Links, Reduction
 from ..guard import Scope
 from ..layout import UnitMemory
-from ..param import DtypeChanged, ExtensionGroup, Found, ParamGroup, Placing, ShardedParam, has_extension, note_initial
-from ..policy import Controls, Offload, Options, Precision, resolve_precision
+from ..param import (
+    DtypeChanged,
+    ExtensionGroup,
+    Found,
+    ParamGroup,
+    Placing,
+    ShardedParam,
+    has_extension,
+    holds_bits,
+    note_initial,
+)
+from ..policy import Controls, MixedPrecisionPolicy, Offload, Options, Precision, resolve_precision
 from ..policy.policies import MixedPrecisionLike
 from ..schedule import Full, UnitRecord
 from .channels import UnitChannels
@@ -178,7 +188,7 @@ class Unit:
         self.links: list[Links] = []
         for part in parts:
             for same in _by_dtype(part.found):
-                precision = resolve_precision(policy, same[0].parameter.dtype)
+                precision = _precision(policy, same[0].parameter)
                 group = _group(same, precision, part.placing, policy)
                 self.groups.append(group)
                 self.links.append(part.links)
@@ -304,6 +314,13 @@ class Unit:
                 try:
                     group.rebase()
                 except DtypeChanged as change:
+                    first = group.params[0]
+                    if holds_bits(first.sharded):
+                        raise RuntimeError(
+                            f"{first.name}: expected packed values to stay {group.precision.storage}, the dtype that "
+                            f"they were quantised into, found them cast to {change.storage} as if they were numbers; "
+                            f"build the model again, and convert its other modules alone"
+                        ) from change
                     self.groups[position] = group.converted(resolve_precision(self.settings.policy, change.storage))
         if self.root is not None:
             self.root.repaired(self)
@@ -347,12 +364,19 @@ class Unit:
 
 
 def _by_dtype(found: Sequence[Found]) -> list[list[Found]]:
-    """Parameters that are gathered together: one group per dtype; each tensor extension is alone."""
+    """Parameters that are gathered together: one group per dtype, bits apart from numbers; each tensor
+    extension is alone."""
     groups: dict[object, list[Found]] = {}
     for item in found:
         alone = has_extension(item.parameter, item.name)
-        groups.setdefault(id(item) if alone else item.parameter.dtype, []).append(item)
+        same = item.parameter.dtype, holds_bits(item.parameter)
+        groups.setdefault(id(item) if alone else same, []).append(item)
     return list(groups.values())
+
+
+def _precision(policy: MixedPrecisionLike, parameter: nn.Parameter) -> Precision:
+    """The dtypes of the group of `parameter`."""
+    return resolve_precision(MixedPrecisionPolicy() if holds_bits(parameter) else policy, parameter.dtype)
 
 
 def _group(found: Sequence[Found], precision: Precision, placing: Placing, policy: MixedPrecisionLike) -> ParamGroup:

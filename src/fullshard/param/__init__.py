@@ -37,6 +37,8 @@ from .sharded import KeptTensor as KeptTensor
 from .sharded import PendingGrad as PendingGrad
 from .sharded import ShardedParam as ShardedParam
 from .sharded import SteppedGrad as SteppedGrad
+from .sharded import full_of as full_of
+from .sharded import holds_bits as holds_bits
 from .swap import Found as Found
 from .swap import OwnedMemory as OwnedMemory
 from .swap import Slot as Slot

@@ -40,7 +40,7 @@ from ..policy import Precision
 from .initial import poison
 from .parameter import claim, set_data
 from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
-from .sharded import ShardedParam
+from .sharded import ShardedParam, class_of, full_of
 from .swap import Found, OwnedMemory, SharedMemory, Swap
 
 # ---- group -----------------------------------------------------------------------------------------------------------
@@ -61,6 +61,7 @@ class ParamGroup:
                 ShardLayout(cut_shape(f), f.dim, placing.world),
                 sharded_spec(f, placing),
                 own_spec(f),
+                class_of(f.parameter),
             )
             for f in found
         ]
@@ -164,16 +165,18 @@ class ParamGroup:
         self._slot_fulls = self.swap.spread(self.fulls)
 
     def _full_parameter(self, param: ShardedParam, view: Tensor) -> nn.Parameter:
-        own, requires_grad = param.own_spec, param.sharded.requires_grad
+        own = param.own_spec
         if own is None:
-            return nn.Parameter(view, requires_grad=requires_grad)
+            # One dict for both: what a module reads or writes on its parameter (bitsandbytes' `quant_state`) is there
+            # in forward and outside of it.
+            return full_of(param, view, param.marks)
         return sharded_parameter(
             view,
             mesh=own.mesh,
             placements=own.placements,
             shape=own.shape,
             stride=own.stride,
-            requires_grad=requires_grad,
+            requires_grad=param.sharded.requires_grad,
         )
 
     def _dtensor(self, param: ShardedParam, requires_grad: bool) -> nn.Parameter:

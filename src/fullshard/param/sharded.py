@@ -54,6 +54,32 @@ class Initial(NamedTuple):
     versions: tuple[int, int]
 
 
+def class_of(parameter: Tensor) -> type[nn.Parameter]:
+    """The class that a full parameter made of `parameter` has: its own, if that only adds attributes and methods to
+    memory (bitsandbytes' `Params4bit`), else `nn.Parameter`."""
+    kind = type(parameter)
+    if issubclass(kind, nn.Parameter) and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__:
+        return kind
+    return nn.Parameter
+
+
+def holds_bits(parameter: Tensor) -> bool:
+    """Whether the floating dtype of `parameter` only names the size of its elements, as with bitsandbytes'
+    `bnb_4bit_quant_storage`: a cast would destroy the packed values."""
+    marks = parameter.__dict__
+    return "quant_storage" in marks and marks.get("quant_state") is not None
+
+
+def full_of(param: ShardedParam, view: Tensor, marks: dict[str, Any]) -> nn.Parameter:
+    """The full parameter on the memory of `view`, with the attributes `marks`: the dict itself. A tensor extension
+    keeps its own."""
+    full = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+    if type(view) is Tensor:
+        # The constructor of a class of the user's is not called again: it may quantise, or want arguments.
+        full.__class__, full.__dict__ = param.kind, marks
+    return full
+
+
 class ShardedParam:
     """See the module's table. Made and re-made by `ParamGroup`; `name` is relative to the unit."""
 
@@ -65,6 +91,7 @@ class ShardedParam:
         "held",
         "initial",
         "kept",
+        "kind",
         "layout",
         "local",
         "marker",
@@ -81,7 +108,13 @@ class ShardedParam:
     )
 
     def __init__(
-        self, name: str, slots: tuple[Slot, ...], layout: ShardLayout, spec: Spec, own_spec: Spec | None = None
+        self,
+        name: str,
+        slots: tuple[Slot, ...],
+        layout: ShardLayout,
+        spec: Spec,
+        own_spec: Spec | None = None,
+        kind: type[nn.Parameter] = nn.Parameter,
     ) -> None:
         self.name = name
         self.slots = slots
@@ -91,6 +124,8 @@ class ShardedParam:
         self.spec = spec
         # The DTensor spec of `full`, if it is a DTensor.
         self.own_spec = own_spec
+        # The class of `full`, unless it is a DTensor.
+        self.kind = kind
         # Set with the dtypes of the group.
         self.reduce_dtype = torch.float32
         self.sharded: nn.Parameter
