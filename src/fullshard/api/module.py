@@ -6,7 +6,7 @@ import functools
 import inspect
 import pickle
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -18,9 +18,10 @@ from ..engine import Unit, unit_of
 from ..engine.full_params import refuse_opened
 from ..engine.hooks import hooks_of
 from ..engine.root import early_root_of, formed, module_units
-from ..engine.state_dict import noting_emptied
+from ..engine.state_dict import noting_emptied, standing_parameter
 from ..engine.uninitialized import Conversion, note_uninitialized
 from ..engine.unit import WATCHED_FORWARDS, Shared
+from ..param import ShardedParam, Slot
 from ..schedule import Full
 from . import settings, validate
 
@@ -212,6 +213,16 @@ def _sharded(tensors: Iterable[tuple[str, Any]]) -> str | None:
 _SHARDED_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
+# The module of torch that finds names of an optimizer's parameters by `model.named_parameters()`. torch's FSDP2 answers
+# it only after `model.state_dict()`, which reshards there; here a state dict changes nothing.
+_LOOKS_UP = "torch.distributed.checkpoint.state_dict"
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[ShardedParam, Slot]]:
+    """The sharded parameters of `module` and of those below it, and each place of theirs."""
+    return ((param, slot) for unit in module_units(module) for param in unit.params for slot in param.slots)
+
+
 class UnshardHandle(TorchUnshardHandle):
     """The result of `unshard(async_op=True)`: the parameters are usable after `wait()`."""
 
@@ -242,6 +253,18 @@ class FSDPModule(TorchFSDPModule):
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
+
+    # ---- parameters ----------------------------------------------------------------------------------------
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in torch: what is on the modules, full parameters too. To torch's `get_state_dict` and its like it shows
+        the sharded ones at any moment: they look up in it what the optimizer holds."""
+        named = cast(Any, super()).named_parameters(*args, **kwargs)
+        frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+        if frame is None or frame.f_back is None or frame.f_back.f_globals.get("__name__") != _LOOKS_UP:
+            return cast("Iterator[tuple[str, nn.Parameter]]", named)
+        shards = {id(slot.get()): standing_parameter(param) for param, slot in _slots(cast(nn.Module, self))}
+        return ((name, shards.get(id(parameter), parameter)) for name, parameter in named)
 
     # ---- full parameters -----------------------------------------------------------------------------------
 

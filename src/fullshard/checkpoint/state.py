@@ -51,7 +51,8 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
     checkpointing. `load` fills an optimizer's state as the checkpoint has it, even if the optimizer has not stepped
     yet; `set_state_dict` then loads it into the optimizer.
     """
-    names, optimizers = parameter_names(model), all_of(optimizers)
+    optimizers = all_of(optimizers)
+    names = parameter_names(model, optimizers)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
@@ -92,9 +93,15 @@ def set_state_dict(
         _keep_dtypes(optimizer, state)
 
 
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+def parameter_names(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, str]:
     """The name of each parameter in the plain model; the first one of tied weights."""
-    return {parameter: _name_in(model, name) for name, parameter in model.named_parameters()}
+    names = {parameter: _name_in(model, name) for name, parameter in model.named_parameters()}
+    if any(parameter not in names for optimizer in optimizers for parameter in _owned(optimizer)):
+        # Between forward and backward full parameters may be on the modules; a state dict has those of the optimizer.
+        for name, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, nn.Parameter):
+                names.setdefault(value, _name_in(model, name))
+    return names
 
 
 def plain_name(name: str) -> str:
@@ -131,7 +138,7 @@ def _optimizer_loads(
     model: nn.Module, optimizers: Sequence[Optimizer], stored: dict[str, Any]
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """The state dict for each optimizer's own `load_state_dict`, with parameters by number again."""
-    names = parameter_names(model)
+    names = parameter_names(model, optimizers)
     group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
     loads, problems = [], []
     for optimizer in optimizers:

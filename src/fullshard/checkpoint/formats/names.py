@@ -277,8 +277,9 @@ HINT = (
 def optimizer_names(model: nn.Module, optimizers: Optimizers) -> list[str]:
     """The names of the parameters of `optimizers`, in the order in which their `state_dict` numbers them, one optimizer
     after another. For a file saved by this program, or by one that builds the same optimizers."""
-    names = parameter_names(model)
-    return [name for optimizer in all_of(optimizers) for name in names_in_order(optimizer, names)]
+    optimizers = all_of(optimizers)
+    names = parameter_names(model, optimizers)
+    return [name for optimizer in optimizers for name in names_in_order(optimizer, names)]
 
 
 def is_numbered(value: object) -> bool:
