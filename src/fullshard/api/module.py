@@ -289,8 +289,9 @@ class FSDPModule(TorchFSDPModule):
         """False: the following backwards accumulate unsharded gradients on each rank instead of reducing them.
 
         The first backward with True reduces the accumulated gradients with its own (seed 001: `no_sync`). Until then
-        they take the bytes of the unsharded model in the reduce dtype, and `.grad` is a marker: `zero_grad()` clears
-        it, any other use raises.
+        they take the bytes of the unsharded model in the reduce dtype. `.grad` of sharded parameters is a marker:
+        `zero_grad()` clears it, any other use raises. `.grad` of full parameters is this rank's sum, as in torch: not
+        averaged, and what is written to it counts; None if `reduce_dtype` is not their dtype.
         """
         for unit in self._units(recurse):
             unit.record.plan.sync = requires_gradient_sync
@@ -446,6 +447,8 @@ class FSDPModule(TorchFSDPModule):
                     gradient.detach_().zero_()
                 elif gradient is not None:
                     param.sharded.grad = None
+                if param.held is not None:
+                    param.live_held()  # cleared now: the full parameters show it no longer
 
     def _get_fsdp_state(self) -> StateView:  # type: ignore[override]
         """The state in the form that torch's own code reads."""

@@ -113,7 +113,7 @@ class UnitGradients:
             for param in (group.params[i] for i in group.trainable):
                 if param.full.grad is not None:
                     param.take_fresh()
-                    self.arrived |= 1
+                    self.arrived |= param.fresh is not None
 
     def are_held(self) -> bool:
         """Whether earlier backwards left unreduced gradients."""

@@ -131,6 +131,12 @@ def _note(unit: NamedUnit, full: Tensor, param: ShardedParam, when: str) -> None
     _full[key] = _Full(weakref.ref(full, forget), weakref.ref(unit), param.name, when)
 
 
+def _shows_held(entry: _Full, full: Tensor) -> bool:
+    """Whether the gradient on `full` is the local one of micro-batches that no backward has reduced."""
+    unit = entry.unit()
+    return unit is not None and any(param.full is full and param.shown is not None for param in unit.params)
+
+
 @refuses_steps
 def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     lengths = [len(group["params"]) for group in optimizer.param_groups]
@@ -142,7 +148,7 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             entry = _full.get(id(parameter))
             if entry is None or not parameter.requires_grad:
                 continue
-            if parameter.grad is not None:
+            if parameter.grad is not None and not _shows_held(entry, parameter):
                 return  # full parameters are trained on purpose
             entries.append(entry)
     units = [(entry.unit(), entry) for entry in entries]

@@ -116,6 +116,8 @@ class ExtensionGroup(ParamGroup):
 
     def _set_full(self, full: nn.Parameter) -> None:
         (param,) = self.params
+        if param.shown is not None:
+            param.withdraw()
         param.full = full
         self.full_ids = {id(full)} | ({id(local_of(full))} if isinstance(full, DTensor) else set())
         self.fulls = [full]

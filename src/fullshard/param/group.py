@@ -151,6 +151,8 @@ class ParamGroup:
             # Separate tensors on the same storage: autograd counts their versions separately, so refilling the memory
             # does not count as an edit of tensors saved in forward.
             view.set_(storage, base + offset, shape, contiguous_stride(shape))
+            if param.shown is not None:
+                param.withdraw()
             param.full = self._full_parameter(param, view)
             self.full_ids.add(id(param.full))
             if param.own_spec is not None:

@@ -5,7 +5,7 @@
     full      the parameter on the module in forward and backward: what it was before it was sharded, plain or a
               DTensor on its own mesh; memory of `param.memory`
     fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
-    held      full gradients of earlier backwards that were not reduced, in the reduce dtype
+    held      full gradients of earlier backwards that were not reduced, in the reduce dtype; `full.grad` shows them
     reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
     partial   this rank's shard of a sum to which the replicas have not contributed yet: flat and padded,
               in the reduce dtype; `fresh_partial` is its counterpart for the running backward
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import (
     dtensor_like,
@@ -103,6 +104,7 @@ class ShardedParam:
         "reduce_dtype",
         "reduced",
         "sharded",
+        "shown",
         "slots",
         "spec",
     )
@@ -144,6 +146,8 @@ class ShardedParam:
         self.fresh_partial: Tensor | None = None
         # The `.grad` at the time `held` and `partial` were kept; a different one means that the user cleared them.
         self.marker: Tensor | None = None
+        # What `full.grad` shows of `held`, and the hook that takes it away; None while it shows nothing.
+        self.shown: tuple[Tensor, RemovableHandle] | None = None
         # Attributes that users set on `sharded`: the dict itself, because torch's conversions take it from the object.
         self.marks: dict[str, Any] = {}
 
@@ -157,6 +161,10 @@ class ShardedParam:
         """
         gradient = self.full.grad
         if gradient is None:
+            return
+        if self.shown is not None:
+            # No hook ran, so no backward brought it: a pipeline schedule, or the user, added to what is shown.
+            self._drop_cleared()
             return
         self.full.grad = None
         if gradient.layout is not torch.strided:
@@ -199,7 +207,46 @@ class ShardedParam:
             return
         marker = self.marker
         if self.sharded.grad is not marker or (isinstance(marker, PendingGrad) and marker.cleared):
-            self.held = self.partial = self.marker = None
+            self.hold(None)
+            self.partial = self.marker = None
+        elif self.shown is not None and self.full.grad is not self.shown[0]:
+            # The user cleared or replaced the gradient on the full parameter.
+            gradient = self.full.grad
+            self.hold(settled(local_of(gradient)) if isinstance(gradient, DTensor) else gradient)
+            if gradient is None and self.partial is None:
+                self.sharded.grad, self.marker = None if isinstance(marker, PendingGrad) else marker, None
+
+    def hold(self, gradient: Tensor | None) -> None:
+        """Keep `gradient` until a backward reduces it, and show it on `full.grad`, as torch's FSDP2 does, for programs
+        that read, scale or clear the local gradients of micro-batches. As in torch, another dtype is not shown.
+
+        Autograd adds in place to what it finds there, and a backward that fails must leave `held` as it was. So a hook
+        takes it away just before the next gradient arrives; the end of the backward shows it again.
+        """
+        self.withdraw()
+        self.held = gradient
+        full = self.full
+        if gradient is None or gradient.dtype is not full.dtype or not full.requires_grad:
+            return
+        itself = weakref.ref(self)  # as in `UnitGradients`: a tensor's hooks are invisible to the garbage collector
+
+        def arrives(_: Tensor) -> None:
+            here = itself()
+            if here is not None:
+                here.live_held()
+                here.withdraw()
+
+        shown = gradient if self.own_spec is None else dtensor_like(full, gradient)
+        full.grad = shown
+        self.shown = shown, full.register_hook(arrives)
+
+    def withdraw(self) -> None:
+        """Stop showing `held`."""
+        if self.shown is not None:
+            (shown, handle), self.shown = self.shown, None
+            handle.remove()
+            if self.full.grad is shown:
+                self.full.grad = None
 
     def zero(self) -> Tensor:
         """A zero in place of a missing full gradient: one element of memory."""
@@ -219,7 +266,9 @@ class ShardedParam:
         reduced = self.reduced
         if reduced is not None:
             self.reduced = None
-            self.held = self.partial = self.marker = None
+            if self.held is not None:
+                self.hold(None)
+            self.partial = self.marker = None
             gradient = self.sharded.grad
             if gradient is None or isinstance(gradient, PendingGrad):
                 # `.data` gives it its own version counter, separate from the buffer's: ranks compare it.
@@ -283,7 +332,8 @@ class ShardedParam:
                 for tensor, copy in zip(written, copies, strict=True):
                     tensor.copy_(copy)
             self.sharded.grad, self.marker = gradient, marker
-            self.held, self.partial = held, partial
+            self.hold(held)
+            self.partial = partial
 
         return bring_back
 
@@ -307,15 +357,15 @@ class ShardedParam:
         self.fresh = None
         held = self.live_held()
         if held is not None:
-            held.add_(fresh)
+            self.hold(held.add_(fresh))
             return
-        self.held = fresh.to(self.reduce_dtype) if fresh.dtype is not self.reduce_dtype else fresh.detach()
+        self.hold(fresh.to(self.reduce_dtype) if fresh.dtype is not self.reduce_dtype else fresh.detach())
         self._mark()
 
     def _commit_partial(self, partial: Tensor) -> None:
         """After a partial reduction, which included `held` and earlier partial sums."""
         self.fresh_partial = None
-        self.held = None
+        self.hold(None)
         self.partial = partial
         self._mark()
 
@@ -326,7 +376,10 @@ class ShardedParam:
 
     def discard(self) -> None:
         """Forget the gradients of the running backward; `held`, `partial` and `.grad` stay."""
-        self.full.grad = None
+        if self.shown is None:
+            self.full.grad = None
+            if self.held is not None:
+                self.hold(self.held)
         self.fresh = self.reduced = self.fresh_partial = None
 
 
@@ -371,7 +424,8 @@ class KeptGradients:
     def restore(self) -> None:
         """Call it outside of a backward, with no gradients in flight."""
         param = self._param
-        param.held, param.partial = self._held.restore(), self._partial.restore()
+        param.hold(self._held.restore())
+        param.partial = self._partial.restore()
         param.marker = self._marker
         param.sharded.grad = self._grad.restore()
 
