@@ -6,6 +6,7 @@ The budgets are those of benchmarks/guard_scale.py, which counts more, and more 
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -61,6 +62,37 @@ def test_questions(world: int) -> None:
             answers = {rank: value(rank) for rank in range(world)}
             expected = answers if len(set(answers.values())) > 1 else None
             assert [simulation.returned[rank] for rank in range(world)] == [expected] * world
+
+
+@pytest.mark.parametrize("world", (2, 9, 64, pytest.param(1000, marks=pytest.mark.slow)))
+def test_that_all_differ_is_known_without_a_table(world: int) -> None:
+    """A rank makes four requests more than where all answer alike, whatever the world, and no answer has its size."""
+    with Simulation(world) as simulation:
+        simulation.run(5)
+        rest = simulation.counted(30).total / 30
+        spent = []
+        for answers in (1, world, world - 1):
+            simulation.returned.clear()
+            for rank in range(world):
+                value = str(min(rank, answers - 1))
+                simulation.start(rank, partial(ask, simulation.scopes[rank], "what", value, or_distinct=True))
+            counted = simulation.counted(60, lambda: len(simulation.returned) == world)
+            assert not simulation.raised
+            spent.append((counted.total - rest * counted.seconds) / world)
+            for answer in simulation.returned.values():
+                assert answer == (None if answers == 1 else {}) or (answers != world and len(answer) == world)
+        # Its text and a count, and their deletion; and what one rank does for all.
+        assert spent[1] <= spent[0] + 4 + 10 / world
+
+
+def test_that_all_differ_is_not_said_of_ranks_at_other_questions() -> None:
+    with Simulation(3) as simulation:
+        for rank in range(3):
+            what = "first" if rank < 2 else "last"
+            simulation.start(rank, partial(ask, simulation.scopes[rank], what, str(rank), or_distinct=what == "first"))
+        simulation.run(30)
+        assert all(isinstance(simulation.raised[rank], RanksDisagree) for rank in range(3))
+        assert len({str(error) for error in simulation.raised.values()}) == 1
 
 
 @pytest.mark.parametrize("world", (2, 9, 64))

@@ -26,7 +26,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm import sum_over
 from ..guard import Item, RanksDisagree, Scope, ask, first_difference, scope_of, shown_ranks, structure, tell, variants
 from ..guard.structure import PARAMETER, SETTINGS, UNIT
-from ..param import ExtensionGroup, ParamGroup, ShardedParam, can_digest, digest, full_digests, is_written, local_data
+from ..param import (
+    ExtensionGroup,
+    ParamGroup,
+    ShardedParam,
+    can_digest,
+    digest,
+    full_digests,
+    is_written,
+    local_data,
+    written_before,
+)
 from ..schedule import UnitRecord
 from .misuse import clean_name, parameter_names
 from .peers import Peers
@@ -470,7 +480,8 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
         for param in group.params
     ]
     noted = full_digests([param for param, _ in params])
-    if ask(scope.scope, "the initial values of the model", repr(noted)) is None:
+    answer = ask(scope.scope, "the initial values of the model", repr(noted), or_distinct=True)
+    if answer is None or (not answer and _is_one_random_model(root, scope, [param for param, _ in params])):
         return
     # Skip parameters that any rank has written since: a rank without rows of a parameter cannot see the write.
     mine = torch.tensor([is_written(param) for param, _ in params], dtype=torch.int32)
@@ -497,6 +508,32 @@ def _refuse_other_values(root: AnyRoot, scope: _OnMesh) -> None:
         what=f"{name} initial values",
         by_rank=columns[differ[0]],
     )
+
+
+def _is_one_random_model(root: AnyRoot, scope: _OnMesh, params: Sequence[ShardedParam]) -> bool:
+    """Whether ranks, of which no two have the same model, never seeded theirs, and warn of it. Collective.
+
+    Where each rank alone holds its rows, these come from one consistent random model, as torch's FSDP2 trains it. Not
+    where ranks are replicas, or anything was written that not every rank wrote as often: a load on rank 0, say.
+    """
+    groups = [(group, links) for unit in root.units for group, links in zip(unit.groups, unit.links, strict=True)]
+    cut = all(
+        links.replicate is None and group.placing.shards and ranks_of(group.placing.mesh) == scope.ranks
+        for group, links in groups
+    )
+    text = written_before(params) if cut and all(param.own_spec is None for param in params) else ""
+    if ask(scope.scope, "how the initial values came about", text) is not None or not text:
+        return False
+    if scope.scope.rank == scope.ranks[0]:
+        warnings.warn(
+            f"{root.units[0].record.name}: expected the same initial values on every rank, found that each of the "
+            f"{len(scope.ranks)} ranks drew its own: no seed was set. Each parameter is made of the rows of "
+            f"{len(scope.ranks)} draws, one consistent random model, and is trained; another run, or another number of "
+            f"ranks, starts from other values. Call torch.manual_seed with the same number on all ranks before the "
+            f"model is built",
+            stacklevel=2,
+        )
+    return True
 
 
 def _unlike(groups: Sequence[Sequence[int]]) -> str:

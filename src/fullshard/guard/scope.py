@@ -34,12 +34,13 @@ from .wait import AnyWatch, Wait, wait_until
 # Comparisons of texts that are long when sent in full.
 
 
-def ask(scope: Scope, what: str, text: str) -> dict[int, str] | None:
+def ask(scope: Scope, what: str, text: str, *, or_distinct: bool = False) -> dict[int, str] | None:
     """None if all ranks of `scope` have the same `text`, else a digest of each rank's text. Collective.
 
-    Raises `RanksDisagree` on all ranks if some are at another question.
+    `or_distinct`: an empty dict if no two ranks have the same text, which takes no more requests of a rank than the
+    answer that all are the same. Raises `RanksDisagree` on all ranks if some are at another question.
     """
-    answer = scope.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest())
+    answer = scope.agree(what, hashlib.blake2s(text.encode(), digest_size=16).hexdigest(), or_distinct=or_distinct)
     if answer is None or not any(": " in told for told in answer.values()):
         return answer
     _refuse_by_its_own_words(scope, answer)
@@ -161,25 +162,29 @@ class Scope:
 
     # ---- agreement -----------------------------------------------------------------------------------------
 
-    def agree(self, what: str, value: str, *, in_full: bool = True) -> dict[int, str] | None:
+    def agree(self, what: str, value: str, *, in_full: bool = True, or_distinct: bool = False) -> dict[int, str] | None:
         """Compare `value` on all ranks. Collective, in the same order with the same `what`.
 
         Returns None if all are equal; else every rank's value, on all ranks ("what: value" if they ask different
-        questions), or without `in_full` an empty dict.
+        questions), or without `in_full` an empty dict; also with `or_distinct`, if no two ranks' are equal.
         """
         try:
             with self._store_answers(what):
-                return self._agree(what, value, in_full=in_full)
+                return self._agree(what, value, in_full=in_full, or_distinct=or_distinct)
         except BaseException as error:
             self.interrupted(error, what)
             raise
 
-    def _agree(self, what: str, value: str, *, in_full: bool) -> dict[int, str] | None:
+    def _agree(self, what: str, value: str, *, in_full: bool, or_distinct: bool) -> dict[int, str] | None:
         store, number = self.watch.records.store, self.asked
         key = f"{self.base}/ask/{number}"
         digest = hashlib.blake2s(f"{what}\0{value}".encode(), digest_size=12).hexdigest()
+        # By question: ranks that are at another one count elsewhere.
+        kinds = f"{key}/kinds/{what}"
         if store.add(f"{key}/{digest}", 1) == 1:
             store.set(f"{key}/text/{digest}", json.dumps([what, value]))
+            if or_distinct:
+                store.add(kinds, 1)
         last = False
         try:
             last = store.add(f"{key}/all", 1) == len(self.ranks)
@@ -188,13 +193,20 @@ class Scope:
             if last:
                 same = store.add(f"{key}/{digest}", 0) == len(self.ranks)
                 self._give_up_keys(number)
-                store.set(f"{key}/verdict", f"same {digest}" if same else "differ")
+                distinct = or_distinct and store.add(kinds, 0) == len(self.ranks)
+                store.set(f"{key}/verdict", f"same {digest}" if same else "distinct" if distinct else "differ")
             else:
                 self._wait_for(f"{key}/verdict", number, what, value)
         except BaseException as error:
             if not self._is_answered(key, error):
                 raise
-        if store.get(f"{key}/verdict") != b"differ":
+        verdict = store.get(f"{key}/verdict")
+        if verdict == b"distinct":
+            # The run goes on: leave nothing of the size of the world in the store.
+            for own in (f"{key}/{digest}", f"{key}/text/{digest}"):
+                store.delete_key(own)
+            return {}
+        if verdict != b"differ":
             return None
         self.watch.records.append(f"{key}/who", f"{self.rank}:{digest} ")
         if last:
@@ -241,7 +253,7 @@ class Scope:
         store, key = self.watch.records.store, f"{self.base}/ask/{number - 1}"
         if number and store.check([f"{key}/verdict"]):
             digest = store.get(f"{key}/verdict").decode().removeprefix("same ")
-            if digest != "differ":
+            if digest not in ("differ", "distinct"):
                 for old in (f"{key}/all", f"{key}/{digest}", f"{key}/text/{digest}", f"{key}/verdict"):
                     store.delete_key(old)
 

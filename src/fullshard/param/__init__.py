@@ -22,6 +22,7 @@ from .initial import local_data as local_data
 from .initial import note_initial as note_initial
 from .initial import note_loaded as note_loaded
 from .initial import poison as poison
+from .initial import written_before as written_before
 from .parameter import Owner as Owner
 from .parameter import ShardedParameter as ShardedParameter
 from .parameter import claim as claim

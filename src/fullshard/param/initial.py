@@ -123,13 +123,14 @@ def note_initial(params: Sequence[ShardedParam], found: Sequence[Found]) -> None
     for param, source in zip(params, found, strict=True):
         full = local_of(source.parameter) if isinstance(source.parameter, DTensor) else source.parameter
         if can_digest(full) and can_digest(param.local):
-            param.initial = Initial(digest(full), digest(param.local), weakref.ref(param.local), _versions(param))
+            noted = digest(full), digest(param.local), weakref.ref(param.local), _versions(param)
+            param.initial = Initial(*noted, version_of(source.parameter))
 
 
 def note_loaded(param: ShardedParam, value: Tensor) -> None:
     """Note that `param` was made or loaded from the full `value`: ranks now compare this value."""
     if can_digest(value) and can_digest(param.local):
-        param.initial = Initial(digest(value), digest(param.local), weakref.ref(param.local), _versions(param))
+        param.initial = Initial(digest(value), digest(param.local), weakref.ref(param.local), _versions(param), -1)
 
 
 def is_written(param: ShardedParam) -> bool:
@@ -138,6 +139,17 @@ def is_written(param: ShardedParam) -> bool:
     if noted is None or noted.local() is not param.local or noted.versions != _versions(param):
         return True
     return bool((digest(param.local) != noted.shard).item())
+
+
+def written_before(params: Iterable[ShardedParam]) -> str:
+    """How often each parameter was written before it was sharded; "" if the value of any is unknown, or was loaded or
+    written since. Ranks that only drew their initial values, by the same program, have the same text."""
+    counts = []
+    for param in params:
+        if param.initial is None or param.initial.writes < 0 or is_written(param):
+            return ""
+        counts.append(str(param.initial.writes))
+    return ",".join(counts)
 
 
 def _versions(param: ShardedParam) -> tuple[int, int]:

@@ -53,6 +53,8 @@ class Initial(NamedTuple):
     # The shard's tensor, and its version counts.
     local: weakref.ref[Tensor]
     versions: tuple[int, int]
+    # How often the original parameter was written before it was sharded; -1 for a value that was loaded afterwards.
+    writes: int
 
 
 def class_of(parameter: Tensor) -> type[nn.Parameter]:
