@@ -118,6 +118,7 @@ from .modules import (
     non_persistent_buffers,
     publish_state,
     published_state,
+    refuse_distribution,
     swappable,
 )
 
@@ -161,6 +162,7 @@ __all__ = [
     "profiling",
     "publish_state",
     "published_state",
+    "refuse_distribution",
     "push_saved_tensor_hooks",
     "queue_backward_callback",
     "root_mesh",

@@ -53,6 +53,25 @@ def mark_managed(module: nn.Module) -> None:
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
+class _Refusal:
+    """Raises when torch asks whether it is true."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __bool__(self) -> bool:
+        raise ValueError(self.text)
+
+
+def refuse_distribution(module: nn.Module, text: str) -> None:
+    """Let torch's `distribute_module`, and so `parallelize_module`, raise a `ValueError` with `text` for `module`.
+
+    Its first step is to look at this mark of its own. Without it, it fails at the first parameter that is a DTensor on
+    another mesh, without a name, or cuts one on the same mesh again (torch 2.13).
+    """
+    module.__dict__.setdefault("_distribute_module_applied", _Refusal(text))
+
+
 def applied_apis(module: nn.Module) -> tuple[str, ...]:
     """The composable APIs applied to `module`, of fullshard or torch: "fully_shard", "replicate", ..."""
     return tuple(module.__dict__.get(REGISTRY_KEY, ()))

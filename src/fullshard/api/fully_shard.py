@@ -24,6 +24,7 @@ from ..param import FullMesh, Placing, managed_modules, managed_parameters, move
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
 from . import validate
 from .module import publish, sharded_class
+from .undo import unchanged_on_error
 from .validate import Share, place
 
 # ---- mesh dims -------------------------------------------------------------------------------------------------------
@@ -142,11 +143,10 @@ def fully_shard(
     offload_policy: `CPUOffloadPolicy()`, fullshard's or torch's: shards, gradients and optimizer state on the host.
 
     Every rank must make the same calls. Returns `module` itself, also for a list. Raises `ValueError` (a module without
-    forward, a scalar parameter, a parameter tied into another unit, a bad argument), `AssertionError` (applied twice)
-    and `RuntimeError` (an inner module already ran, an outer module was sharded first, or DistributedDataParallel or
-    torch's `replicate` averages its gradients). A call that raises leaves modules and parameters unchanged, but may
-    have moved buffers and ignored parameters to the mesh's device. Source: seeds 000 to 003; torch 2.13 `fully_shard`
-    for names and types.
+    forward, a scalar parameter, a parameter tied into another unit or over the memory of another one, a bad argument),
+    `AssertionError` (applied twice) and `RuntimeError` (an inner module already ran or is a ScriptModule, an outer
+    module was sharded first, or DistributedDataParallel or torch's `replicate` averages its gradients). A call that
+    raises leaves the modules as they were. Source: seeds 000 to 003; torch 2.13 `fully_shard` for names and types.
     """
     roots = validate.check_modules(module)
     validate.check_policies(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
@@ -157,6 +157,10 @@ def fully_shard(
     found = managed_parameters(modules, ignored)
     validate.check_parameters(found, roots)
     validate.check_averaged(found, roots)
+    validate.check_scripted(modules, found, roots)
+    spans = validate.check_memory(found, roots)
+    for root in roots:
+        validate.check_swap(root, sharded_class)
     full_mesh, shards = None, True
     if isinstance(mesh, Whole):
         mesh, shards = mesh.mesh, False
@@ -176,26 +180,32 @@ def fully_shard(
     if degree is not None:
         validate.check_kept(found, degree, dp_mesh_dims)
         parts = [_kept_in_blocks(part, degree) for part in parts]
-    move_unsharded(modules, ignored, device)
+    validate.warn_of_gradients(found)
     guarded = watch()
-    with validate.marked_owner(found, name):
-        unit = Unit(
-            roots,
-            parts,
-            device=device,
-            policy=mp_policy,
-            reshard_after_forward=reshard,
-            note_values=guarded is not None and guarded.settings.mode == "full",
-        )
-    unit.settings.ignored_names = ignored_names(roots, ignored)
-    own_parameters(unit)
-    UnitHooks(unit)
+    inner = [module for _, module in modules]
+    with unchanged_on_error(inner, ignored):
+        move_unsharded(modules, ignored, device)
+        with validate.marked_owner(found, name):
+            unit = Unit(
+                roots,
+                parts,
+                device=device,
+                policy=mp_policy,
+                reshard_after_forward=reshard,
+                note_values=guarded is not None and guarded.settings.mode == "full",
+            )
+            unit.settings.ignored_names = ignored_names(roots, ignored)
+            own_parameters(unit)
+            UnitHooks(unit)
+            hook_state_dict(unit)
+            validate.mark_managed(unit, inner)
+            validate.refuse_parallelism(modules, found, name)
+            publish(unit, inner)
+            for root in roots:
+                root.__class__ = sharded_class(type(root))
+    # From here on nothing raises: this is noted of parameters, which an error above leaves on the modules.
+    validate.note_memory(unit, spans)
     note_replaced(unit, found)
-    hook_state_dict(unit)
-    validate.mark_managed(unit, [managed for _, managed in modules])
-    publish(unit, [managed for _, managed in modules])
-    for root in roots:
-        root.__class__ = sharded_class(type(root))
     return module
 
 

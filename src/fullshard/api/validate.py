@@ -6,6 +6,8 @@ Exception types are torch's where programs depend on them (torch 2.13, `fully_sh
 from __future__ import annotations
 
 import logging
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import applied_apis
+from .._torch import applied_apis, refuse_distribution
 from ..engine import Unit, unit_of
 from ..engine.misuse import clean_name
-from ..param import Found, FullMesh, check_own_mesh, has_extension
+from ..param import Found, FullMesh, check_own_mesh, has_extension, local_data
 from ..policy import resolve_offload
 from . import validate
 
@@ -195,6 +197,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def check_ignored(ignored_params: Iterable[object] | None) -> set[nn.Parameter]:
     """`ignored_params` as a set of the module's parameters."""
     ignored: set[nn.Parameter] = set()
+    if isinstance(ignored_params, (torch.Tensor, str)) or not isinstance(ignored_params, Iterable | None):
+        raise TypeError(
+            f"ignored_params: expected a set of nn.Parameters, found {type(ignored_params).__name__}; put it into one"
+        )
     for parameter in ignored_params or ():
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(
@@ -202,6 +208,121 @@ def check_ignored(ignored_params: Iterable[object] | None) -> set[nn.Parameter]:
             )
         ignored.add(parameter)
     return ignored
+
+
+def check_swap(root: nn.Module, made: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+    """Raise `TypeError` if `root` cannot become an instance of the class that `made` returns for its own."""
+    original = type(root)
+    try:
+        root.__class__ = made(original)
+        root.__class__ = original
+    except Exception as error:
+        raise TypeError(
+            f"module: expected one whose class can become a subclass of itself and FSDPModule, found "
+            f"{original.__name__} ({type(error).__name__}: {error}); put it into a module of your own, and shard that"
+        ) from error
+
+
+def check_scripted(
+    modules: Iterable[tuple[str, nn.Module]], found: Iterable[Found], roots: Sequence[nn.Module]
+) -> None:
+    """Raise for modules of `torch.jit`, whose hooks, class and parameters cannot be changed; torch's type."""
+    changed = {*roots, *(slot.module for item in found for slot in item.slots)}
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule) and module in changed:
+            raise RuntimeError(
+                f"module: expected modules of Python, found {f'{name} below ' if name else ''}{_names(roots)}, a "
+                f"{type(module).__name__}, on which no parameter can be replaced; shard the original and use "
+                f"torch.compile, or put its parameters into ignored_params and leave it outside of a sharded module"
+            )
+
+
+def warn_of_gradients(found: Iterable[Found]) -> None:
+    """Warn, as Python warns: once for a program, if gradients from before are dropped."""
+    if any(item.parameter.grad is not None for item in found):
+        # Without names: Python shows equal texts once.
+        warnings.warn(
+            "fully_shard: expected parameters without gradients, found .grad from before, which the sharded parameters "
+            "do not take over, as in torch; shard before the first backward, or call zero_grad() first",
+            stacklevel=3,
+        )
+
+
+def refuse_parallelism(modules: Iterable[tuple[str, nn.Module]], found: Iterable[Found], name: str) -> None:
+    """Let `parallelize_module` say so where it comes too late: for modules with parameters of the unit `name`."""
+    own = {slot.module for item in found for slot in item.slots}
+    modules = list(modules)
+    parts = [path.split(".") if path else [] for path, module in modules if module in own]
+    outer = {".".join(part[:length]) for part in parts for length in range(len(part) + 1)}
+    for path, module in modules:
+        if path in outer:
+            refuse_distribution(
+                module,
+                f"parallelize_module: expected tensor parallelism before fully_shard, found that the parameters of "
+                f"{path or name} ({type(module).__name__.removeprefix('FSDP')}) belong to the unit {name}, which cut "
+                f"them already; build the model again, call parallelize_module(model, mesh['tp'], plan) first, and "
+                f"then fully_shard(..., mesh=mesh['dp']), on another axis of one mesh",
+            )
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# Parameters that are different objects over the same memory: tied in the plain model, two parameters once they are cut.
+
+_MEMORY = "_fullshard_memory"
+
+
+class Span(NamedTuple):
+    """The bytes [start, end) of a parameter before it is cut. `memory` stands for its storage, whose address another
+    one may have later."""
+
+    memory: object
+    start: int
+    end: int
+    name: str
+    trains: bool
+
+
+_spans: weakref.WeakKeyDictionary[Unit, list[Span]] = weakref.WeakKeyDictionary()
+
+
+def check_memory(found: Iterable[Found], roots: Sequence[nn.Module]) -> list[Span]:
+    """The memory of `found`, for `note_memory`. Raises `ValueError` if two parameters of them and of the units below
+    `roots` overlap and one of them trains."""
+    spans = list(filter(None, map(_span, found)))
+    units = {unit for root in roots for module in root.modules() if (unit := unit_of(module)) is not None}
+    known = [
+        span._replace(name=f"{span.name} (of the unit {unit.record.name})")
+        for unit in units
+        for span in _spans.get(unit, ())
+    ]
+    last: Span | None = None
+    for span in sorted([*spans, *known], key=lambda span: (id(span.memory), span.start)):
+        if last is None or span.memory is not last.memory or span.start >= last.end:
+            last = span
+        elif span.trains or last.trains:
+            raise ValueError(
+                f"{last.name} and {span.name}: expected each parameter in memory of its own, found two parameters over "
+                f"the same memory, which train as one and apart once they are cut; make them one object, as "
+                f"`a.weight = b.weight` does, or give one a copy: nn.Parameter(p.detach().clone())"
+            )
+        elif span.end > last.end:
+            last = span
+    return spans
+
+
+def note_memory(unit: Unit, spans: list[Span]) -> None:
+    """Remember the memory that the parameters of `unit` had."""
+    _spans[unit] = spans
+
+
+def _span(item: Found) -> Span | None:
+    local = local_data(item.parameter)
+    if type(local) not in (torch.Tensor, nn.Parameter) or local.layout is not torch.strided or not local.numel():
+        return None
+    storage = local.untyped_storage()
+    start = int(local.storage_offset()) * local.itemsize
+    memory = storage.__dict__.setdefault(_MEMORY, object())
+    return Span(memory, start, start + int(local.nbytes), item.name, item.parameter.requires_grad)
 
 
 def check_averaged(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
@@ -227,7 +348,7 @@ _OWNER = "_fullshard_owner"
 
 def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None:
     """Check the parameters of the unit of `roots`, before any of them is sharded."""
-    module_name = "+".join(type(root).__name__ for root in roots)
+    module_name = _names(roots)
     for item in found:
         parameter, name = item.parameter, item.name
         for slot in item.slots:
@@ -259,6 +380,10 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
                 f"{name}: expected a contiguous parameter, found strides {parameter.stride()} for shape "
                 f"{tuple(parameter.shape)}; make it contiguous before fully_shard"
             )
+
+
+def _names(roots: Sequence[nn.Module]) -> str:
+    return "+".join(type(root).__name__ for root in roots)
 
 
 def _path_of_owner(owner: tuple[str, str], roots: Sequence[nn.Module]) -> str:
