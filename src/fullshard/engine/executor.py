@@ -444,6 +444,8 @@ class Executor:
         for unit in self.units:
             unit.gradients.arrived = 0
             sync = unit.record.plan.sync
+            if not sync:
+                unit.gradients.show_held()
             unit.gradients.window_open = not sync or (unit.gradients.window_open and unit not in self._closing)
             kept = sync and not unit.settings.all_reduces and unit.is_replicated
             unit.gradients.partial_open = kept or (unit.gradients.partial_open and unit not in self._carrying)

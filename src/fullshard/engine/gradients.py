@@ -63,6 +63,7 @@ class UnitGradients:
         # Whether the hooks match the currently trainable parameters.
         self.is_known = False
         self._hooks: list[RemovableHandle] = []
+        self._withdrawing: list[RemovableHandle] = []
         # Arrived bits -> bytes of the largest missing gradient.
         self._largest_missing: dict[int, int] = {}
 
@@ -93,10 +94,24 @@ class UnitGradients:
 
     def forget(self) -> None:
         """Remove the hooks: parameters were replaced, so `learn` must be called again."""
-        for handle in self._hooks:
+        for handle in (*self._hooks, *self._withdrawing):
             handle.remove()
+        for group in self._groups if self._withdrawing else ():
+            for param in group.params:
+                param.withdraw()
+                param.shows_held = False
         self._hooks.clear()
+        self._withdrawing.clear()
         self.is_known = False
+
+    def show_held(self) -> None:
+        """Show gradients that this backward held on the full parameters, here and after the following ones."""
+        if not self._withdrawing:
+            for group in self._groups:
+                for param in (group.params[i] for i in group.trainable):
+                    self._withdrawing.append(_withdrawing_hook(param))
+                    param.shows_held = True
+                    param.hold(param.held)
 
     def largest_missing_nbytes(self) -> int:
         """Bytes of the largest gradient that the running backward may still bring."""
@@ -138,4 +153,18 @@ def _hook(gradients: UnitGradients, param: ShardedParam, bit: int) -> RemovableH
         here.on_arrival(reached, bit)
 
     handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(outside_graphs(arrived))
+    return handle
+
+
+def _withdrawing_hook(param: ShardedParam) -> RemovableHandle:
+    """Take the held gradient off the full parameter of `param` just before autograd would add to it in place."""
+    itself = weakref.ref(param)
+
+    def arrives(_gradient: Tensor) -> None:
+        reached = itself()
+        if reached is not None and reached.shown is not None:
+            reached.live_held()  # what the user did with it counts
+            reached.withdraw()
+
+    handle: RemovableHandle = param.full.register_hook(outside_graphs(arrives))
     return handle

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from .._torch import (
     dtensor_like,
@@ -107,6 +106,7 @@ class ShardedParam:
         "reduced",
         "sharded",
         "shown",
+        "shows_held",
         "slots",
         "spec",
     )
@@ -148,8 +148,9 @@ class ShardedParam:
         self.fresh_partial: Tensor | None = None
         # The `.grad` at the time `held` and `partial` were kept; a different one means that the user cleared them.
         self.marker: Tensor | None = None
-        # What `full.grad` shows of `held`, and the hook that takes it away; None while it shows nothing.
-        self.shown: tuple[Tensor, RemovableHandle] | None = None
+        # What `full.grad` shows of `held`; and whether it may.
+        self.shown: Tensor | None = None
+        self.shows_held = False
         # Attributes that users set on `sharded`: the dict itself, because torch's conversions take it from the object.
         self.marks: dict[str, Any] = {}
 
@@ -211,7 +212,7 @@ class ShardedParam:
         if self.sharded.grad is not marker or (isinstance(marker, PendingGrad) and marker.cleared):
             self.hold(None)
             self.partial = self.marker = None
-        elif self.shown is not None and self.full.grad is not self.shown[0]:
+        elif self.shown is not None and self.full.grad is not self.shown:
             # The user cleared or replaced the gradient on the full parameter.
             gradient = self.full.grad
             self.hold(settled(local_of(gradient)) if isinstance(gradient, DTensor) else gradient)
@@ -222,33 +223,22 @@ class ShardedParam:
         """Keep `gradient` until a backward reduces it, and show it on `full.grad`, as torch's FSDP2 does, for programs
         that read, scale or clear the local gradients of micro-batches. As in torch, another dtype is not shown.
 
-        Autograd adds in place to what it finds there, and a backward that fails must leave `held` as it was. So a hook
-        takes it away just before the next gradient arrives; the end of the backward shows it again.
+        Autograd adds in place to what it finds there, and a backward that fails must leave `held` as it was: so nothing
+        is shown unless a hook takes it away before the next gradient arrives (`shows_held`, engine/gradients.py).
         """
         self.withdraw()
         self.held = gradient
         full = self.full
-        if gradient is None or gradient.dtype is not full.dtype or not full.requires_grad:
-            return
-        itself = weakref.ref(self)  # as in `UnitGradients`: a tensor's hooks are invisible to the garbage collector
-
-        def arrives(_: Tensor) -> None:
-            here = itself()
-            if here is not None:
-                here.live_held()
-                here.withdraw()
-
-        shown = gradient if self.own_spec is None else dtensor_like(full, gradient)
-        full.grad = shown
-        self.shown = shown, full.register_hook(arrives)
+        if gradient is not None and self.shows_held and gradient.dtype is full.dtype and full.requires_grad:
+            self.shown = gradient if self.own_spec is None else dtensor_like(full, gradient)
+            full.grad = self.shown
 
     def withdraw(self) -> None:
         """Stop showing `held`."""
         if self.shown is not None:
-            (shown, handle), self.shown = self.shown, None
-            handle.remove()
-            if self.full.grad is shown:
+            if self.full.grad is self.shown:
                 self.full.grad = None
+            self.shown = None
 
     def zero(self) -> Tensor:
         """A zero in place of a missing full gradient: one element of memory."""
