@@ -33,8 +33,7 @@ def ran(rank: int, config: Config, folder: str, limit: int, steps: int) -> Ran:
     ]
     parts = (trainer.world, trainer.model, trainer.optimizer, dict(FACTS), trainer.micro)
     checkpoints = Checkpoints(Path(folder), config.checkpoint, *parts)
-    newest = checkpoints.newest()
-    after = 0 if newest is None else checkpoints.load(newest)
+    after, _ = checkpoints.resume()
     outputs: Any = _Records(0, Path(folder))
     assert isinstance(outputs, Outputs)
     for step in range(after + 1, steps + 1):

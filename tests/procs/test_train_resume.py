@@ -68,8 +68,7 @@ def ran(rank: int, config: Config, folder: str, stop_at: int = 0, stop_rank: int
     checkpoints = Checkpoints(
         Path(folder), config.checkpoint, trainer.world, trainer.model, trainer.optimizer, dict(FACTS)
     )
-    newest = checkpoints.newest()
-    after = 0 if newest is None else checkpoints.load(newest)
+    after, _ = checkpoints.resume()
     records = _Records(stop_at if rank == stop_rank else 0, Path(folder) / CHECKPOINTS)
     stopped = 0
     try:

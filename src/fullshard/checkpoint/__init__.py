@@ -21,6 +21,7 @@ from .api import (
     open_checkpoint,
     retain,
     save,
+    set_aside,
     verify,
 )
 from .background import close
@@ -59,6 +60,7 @@ __all__ = [
     "open_checkpoint",
     "retain",
     "save",
+    "set_aside",
     "set_state_dict",
     "verify",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import random
 import re
@@ -169,6 +170,30 @@ def latest(folder: Location) -> Path | None:
         if is_complete(path):
             return Path(path)
     return None
+
+
+def set_aside(checkpoint_id: Location) -> Path:
+    """Rename a damaged checkpoint, `step-40` to `step-40.damaged` (or `step-40.2.damaged`); returns the new path.
+
+    `latest` and `retain` no longer find it, its place is free for another save, and nothing is deleted: rename it back
+    when its files were restored. One process alone. Raises `CheckpointNotFound` for no directory, `CheckpointBusy`
+    while a save writes to it, `CheckpointIOError`.
+    """
+    path = os.path.normpath(_location("set_aside", checkpoint_id))
+    with doing(f"setting {path} aside"), open_folder(path) as folder:
+        lock = folder.lock(LOCK_NAME)
+        try:
+            names = (
+                f"{path}{number}.damaged" for number in itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+            )
+            free = next(name for name in names if not os.path.lexists(name))
+            os.rename(path, free)
+        finally:
+            if lock is not None:
+                os.close(lock)
+        with Folder.open(os.path.dirname(os.path.abspath(path))) as parent:
+            parent.sync()
+    return Path(free)
 
 
 def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -> list[Path]:

@@ -234,7 +234,7 @@ def _readable_pointer(folder: Folder) -> Pointer | None:
     except CheckpointDamaged:
         raise CheckpointDamaged(
             f"{folder.path}: expected no checkpoint or a whole one, found an unreadable pointer; it is kept: save "
-            f"to another directory, or remove this one"
+            f"to another directory, or rename this one (fullshard.checkpoint.set_aside)"
         ) from None
 
 

@@ -90,7 +90,7 @@ def open_manifest(run_dir: Path, facts: dict[str, Any]) -> None:
     """Begin `manifest.json`: versions, time, and the caller's facts about corpus, processes and units. For a continued
     run, `sittings` lists how the earlier ones ended."""
     earlier = read_manifest(run_dir)
-    kept = ("status", "started", "ended", "last_step", "reason", "world")
+    kept = ("status", "started", "ended", "last_step", "reason", "world", "set_aside")
     sittings = [*earlier.get("sittings", []), {k: earlier[k] for k in kept if k in earlier}] if earlier else []
     manifest = {
         "status": "running",
@@ -229,12 +229,49 @@ class Checkpoints:
         self.facts = facts  # must be equal when the run continues: the corpus, the seed
         self.micro = micro if micro is not None and micro.search != "fixed" else None
         self._under_way: Future[str] | None = None
+        # On rank 0: (new path, reason) of damaged checkpoints that `resume` set aside.
+        self.aside: list[tuple[Path, str]] = []
+
+    def resume(self) -> tuple[int, Path | None]:
+        """Load the newest whole checkpoint: the step after which to continue, and the checkpoint, or (0, None).
+        Collective.
+
+        A damaged one is renamed by rank 0 when all ranks know of it, and the one before is tried. So it cannot be in
+        the way when its step is saved again.
+        """
+        while (path := self.newest()) is not None:
+            try:
+                return self.load(path), path
+            except checkpoint.CheckpointDamaged as error:
+                if self.world.rank == 0:
+                    self._set_aside(path, str(error))
+        return 0, None
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, by its step; interrupted saves are skipped. Only rank 0 looks."""
-        found = checkpoint.latest(self.folder) if self.world.rank == 0 else None
-        (step,) = self.world.largest([-1.0 if found is None else float(found.name.removeprefix("step-"))])
+        """The newest checkpoint that pointer, manifest and sizes do not show to be damaged, by its step. Collective;
+        rank 0 looks, skips interrupted saves, and sets aside damaged ones that are newer."""
+        found = self._look() if self.world.rank == 0 else -1
+        (step,) = self.world.largest([float(found)])
         return self.folder / f"step-{step:.0f}" if step >= 0 else None
+
+    def _look(self) -> int:
+        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*") if not path.is_symlink())
+        for step in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
+            path = self.folder / f"step-{step}"
+            try:
+                with checkpoint.open_checkpoint(path) as opened:
+                    problem = opened.sizes_problem()
+            except checkpoint.CheckpointNotFound:
+                continue  # the next save of this step clears what an interrupted one left
+            except checkpoint.CheckpointDamaged as error:
+                problem = str(error)
+            if problem is None:
+                return step
+            self._set_aside(path, problem)
+        return -1
+
+    def _set_aside(self, path: Path, problem: str) -> None:
+        self.aside.append((checkpoint.set_aside(path), problem))
 
     def load(self, path: Path) -> int:
         """Restore model and optimizer, and return the step. Collective.
@@ -242,7 +279,13 @@ class Checkpoints:
         Raises `CheckpointError`, and `RuntimeError` if it belongs to another run; then nothing has changed.
         """
         model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
-        found = checkpoint.inspect(path)
+        damage = None
+        try:
+            found = checkpoint.inspect(path)
+        except checkpoint.CheckpointDamaged as error:
+            damage = error
+        if self.world.largest([float(damage is not None)])[0]:
+            raise damage or checkpoint.CheckpointDamaged(f"{path}: another process found it damaged")
         held: dict[str, Any] = {
             key.removeprefix("run."): entry.value for key, entry in found.values.items() if key.startswith("run.")
         }

@@ -39,15 +39,23 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     console.say(str(found))
     same = {"corpus_sha256": corpus.sha256, "vocab": tokenizer.vocab, "seed": config.training.seed}
     checkpoints = folder.Checkpoints(run_dir, config.checkpoint, world, model, optimizer, same, trainer.micro)
-    after, newest = 0, checkpoints.newest()
+    after, newest = checkpoints.resume()
+    for path, problem in checkpoints.aside:
+        console.say(f"damaged, set aside as {path}: {problem}")
+    if newest is None and checkpoints.aside:
+        console.say("no whole checkpoint is left: beginning anew with step 1")
     if newest is not None:
-        after = checkpoints.load(newest)
         console.say(f"continuing after step {after}, from {newest}")
     outputs = Outputs(console)
     if world.rank == 0:
         folder.forget_steps_after(run_dir, after)
         folder.open_manifest(
-            run_dir, {**_facts(config, world, corpus, split, found.units), "resumed_after_step": after}
+            run_dir,
+            {
+                **_facts(config, world, corpus, split, found.units),
+                "resumed_after_step": after,
+                "set_aside": [path.name for path, _ in checkpoints.aside],
+            },
         )
         outputs = _outputs(config, console, run_dir, after)
     try:
