@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
 from fullshard import PeerFailed, RanksDisagree, checkpoint, fully_shard
@@ -21,6 +22,7 @@ from tests.harness.pool import pool
 STEPS = 4
 # The step that fails: in the first two, ranks ask each other before they send.
 FAILED = 2
+SAVED = "a model that was lost on a device:"
 LOST = "expected a model whose values are sound, found it lost on a device"
 
 
@@ -45,11 +47,11 @@ def _batch(rank: int, step: int) -> Tensor:
     return torch.arange(8.0).view(2, 4).add(rank + 2 * step).sin()
 
 
-def _build() -> tuple[Any, torch.optim.Optimizer]:
+def _build(mesh: DeviceMesh | None = None) -> tuple[Any, torch.optim.Optimizer]:
     model: Any = _plain().to("pretend")
     # No gather in backward: what one rank sends there are reductions.
-    fully_shard(model[0], reshard_after_forward=False)
-    fully_shard(model)
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
@@ -120,6 +122,11 @@ def _lost(rank: int, how: str, folder: str) -> tuple[list[str], dict[str, Tensor
             with pytest.raises(RanksDisagree) as refused:
                 call()
             said.append(str(refused.value))
+        model.reset_iter_state()  # the forward of rank 0 was interrupted
+        with pytest.raises(RanksDisagree, match=LOST), fullshard.full_params(model):
+            pass
+        with pytest.raises(checkpoint.CheckpointMismatch, match=f"{SAVED} on rank 0 message"):
+            checkpoint.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/lost", process_group=on_host)
         model[0].load_state_dict({name.removeprefix("0."): v for name, v in values.items() if name[0] == "0"})
         with pytest.raises(RanksDisagree) as refused:
             _loss(model, rank, FAILED)
@@ -321,3 +328,37 @@ def test_nothing_is_lost_when_nothing_was_under_way() -> None:
     for rank, (error, values) in enumerate(pool(2, backend="late").run(_nothing_under_way)):
         assert rank or "rank 1 raised at step 2" in error
         _same(values)
+
+
+def _lost_among_replicas(rank: int) -> tuple[str, list[str], dict[str, Tensor]]:
+    """Two models on one mesh of 2 x 2 ranks. The first is under way when a rank raises; the second never ran since."""
+    from tests.harness import late, pretend
+
+    mesh = init_device_mesh("pretend", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pretend.watched(queries=late.is_quiet):
+        (model, optimizer), (other, _) = _build(mesh), _build(mesh)
+        for step in range(FAILED):
+            _step(model, optimizer, rank, step)
+            _loss(other, rank, step)
+        values, others, state = _values(model), _values(other), _copy(optimizer.state_dict())
+        first = _fails(model, optimizer, rank, FAILED)
+        said = []
+        for load in (lambda: None, lambda: model.load_state_dict(values)):
+            load()
+            with pytest.raises(RanksDisagree) as refused:
+                _loss(model, rank, FAILED)
+            said.append(str(refused.value))
+        other.load_state_dict(others)
+        optimizer.load_state_dict(state)
+        for step in range(FAILED, STEPS):
+            _step(model, optimizer, rank, step)
+            _loss(other, rank, step)
+        return first, said, _values(model)
+
+
+def test_models_are_lost_on_all_replicas_until_all_on_their_mesh_were_loaded() -> None:
+    for rank, (first, (before, half), values) in enumerate(pool(4, backend="late").run(_lost_among_replicas)):
+        assert first == "injected" if rank == 1 else "rank 1 raised" in first
+        assert before.startswith(LOST) and half.startswith(LOST), (rank, before, half)
+        assert "not loaded here yet: 0.weight, 0.bias" in half
+        _same(values, 4)

@@ -117,6 +117,11 @@ class Clocks:
         self._launch(actor)
         self.wait(actor, self._events.get(event, {}))
 
+    def knows(self, actor: str, event: int) -> bool:
+        """Whether work of `actor` comes after what `event` remembers already."""
+        clock = self._of(actor)
+        return all(clock.get(other, 0) >= time for other, time in self._events.get(event, {}).items())
+
     def synchronize(self, actors: Callable[[str], bool]) -> None:
         """The host waits for all work of the actors whose name fulfils `actors`."""
         for name in [name for name in self._clocks if name != HOST and actors(name)]:

@@ -127,13 +127,13 @@ FAULTS: dict[str, SeededFault] = {
         "comm.comparison:HostCopy.flags",
         "self._event.synchronize()",
         "pass",
-        Setup(unused="1", unused_on=(1,)),
+        Setup(unused=("1", "2"), unused_on=(1,)),
     ),
     "absent gradients are kept": SeededFault(
         "engine.executor:Executor._drop_absent",
         "if not there:",
         "if False:",
-        Setup(unused="1", unused_on=(0, 1)),
+        Setup(unused=("1", "2"), unused_on=(0, 1)),
     ),
     # ---- waits on another stream ----
     "a gather is waited for on another stream": SeededFault(

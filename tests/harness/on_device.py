@@ -40,6 +40,8 @@ class Setup:
     offload: bool = False
     recompute: bool = False
     micro: int = 1
+    # Micro-batches are reduced over the shards, and only the last also over the replicas.
+    partial: bool = False
     clip: float = 0.0
     # Calls on the model after it was sharded, such as ("set_communication", "torch"); with "*" on each unit.
     calls: tuple[tuple[Any, ...], ...] = ()
@@ -48,8 +50,8 @@ class Setup:
     optimizer_stream: bool = False
     # After each step an evaluation, and then the host writes the shards.
     evaluate: bool = False
-    # The unit of this name computes nothing on these ranks: its parameters get no gradients there.
-    unused: str = ""
+    # The units of these names compute nothing on these ranks: their parameters get no gradients there.
+    unused: tuple[str, ...] = ()
     unused_on: tuple[int, ...] = ()
     # What `event.query()` says.
     queries: bool = True
@@ -151,7 +153,8 @@ def train(rank: int, setup: Setup) -> Found:
                 rest = torch.pretend.memory_allocated()  # type: ignore[attr-defined]
                 torch.pretend.reset_peak_memory_stats()  # type: ignore[attr-defined]
             for micro in range(setup.micro):
-                model.set_requires_gradient_sync(micro == setup.micro - 1)
+                is_last = micro == setup.micro - 1
+                (model.set_requires_all_reduce if setup.partial else model.set_requires_gradient_sync)(is_last)
                 batch = case.batch(step * setup.micro + micro, rank)
                 inputs = tuple(part.to(device, non_blocking=True) for part in batch)
                 loss = case.loss(model, inputs) / setup.micro
@@ -248,8 +251,8 @@ def evaluate(model: Any, case: Case, rank: int, device: torch.device) -> None:
 
 def leave_out(model: nn.Module, setup: Setup, rank: int) -> None:
     """Let `setup.unused` compute nothing, if this is one of its ranks."""
-    if rank in setup.unused_on:
-        model.get_submodule(setup.unused).forward = lambda x: x  # type: ignore[method-assign]
+    for name in setup.unused if rank in setup.unused_on else ():
+        model.get_submodule(name).forward = lambda x: x  # type: ignore[method-assign]
 
 
 def recompute(module: nn.Module) -> None:
@@ -274,7 +277,8 @@ def reference(setup: Setup, world: int) -> dict[str, Tensor]:
                 batch = case.batch(step * setup.micro + micro, rank)
                 leave_out(model, setup, rank)
                 (case.loss(model, batch) / setup.micro / world).backward()
-                vars(model.get_submodule(setup.unused)).pop("forward", None)
+                for name in setup.unused:
+                    vars(model.get_submodule(name)).pop("forward", None)
         if setup.clip:
             nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
         optimizer.step()

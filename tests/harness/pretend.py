@@ -339,8 +339,7 @@ class _Telling:
             return
         stack = frames()
         if kind == 1:
-            self.tell(_note_wait, "event.synchronize", lambda _: False, stack)
-            self.tell(lambda watch: watch.clocks.wait_event(HOST, which))
+            self.tell(_note_wait_for_event, which, stack)
         elif kind == 0:
             self.tell(_note_wait, "stream.synchronize", stream_name(device, which).__eq__, stack)
         else:
@@ -367,6 +366,13 @@ def _note_accesses(watch: Watch, name: str, found: list[Any], actor: str, stack:
     # All reads of an operator come before its writes, and it does not race with itself.
     for base, start, stop, writes in sorted(found, key=lambda access: access[3]):
         watch.clocks.access(base, start, stop, actor, writes=writes, what=name, stack=stack)
+
+
+def _note_wait_for_event(watch: Watch, event: int, stack: tuple[str, ...]) -> None:
+    # An event that the host knows to be over takes no time.
+    if not watch.clocks.knows(HOST, event):
+        _note_wait(watch, "event.synchronize", lambda _: False, stack)
+        watch.clocks.wait_event(HOST, event)
 
 
 def _note_wait(watch: Watch, what: str, actors: Callable[[str], bool], stack: tuple[str, ...]) -> None:

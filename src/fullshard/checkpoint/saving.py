@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .._version import __version__
 from ..comm import Messenger
+from ..guard import had_losses, loss_over, shown_ranks
 from ..layout import itemsize
 from . import files
 from .agreement import Message, agree
@@ -68,6 +70,11 @@ def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None) -> Snap
             copied = part.local if copy is None or part.local is None else copy(part.local)
             parts.append((leaf.path, part._replace(local=copied)))
     values = {key: (leaf.path, encode(leaf.value)) for key, leaf in tree.values.items()}
+    if had_losses:
+        meshes = {leaf.value.device_mesh for leaf in tree.tensors.values() if isinstance(leaf.value, DTensor)}
+        for loss in dict.fromkeys(loss_over(mesh.mesh.flatten().tolist()) for mesh in meshes):
+            if loss is not None:
+                problems.append(f"a model that was lost on a device: on {shown_ranks(loss.ranks)} {loss.text}; load it")
     return Snapshot(parts, values, problems)
 
 

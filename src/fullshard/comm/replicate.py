@@ -36,6 +36,10 @@ class Chunks(Protocol):
 
     def split(self, mean: Tensor, complete: bool) -> tuple[list[Tensor | None], HostCopy | None]: ...
 
+    def without_absent(
+        self, parts: list[Tensor | None], chunk: Tensor, complete: bool
+    ) -> tuple[list[Tensor | None], HostCopy | None]: ...
+
 
 class AfterSum(NamedTuple):
     """Steps 2 to 4 for one group."""
@@ -128,9 +132,8 @@ class StagedReduction:
                 self._work.wait()
             if self._carried is not None:
                 self._carried.arrive()
-            if self.keeps:
-                return self._kept(total)
-            parts, self.present = self._chunks.split(self._finished(total), self._complete)
+            found = self._kept(total) if self.keeps else self._chunks.split(self._finished(total), self._complete)
+            parts, self.present = found
             return parts
         finally:  # a hook may raise
             self._total = self._work = None
@@ -157,14 +160,11 @@ class StagedReduction:
                 # All ranks of a parameter have a partial sum, or none has.
                 total[layout.grad_present_offset + index].add_(1)
 
-    def _kept(self, total: Tensor) -> list[Tensor | None]:
-        layout = self._chunks.layout
+    def _kept(self, total: Tensor) -> tuple[list[Tensor | None], HostCopy | None]:
         kept = total.to(self._after.dtypes.reduce, copy=self._first.reuses)
-        parts = [kept.narrow(0, s.offset, s.padded_numel) for s in layout.pack.segments]
-        if self._complete:
-            return list(parts)
-        present = kept[layout.grad_present_offset : layout.grad_present_offset + len(parts)].tolist()
-        return [part if there else None for part, there in zip(parts, present, strict=True)]
+        segments = self._chunks.layout.pack.segments
+        parts: list[Tensor | None] = [kept.narrow(0, s.offset, s.padded_numel) for s in segments]
+        return self._chunks.without_absent(parts, kept, self._complete)
 
     def _finished(self, total: Tensor) -> Tensor:
         after = self._after

@@ -391,7 +391,7 @@ class Executor:
         present = flight.reduction.present
         if present is not None:
             params = [flight.group.params[i] for i in flight.trainable]
-            if flight.unit.gradients.stepper is None and all(param.reduced is None for param in params):
+            if flight.unit.gradients.stepper is None and all(p.reduced is p.fresh_partial is None for p in params):
                 self._unresolved[flight.group] = (params, present)
             else:
                 parts = [part if there else None for part, there in zip(parts, present.flags(), strict=True)]
@@ -405,7 +405,7 @@ class Executor:
             if present is not None:
                 for param, there in zip(params, present.flags(), strict=True):
                     if not there:
-                        param.reduced = None
+                        param.reduced = param.fresh_partial = None
 
     def _finish(self, root: Unit) -> None:
         # Follow-up messages move to the second queue, so one pass in this order drains both.
@@ -413,7 +413,8 @@ class Executor:
             while flights and self._has_own(flights):
                 self._advance_oldest(flights)
         if self._unresolved:
-            self._drop_absent(list(self._unresolved))
+            # The latest first: when its flags are on the host, those of the others are, and the host waits once.
+            self._drop_absent([*reversed(self._unresolved)])
         for unit in self._touched:
             if unit.host_link is not None:
                 unit.host_link.finish()

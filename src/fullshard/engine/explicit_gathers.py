@@ -26,6 +26,7 @@ from ..param import Owner, ShardedParam, claim
 from .misuse import clean_name, parameter_names
 from .optimizer_steps import tell_each_step
 from .order import changes_parameters, compare, note_stepped
+from .recovery import lost_error
 from .unit import AnyRoot, Unit
 
 
@@ -104,7 +105,7 @@ def _optimizer_stepped(optimizer: Optimizer) -> None:
 
 
 def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
-    """All ranks are about to gather `units` of `model` for `full_params`. Raises like `compare`."""
+    """All ranks are about to gather `units` of `model` for `full_params`. Raises like `compare`, and if it is lost."""
     names = {module: clean_name(name) or "root" for name, module in model.named_modules()}
     opened: dict[Scope, list[Unit]] = {}
     for unit in units:
@@ -116,6 +117,8 @@ def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
         digest = hashlib.blake2s("\n".join(known).encode(), digest_size=6).hexdigest()
         thread = None if here[0].root is None else here[0].root.thread
         _compare(here[0], scope, thread, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
+        if scope.loss is not None:
+            raise lost_error(scope)
 
 
 def _ranks_over(parameter: DTensor, axes: Sequence[int]) -> set[int]:

@@ -18,6 +18,7 @@ from .errors import PeerFailed as PeerFailed
 from .errors import RanksDisagree as RanksDisagree
 from .loss import LOST as LOST
 from .loss import had_losses as had_losses
+from .loss import loss_over as loss_over
 from .loss import lost_in as lost_in
 from .order import Action as Action
 from .order import Order as Order

@@ -13,7 +13,9 @@ Nothing of this happens on a CPU, where a wait returns only with its message.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 LOST, PERHAPS = "!", "?"
 
@@ -52,10 +54,27 @@ def lost_in(state: str) -> int:
 
 # Scopes that had a loss, by id; also those that were restored, for optimizers with state from before. Usually empty,
 # so that a step asks one dict.
-had_losses: dict[int, weakref.ref[object]] = {}
+had_losses: dict[int, weakref.ref[Lossy]] = {}
 
 
-def note_loss(scope: object) -> None:
+class Lossy(Protocol):
+    """What a `Scope` knows of its loss."""
+
+    ranks: tuple[int, ...]
+    loss: Loss | None
+
+
+def note_loss(scope: Lossy) -> None:
     """Remember that `scope` had a loss. Thread-safe."""
     key = id(scope)
     had_losses[key] = weakref.ref(scope, lambda _: had_losses.pop(key, None))
+
+
+def loss_over(ranks: Iterable[int]) -> Loss | None:
+    """The loss of a mesh with all of `ranks` that is not restored yet. Thread-safe."""
+    wanted = set(ranks)
+    for reference in tuple(had_losses.values()):
+        scope = reference()
+        if scope is not None and scope.loss is not None and wanted <= set(scope.ranks):
+            return scope.loss
+    return None
