@@ -47,7 +47,7 @@ def parts(device: str) -> list[Part]:
     fake, alone = ["--groups", "fake 8", "--precisions", "mixed"], ["--groups", "world 1", "--precisions", "bf16"]
     found = [
         Part("tests", ["pytest", "-q", *plugin, "tests/gpu"], 120, ["--collect-only"]),
-        Part("ranks", ["benchmarks.gpu_ranks", *on_device, "--limit", "75"], 150, small),
+        Part("ranks", ["benchmarks.gpu_ranks", *on_device, "--limit", "75"], 150, [*small, "--limit", "300"]),
         Part("step, 8B-shaped", [*gpu_step, "--shapes", "8B"], 210, [*small, *fake, "--ways", "fullshard"]),
         Part("memory", ["benchmarks.memory", *on_device, "--worlds", "8"], 120, ["--tiny"]),
         Part("step, 1B-shaped", [*gpu_step, "--shapes", "1B"], 150, [*small, *alone, "--ways", "fsdp2", "fullshard"]),

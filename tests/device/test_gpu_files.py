@@ -31,11 +31,10 @@ def test_the_tests_for_hardware() -> None:
     assert " passed" in last and "skipped" not in last, printed
 
 
-@pytest.mark.slow
-@pytest.mark.hang_after(400)
+@pytest.mark.hang_after(600)
 def test_the_benchmarks_for_hardware() -> None:
     """Every part runs, bytes are those of `report`, and no time is told."""
-    printed = run("benchmarks.gpu", "--device", "pretend", "--tiny", timeout_s=380)
+    printed = run("benchmarks.gpu", "--device", "pretend", "--tiny", timeout_s=570)
     results = json.loads(printed.splitlines()[-1])["results"]
     assert all(part["ok"] for part in results.values()), printed
     assert "times on this device mean nothing" in printed

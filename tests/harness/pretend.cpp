@@ -12,9 +12,11 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -39,6 +41,18 @@ struct Told {
   int32_t (*queried)(int64_t event);
 };
 Told told{};
+// Calls of Python under way, on all threads.
+std::atomic<int> calls{0};
+template <auto kind, typename... Args>
+auto call(Args... args) -> decltype((told.*kind)(args...)) {
+  struct Call {
+    Call() { ++calls; }
+    ~Call() { --calls; }
+  } under_way;
+  auto function = told.*kind;
+  using Result = decltype(function(args...));
+  return function ? function(args...) : Result();
+}
 
 // ---- streams ----
 thread_local c10::DeviceIndex current_device = 0;
@@ -79,24 +93,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = reinterpret_cast<void*>(++events_made);
-    if (told.recorded) told.recorded(reinterpret_cast<int64_t>(*event), s.device_index(), s.id());
+    call<&Told::recorded>(reinterpret_cast<int64_t>(*event), s.device_index(), s.id());
   }
   void block(void* event, const c10::Stream& s) const override {
-    if (event && told.waited) told.waited(reinterpret_cast<int64_t>(event), s.device_index(), s.id());
+    if (event) call<&Told::waited>(reinterpret_cast<int64_t>(event), s.device_index(), s.id());
   }
   bool queryEvent(void* event) const override {
-    return !event || !told.queried || told.queried(reinterpret_cast<int64_t>(event));
+    return !event || !told.queried || call<&Told::queried>(reinterpret_cast<int64_t>(event));
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   bool queryStream(const c10::Stream&) const override { return false; }
   void synchronizeStream(const c10::Stream& s) const override {
-    if (told.synchronized) told.synchronized(0, s.id(), s.device_index());
+    call<&Told::synchronized>(0, s.id(), s.device_index());
   }
   void synchronizeEvent(void* event) const override {
-    if (told.synchronized) told.synchronized(1, reinterpret_cast<int64_t>(event), current_device);
+    call<&Told::synchronized>(1, reinterpret_cast<int64_t>(event), current_device);
   }
   void synchronizeDevice(const c10::DeviceIndex i) const override {
-    if (told.synchronized) told.synchronized(2, 0, i);
+    call<&Told::synchronized>(2, 0, i);
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0; }
 };
@@ -106,7 +120,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 struct Block { void* data; int64_t nbytes; c10::DeviceIndex device; };
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
-  if (told.freed) told.freed(reinterpret_cast<uintptr_t>(block->data), block->nbytes, block->device);
+  call<&Told::freed>(reinterpret_cast<uintptr_t>(block->data), block->nbytes, block->device);
   std::free(block->data);
   delete block;
 }
@@ -115,8 +129,7 @@ struct Memory final : c10::Allocator {
     if (nbytes == 0) return {nullptr, {kType, current_device}};
     auto* block = new Block{std::aligned_alloc(64, (nbytes + 63) / 64 * 64), static_cast<int64_t>(nbytes), current_device};
     std::memset(block->data, 0xFF, nbytes);  // NaN in every floating dtype
-    if (told.allocated)
-      told.allocated(reinterpret_cast<uintptr_t>(block->data), nbytes, current_device, current_stream[current_device]);
+    call<&Told::allocated>(reinterpret_cast<uintptr_t>(block->data), nbytes, current_device, current_stream[current_device]);
     return {block->data, block, &release, {kType, current_device}};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -129,7 +142,7 @@ std::mutex pinned_lock;
 std::unordered_set<void*> pinned_pointers;
 struct Pinned final : c10::Allocator {
   static void drop(void* p) {
-    if (told.freed) told.freed(reinterpret_cast<uintptr_t>(p), 0, -1);
+    call<&Told::freed>(reinterpret_cast<uintptr_t>(p), 0, -1);
     {
       std::lock_guard<std::mutex> hold(pinned_lock);
       pinned_pointers.erase(p);
@@ -144,7 +157,7 @@ struct Pinned final : c10::Allocator {
         std::lock_guard<std::mutex> hold(pinned_lock);
         pinned_pointers.insert(p);
       }
-      if (told.allocated) told.allocated(reinterpret_cast<uintptr_t>(p), nbytes, -1, 0);
+      call<&Told::allocated>(reinterpret_cast<uintptr_t>(p), nbytes, -1, 0);
     }
     return {p, p, &drop, c10::Device(c10::DeviceType::CPU)};
   }
@@ -235,7 +248,7 @@ void note(std::vector<Access>& accesses, const at::Tensor& t, bool writes) {
                       start + static_cast<int64_t>((last + 1) * t.itemsize()), writes, t.device().index()});
 }
 void tell(const char* op, const std::vector<Access>& accesses, c10::DeviceIndex device) {
-  if (told.ran) told.ran(op, accesses.data(), accesses.size(), device, current_stream[device]);
+  call<&Told::ran>(op, accesses.data(), accesses.size(), device, current_stream[device]);
 }
 
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -377,4 +390,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 }  // namespace
 
-extern "C" void pretend_tells(const Told* to) { told = to ? *to : Told{}; }
+// With null, Python is told no more, and no call is under way afterwards. At the end of the process that must be so: Python
+// ends a thread by force that asks for the interpreter then, autograd's for the device, and C++ then ends the process.
+extern "C" void pretend_tells(const Told* to) {
+  told = to ? *to : Told{};
+  while (!to && calls) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
