@@ -98,9 +98,9 @@ _HEAD = """# Programs that were run
 <!-- Written by `python -m tests.harness.programs --write`: change tests/programs/__init__.py, not this page. -->
 
 Each program is a file of `tests/programs`, written for torch's FSDP2 as its users write it. The tests run it with the
-one import from `torch.distributed.fsdp` changed, on gloo processes, and compare every parameter, buffer, optimizer state
-and loss after its last step (`tests/procs/test_programs.py`) with the same program in plain data parallelism and with
-torch's FSDP2.
+one import from `torch.distributed.fsdp` changed, on gloo processes, and compare every parameter, buffer, optimizer
+state and loss after its last step (`tests/procs/test_programs.py`) with the same program in plain data parallelism and
+with torch's FSDP2.
 
 * **bits**: equal bits. **digits**: not the same bits, because sums are made in another order; computed in float64 the
   two differ by less than half of the digits. **fails**: torch raises. **differs**: its result is another one, or wrong.

@@ -151,7 +151,7 @@ def _looking(rank: int, models: list[nn.Sequential]) -> None:
     "bitsandbytes: the class and the `quant_state` of 4-bit weights are there in forward",
     area="packages",
     torch="none",
-    reason="torch's FSDP2 makes plain parameters of them; only layers that look elsewhere for it, as `Linear4bit`, go on",
+    reason="torch's FSDP2 makes plain parameters of them; only layers that look elsewhere (`Linear4bit`) work",
 )
 def test_class_and_attributes_stay() -> None:
     world = several()
