@@ -71,6 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--draw-one-in", type=int, metavar="N", help="with --draw: of all tests one in N")
     parser.addoption(
+        "--both", action="store_true", help="with --ranks=gloo: torch's half of the conformance, too, which is left out"
+    )
+    parser.addoption(
         "--pairs",
         action="store_true",
         help="with --ranks=gloo: parameters and gradients go from rank to rank (comm/data_group.py), however small",
@@ -124,7 +127,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--ranks") != "threads":
-        left_out = [item for item in items if item.get_closest_marker("threads_only") or _is_torch_s(item)]
+        ours_alone = not config.getoption("--both")
+        left_out = [
+            item for item in items if item.get_closest_marker("threads_only") or (ours_alone and _is_torch_s(item))
+        ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:

@@ -48,19 +48,24 @@ class FSDPModule:
 
 
 class _Averager:
-    """The parameters of one unit. `held`: gradients that are still to be averaged."""
+    """The parameters of one unit, by the module and the name that they are registered at: `to_empty` and
+    `load_state_dict(assign=True)` put others there. `held`: gradients that are still to be averaged."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        self.parameters, self.group, self.sync = parameters, group, True
+    def __init__(self, places: list[tuple[nn.Module, str]], group: dist.ProcessGroup | None) -> None:
+        self.places, self.group, self.sync = places, group, True
         self.held: dict[int, Tensor] = {}
-        self.hooked: set[int] = set()
+        self.hooked: dict[int, nn.Parameter] = {}
         self.queued = False
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [module.get_parameter(name) for module, name in self.places]
+
     def watch(self, *_: Any) -> None:
-        """Before each forward: parameters may require a gradient since the last one."""
+        """Before each forward: parameters may be others, and require a gradient, since the last one."""
         for i, p in enumerate(self.parameters):
-            if p.requires_grad and i not in self.hooked:
-                self.hooked.add(i)
+            if p.requires_grad and self.hooked.get(i) is not p:
+                self.hooked[i] = p
                 p.register_hook(lambda gradient, i=i: self.hold(i, gradient))
 
     def hold(self, i: int, gradient: Tensor) -> Tensor:
@@ -108,7 +113,12 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, ignored_params: 
     modules = module if isinstance(module, (list, tuple)) else [module]
     taken = {id(p) for p in ignored_params}
     taken |= {id(p) for each in modules for m in each.modules() if "_averager" in vars(m) for p in _taken(m)}
-    own = {id(p): p for each in modules for p in each.parameters() if id(p) not in taken}
+    own: dict[int, tuple[nn.Module, str]] = {}
+    for each in modules:
+        for inner in each.modules():
+            for name, p in inner.named_parameters(recurse=False):
+                if id(p) not in taken:
+                    own.setdefault(id(p), (inner, name))
     group = None if mesh is None else (mesh._flatten() if mesh.ndim > 1 else mesh).get_group()
     averager = _Averager(list(own.values()), group)
     for each in modules:

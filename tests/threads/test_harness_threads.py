@@ -139,3 +139,18 @@ def test_nesting_is_refused() -> None:
     with fake_world(2), pytest.raises(RuntimeError, match="has no process group"):
         run_ranks(2, _sum_of_ranks)
     _assert_clean()
+
+
+def test_the_group_of_the_ranks_is_torch_s_own() -> None:
+    """Every collective is the method that torch's threaded group has: the harness replaces, renames and adds none. The
+    one method that it does replace, the inner one at which ranks meet, asks whether its rank was left behind, and then
+    calls torch's."""
+    from torch.testing._internal.distributed import multi_threaded_pg as torch_s
+
+    def rank_main(rank: int) -> list[str]:
+        functions = {name: getattr(value, "__func__", value) for name, value in vars(torch_s.ProcessLocalGroup).items()}
+        codes = {name: getattr(function, "__code__", None) for name, function in functions.items()}
+        return [name for name, code in codes.items() if code is not None and code.co_filename != torch_s.__file__]
+
+    for found in run_ranks(2, rank_main):
+        assert found == ["_start_coll"]
