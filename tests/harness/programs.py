@@ -76,7 +76,7 @@ def _flatten(flat: dict[str, Any], path: str, value: Any) -> None:
 
 def differences(actual: dict[str, Any], expected: dict[str, Any], digits: float = 0.0) -> list[str]:
     """What differs, by name. `digits`: of each tensor's maximum, how much may; 0 asks for equal bits (but for the sign
-    of zero). Not less than one eps: what would be zero without rounding (the gradient of a key's bias) is rounding alone.
+    of zero). One eps always may: what would be zero without rounding (the gradient of a key's bias) is rounding alone.
     """
     found = [f"{name}: only on one side" for name in sorted(actual.keys() ^ expected.keys())]
     for name, wanted in expected.items():
