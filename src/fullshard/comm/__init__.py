@@ -34,6 +34,7 @@ from .messages import alike as alike
 from .messages import alone as alone
 from .messages import broadcast_over as broadcast_over
 from .messages import joining_groups as joining_groups
+from .messages import largest_over as largest_over
 from .messages import least_over as least_over
 from .messages import messenger as messenger
 from .messages import sum_over as sum_over

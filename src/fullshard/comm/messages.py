@@ -203,6 +203,11 @@ def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:
     return _reduce_over(mesh, counts, dist.ReduceOp.SUM, what)
 
 
+def largest_over(mesh: DeviceMesh, values: Tensor, what: str) -> Tensor:
+    """The maximum of each of `values` over all ranks of `mesh`, otherwise as `sum_over`."""
+    return _reduce_over(mesh, values, dist.ReduceOp.MAX, what)
+
+
 def agreed(value: int, mesh: DeviceMesh, what: str = _SUM) -> bool:
     """Whether `value` (below 2**63) is the same on all ranks of `mesh`."""
     # The minimum, and the negated maximum.

@@ -53,18 +53,7 @@ def joined(model: nn.Module, batches: Iterable[Batch], *, filler: Batch | None =
     Raises `ValueError` for a model that is not a root, and on all ranks if one has neither a batch nor a filler;
     `RanksDisagree` if ranks did something else in a turn.
     """
-    unit = unit_of(model)
-    if unit is None:
-        raise ValueError(
-            f"joined: expected a model that fully_shard was applied to, found a {type(model).__name__}; "
-            f"give it the outermost sharded module"
-        )
-    root = root_of(unit)
-    if root.units[0] is not unit:
-        raise ValueError(
-            f"joined: expected the outermost sharded module, found {unit.record.name} below it; give it that one"
-        )
-    return _turns(root, _mesh(root), iter(batches), filler)
+    return _turns(*all_ranks_of(model, "joined"), iter(batches), filler)
 
 
 def _turns(
@@ -106,16 +95,28 @@ def _counts(root: Root, mesh: DeviceMesh | None, own: bool, empty: bool) -> tupl
     return have, without
 
 
-def _mesh(root: Root) -> DeviceMesh | None:
-    """The mesh with all ranks; None for a single rank."""
+def all_ranks_of(model: nn.Module, caller: str) -> tuple[Root, DeviceMesh | None]:
+    """The root of `model`, and the mesh with all of its ranks (None for a single rank), for `caller`, which counts
+    something over them."""
+    unit = unit_of(model)
+    if unit is None:
+        raise ValueError(
+            f"{caller}: expected a model that fully_shard was applied to, found a {type(model).__name__}; "
+            f"give it the outermost sharded module"
+        )
+    root = root_of(unit)
+    if root.units[0] is not unit:
+        raise ValueError(
+            f"{caller}: expected the outermost sharded module, found {unit.record.name} below it; give it that one"
+        )
     meshes = meshes_of(root.units)
     if not meshes:
-        return None
+        return root, None
     widest = max(meshes, key=len)
     apart = [ranks for ranks in meshes if not set(ranks) <= set(widest)]
     if apart:
         raise NotImplementedError(
-            f"joined: expected one mesh with the ranks of all others, found {list(widest)} and {list(apart[0])}; "
+            f"{caller}: expected one mesh with the ranks of all others, found {list(widest)} and {list(apart[0])}; "
             f"agree on the number of turns with your own message"
         )
-    return meshes[widest]
+    return root, meshes[widest]

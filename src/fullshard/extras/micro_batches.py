@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 
 from .._torch import buffers_of
 from ..api import guard
-from ..engine import root_of, unit_of
+from ..comm import largest_over, sum_over
+from ..engine import Unit, root_of, unit_of
 from ..engine.peers import peers_below
 from ..engine.root import formed, module_units
 from ..guard import PeerFailed, shown_ranks
 from ..observe import report
 from ..observe.report import human
 from ..param import KeptGradients, KeptTensor
+from .joined import all_ranks_of
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 # The size of micro-batches to try next, from the sizes that fitted so far. Numbers only, the same on every rank.
@@ -124,8 +127,7 @@ class Start:
         ours |= {id(param.full) for unit in self._units for param in unit.params if hasattr(param, "full")}
         plain = (parameter for parameter in model.parameters() if id(parameter) not in ours)
         self._plain = [(parameter, KeptTensor(parameter.grad)) for parameter in plain]
-        self._buffers = _buffers(model)
-        self._random = _random_states(unit.device for unit in self._units)
+        self._restore_rest = rest_of(model, self._units)
 
     def restore(self) -> None:
         """On every rank, outside of a backward. Discards the remains of the failed step, on this rank or another."""
@@ -137,12 +139,7 @@ class Start:
             unit.gradients.windows = windows
         for parameter, kept in self._plain:
             parameter.grad = kept.restore()
-        for module, buffers in self._buffers:
-            standing = buffers_of(module)
-            standing.clear()
-            standing.update({name: kept.restore() for name, kept in buffers.items()})
-        for put_back in self._random:
-            put_back()
+        self._restore_rest()
         # Frames of the failed attempt may be in reference cycles, with the activations that they hold.
         gc.collect()
         for kind in {unit.device.type for unit in self._units}:
@@ -152,6 +149,21 @@ class Start:
 
 def _nothing() -> None:
     pass
+
+
+def rest_of(model: nn.Module, units: Iterable[Unit]) -> Callable[[], None]:
+    """A function that restores the buffers of `model` and the random state of this rank as they are now."""
+    buffers, random_states = _buffers(model), _random_states(unit.device for unit in units)
+
+    def restore() -> None:
+        for module, kept in buffers:
+            standing = buffers_of(module)
+            standing.clear()
+            standing.update({name: value.restore() for name, value in kept.items()})
+        for put_back in random_states:
+            put_back()
+
+    return restore
 
 
 def _buffers(model: nn.Module) -> list[tuple[nn.Module, dict[str, KeptTensor]]]:
@@ -191,6 +203,15 @@ def _device_state(device: torch.device) -> Callable[[], None]:
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """What this rank has of a window. `most`: the samples of the rank with the most; `scale`: of losses, None: 1."""
+
+    samples: int
+    most: int
+    scale: float | None = None
+
 
 Search = Literal["bisect", "halve", "fixed"]
 Reduce = Literal["last", "each"]
@@ -257,32 +278,57 @@ class MicroBatches:
         """Continue a search."""
         self._sizes.size, self._sizes.fits, self._sizes.fails = state["size"], state["fits"], state["fails"]
 
-    def backward(self, loss_of: Callable[[slice], Answer], samples: int) -> list[Answer]:
-        """Forward and backward over `samples` samples of this rank (the same number on every rank). Collective.
+    def backward(
+        self,
+        loss_of: Callable[[slice], Answer],
+        samples: int,
+        *,
+        tokens: int | None = None,
+        filler: Callable[[], Answer] | None = None,
+    ) -> list[Answer]:
+        """Forward and backward over `samples` samples of this rank. Collective. Without `tokens`, `samples` is the same
+        number on every rank; with it, each rank may have another one.
+
+        tokens: what this rank's samples weigh in the window (tokens that count in the loss, or samples; at least 0).
+            `loss_of` then returns *sums*, and gradients become those of the sum over all ranks divided by the tokens of
+            all ranks:
+
+                loss_of = lambda piece: F.cross_entropy(model(x[piece]), y[piece], reduction="sum")
+                micro.backward(loss_of, len(x), tokens=len(x))
+
+            The losses that are returned are scaled too: their sum, averaged over the ranks, is the loss of the window.
+            All ranks take as many turns as the one with the most samples needs. One without samples left takes part
+            with its last piece again, which adds nothing: gradients of zero; buffers and random state are restored.
+            Two messages of 8 and 16 bytes per axis of the mesh, and the host waits for them.
+        filler: for a rank with `samples` 0: returns the loss of any input, like `loss_of`.
 
         `loss_of(slice(a, b))` returns the contribution of samples a to b to the loss, a scalar to differentiate. The
-        contributions of all pieces must add up to the loss, so divide by the number of tokens or samples of the whole
-        step, not of the piece. It may also return a tuple of that scalar and any further result. A retry of the window
-        calls it again from the first sample on.
+        contributions of all pieces must add up to the loss, so without `tokens` divide by the number of tokens or
+        samples of the whole step, not of the piece. It may also return a tuple of that scalar and any further result.
+        A retry of the window calls it again from the first sample on.
 
-        Returns the results of `loss_of`, in order, with the losses detached.
+        Returns the results of `loss_of` for the samples of this rank, in order, with the losses detached.
 
         Raises, if even one sample does not fit, an error of the allocator's type with the terms of memory in its text,
         and `PeerFailed` on the ranks where it fitted. Any other error of `loss_of` or the backward is raised as it is,
         and the other ranks raise `PeerFailed`. After each of these the state is that of before the call. `PeerFailed`
         is also raised if another rank's process ended or is held up; then nothing can be rolled back together.
+        With `tokens`, `ValueError` on all ranks if they have none together, and if one has neither a sample nor a
+        filler; for a model that is not the outermost sharded module, or whose gradients are not all divided by the same
+        number.
         """
-        _check_count("samples", samples)
         self._refuse_steps_in_backward()
+        share = self._share(samples, tokens, filler is None)
+        most = share.most
         if self.search == "fixed":
-            return self._window(loss_of, samples, self._sizes.first(samples))
+            return self._window(loss_of, filler, share, self._sizes.first(most))
         self._form_root()
         start = Start(self.model)
         while True:
-            size = self._sizes.first(samples)
-            ended = self._attempt(loss_of, samples, size)
+            size = self._sizes.first(most)
+            ended = self._attempt(partial(self._window, loss_of, filler, share, size))
             if ended.answers is not None:
-                self._sizes.went_well(size, samples)
+                self._sizes.went_well(size, most)
                 return ended.answers
             # Every rank reaches this point, so none waits for one that does not come back.
             lacking = self._together(ended)
@@ -294,13 +340,40 @@ class MicroBatches:
             if not self._sizes.failed(size):
                 raise self._nothing_fits(ended, lacking)
 
+    def _share(self, samples: int, tokens: int | None, lonely: bool) -> Share:
+        """Agree on the turns and the scale of a window. `lonely`: there is no filler. Collective with `tokens`."""
+        if tokens is None:
+            _check_count("samples", samples)
+            return Share(samples, samples)
+        _check_count("samples", samples, least=0)
+        _check_count("tokens", tokens, least=0)
+        root, mesh = all_ranks_of(self.model, "tokens")
+        most, total, without = samples, tokens, int(lonely and not samples)
+        if mesh is not None:
+            root.peers.meet()
+            if root.order is not None:
+                root.order.announce("count", "int64*3")
+            what = "MicroBatches: the tokens of a window"
+            (total,) = sum_over(mesh, torch.tensor([total]), what).tolist()
+            most, without = largest_over(mesh, torch.tensor([most, without]), what).tolist()
+        if not total:
+            raise ValueError(
+                "tokens: expected some on one rank at least, found 0 on all; skip this window on all ranks"
+            )
+        if without:
+            raise ValueError(
+                f"MicroBatches: expected samples or a filler on every rank, found a rank with neither (this one has "
+                f"{samples} samples); pass filler= there, which returns the loss of any input"
+            )
+        return Share(samples, most, _divisor(root.units) / total)
+
     # ---- an attempt ----------------------------------------------------------------------------------------
 
-    def _attempt(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> _Ended[Answer]:
-        """A window with pieces of `size`. If a rank raises in it, all ranks do, before they leave it."""
+    def _attempt(self, window: Callable[[], list[Answer]]) -> _Ended[Answer]:
+        """A window. If a rank raises in it, all ranks do, before they leave it."""
         try:
             with guard(self.model):
-                return _Ended(answers=self._window(loss_of, samples, size))
+                return _Ended(answers=window())
         except PeerFailed:
             return _Ended()
         except Exception as error:
@@ -335,21 +408,35 @@ class MicroBatches:
         if top is not None:
             root_of(top)
 
-    def _window(self, loss_of: Callable[[slice], Answer], samples: int, size: int) -> list[Answer]:
-        records = [unit.record for unit in module_units(self.model)]
+    def _window(
+        self, loss_of: Callable[[slice], Answer], filler: Callable[[], Answer] | None, share: Share, size: int
+    ) -> list[Answer]:
+        """As many pieces of `size` as the rank with the most samples has."""
+        units = module_units(self.model)
+        records = [unit.record for unit in units]
         asked = [record.plan.sync for record in records]
         answers: list[Any] = []
+        piece, restore = slice(0), _nothing
         try:
-            for first in range(0, samples, size):
-                last = first + size >= samples
+            for first in range(0, share.most, size):
+                last = first + size >= share.most
                 for record, sync in zip(records, asked, strict=True):
                     record.plan.sync = sync and (last or self._reduce == "each")
-                answer: Any = loss_of(slice(first, min(first + size, samples)))
+                own = first < share.samples
+                if own:
+                    piece = slice(first, min(first + size, share.samples))
+                elif restore is _nothing:
+                    restore = rest_of(self.model, units)
+                answer: Any = filler() if filler is not None and not share.samples else loss_of(piece)
                 loss = answer[0] if isinstance(answer, tuple) else answer
+                if share.scale is not None:
+                    loss = loss * (share.scale if own else 0.0)
                 torch.autograd.backward(loss)
-                detached = loss.detach()
-                answers.append((detached, *answer[1:]) if isinstance(answer, tuple) else detached)
+                if own:
+                    detached = loss.detach()
+                    answers.append((detached, *answer[1:]) if isinstance(answer, tuple) else detached)
         finally:
+            restore()
             for record, sync in zip(records, asked, strict=True):
                 record.plan.sync = sync
         return answers
@@ -404,8 +491,25 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
 
 
-def _check_count(name: str, value: object, *, none: bool = False) -> None:
+def _check_count(name: str, value: object, *, none: bool = False, least: int = 1) -> None:
     if value is None and none:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: expected a number of samples, at least 1, found {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        of = name if name == "tokens" else "samples"
+        raise ValueError(f"{name}: expected a number of {of}, at least {least}, found {value!r}")
+
+
+def _divisor(units: Iterable[Unit]) -> float:
+    """By what the sum of gradients over the ranks is divided."""
+    found = {
+        unit.settings.controls.divide_factor or float(group.placing.mesh.size()): unit.record.name
+        for unit in units
+        for group in unit.groups
+    }
+    if len(found) > 1:
+        told = ", ".join(f"{number:g} ({name})" for number, name in found.items())
+        raise ValueError(
+            f"tokens: expected that the gradients of all units are divided by one number, found {told}; call "
+            f"set_gradient_divide_factor on all of them, or leave tokens out and scale the loss"
+        )
+    return next(iter(found), 1.0)
