@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,10 @@ from .state import (
     flatten,
     nested,
     part_of,
+    place_of,
     staging,
 )
+from .wrapped import Stored, Taken, destinations, put_together, stored_in, taken
 
 # The limit of open files; a checkpoint of a large world has thousands.
 _MAX_OPEN = 64
@@ -79,10 +81,30 @@ class Request:
     values: list[tuple[Leaf, Any]] = field(default_factory=list)
     # New tensors of optimizers: (their state, name of the parameter, name in its state, the tensor or value).
     new: list[tuple[OpenState, str, str, Any]] = field(default_factory=list)
+    # Those that are put together of what is read: (what is taken, of which positions in `tensors`).
+    wrapped: list[Wrapped] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     # The destination tensors.
     held: list[Tensor] = field(default_factory=list)
+
+
+class Wrapped(NamedTuple):
+    """A new tensor of an optimizer that is a wrapper in the checkpoint, and its future place. `parts`: for each segment
+    of what is taken, the positions of its tensors in `Request.tensors`."""
+
+    stored: Stored
+    taken: Taken
+    parts: list[dict[str, int]]
+    parameter: Tensor
+    state: OpenState
+    name: str
+    item: str
+
+    def make(self, staged: Sequence[Tensor]) -> Tensor:
+        read = [{name: staged[index] for name, index in parts.items()} for parts in self.parts]
+        local = local_of(self.parameter) if isinstance(self.parameter, DTensor) else self.parameter
+        return placed(self.parameter, put_together(self.stored, self.taken, read, local.device))
 
 
 class LoadJob:
@@ -118,11 +140,15 @@ class LoadJob:
     def _match(self, state_dict: dict[str, Any]) -> Message:
         self._tree, self._wanted = flatten(state_dict), Request()
         wanted, manifest = self._wanted, self._manifest
+        self._stored = stored_in(manifest)
         wanted.problems += self._tree.problems
         for leaf in [*self._tree.tensors.values(), *self._tree.values.values()]:
             if any(leaf.path[: len(path)] == path for path, _ in self._tree.open):
                 continue
             key = self.options.stored_key(leaf.key)
+            if key in self._stored and isinstance(leaf.value, Tensor):
+                self._match_wrapped(leaf.key, leaf.value, self._stored[key])
+                continue
             wanted.keys.add(key)
             if key in manifest.tensors:
                 self._match_tensor(leaf.key, leaf.value, manifest.tensors[key])
@@ -150,10 +176,16 @@ class LoadJob:
         stored: dict[str, list[str]] = {}
         paths = {key: entry.path for key, entry in self._manifest.tensors.items()}
         paths |= {key: entry.path for key, entry in self._manifest.values.items()}
+        for wrapper in self._stored.values():
+            paths = {key: entry_path for key, entry_path in paths.items() if key not in wrapper.keys}
+            paths[wrapper.key] = wrapper.path
         for key, entry_path in paths.items():
             stored.setdefault(key_of(entry_path[:-1]), []).append(key)
         for name, parameter in state.like.items():
             for key in stored.get(self.options.stored_key(key_of((*path, name))), ()):
+                if key in self._stored:
+                    self._match_new_wrapper(state, name, parameter, self._stored[key])
+                    continue
                 self._wanted.keys.add(key)
                 tensor, value = self._manifest.tensors.get(key), self._manifest.values.get(key)
                 if tensor is None:
@@ -183,6 +215,45 @@ class LoadJob:
         wanted.tensors.append((entry, part))
         wanted.held.append(held)
 
+    def _match_wrapped(self, key: str, held: Tensor, stored: Stored) -> None:
+        """Match a tensor of the state with a wrapper in the checkpoint: both of the same class and blocks, or both
+        plain."""
+        wanted, place = self._wanted, place_of(held)
+        wanted.keys.update(stored.keys)
+        if isinstance(place, str):
+            wanted.problems.append(f"{key}: {place}")
+        elif place.shape != stored.shape:
+            wanted.problems.append(f"shape: {key} is {place.shape} here, {stored.shape} in the checkpoint")
+        elif place.box is not None and place.local is not None:
+            what = taken(stored, place.box)
+            inner = destinations(stored, what, place.local)
+            if isinstance(inner, str):
+                wanted.problems.append(f"type: {key} is {inner}")
+                return
+            for entry, box, local in inner:
+                wanted.tensors.append((entry, Part(entry.dtype, entry.shape, box, local)))
+            wanted.held.append(held)
+
+    def _match_new_wrapper(self, state: OpenState, name: str, parameter: Tensor, stored: Stored) -> None:
+        wanted, item, place = self._wanted, str(stored.path[-1]), place_of(parameter)
+        wanted.keys.update(stored.keys)
+        kind = stored.kind()
+        if isinstance(kind, str):
+            wanted.problems.append(f"type: {stored.key}: {kind}")
+        elif isinstance(place, str) or place.shape != stored.shape:
+            found = place if isinstance(place, str) else f"{place.shape} here"
+            wanted.problems.append(f"shape: {stored.key} is {found}, {stored.shape} in the checkpoint")
+        elif place.box is not None:
+            what, parts = taken(stored, place.box), list[dict[str, int]]()
+            for segment in what.segments:
+                parts.append({})
+                for part, box in segment.inner.items():
+                    entry = stored.rest if segment.blocks is None else stored.inner[part]
+                    assert entry is not None
+                    parts[-1][part] = len(wanted.tensors)
+                    wanted.tensors.append((entry, Part(entry.dtype, entry.shape, box, None)))
+            wanted.wrapped.append(Wrapped(stored, what, parts, parameter, state, name, item))
+
     def _match_value(self, leaf: Leaf, value: Any) -> None:
         wanted = self._wanted
         if isinstance(leaf.value, Tensor):
@@ -209,12 +280,17 @@ class LoadJob:
         threads = min(spare_cores(self.messenger.world), len(indices)) or 1
         if threads == 1:
             self._read_some(pointer, indices)
-            return {}
-        with ThreadPoolExecutor(threads, "fullshard-load") as pool:
-            # Each thread opens its own files and reads neighbouring ranges.
-            shares = [indices[len(indices) * n // threads : len(indices) * (n + 1) // threads] for n in range(threads)]
-            for share in [pool.submit(self._read_some, pointer, one) for one in shares]:
-                share.result()
+        else:
+            with ThreadPoolExecutor(threads, "fullshard-load") as pool:
+                # Each thread opens its own files and reads neighbouring ranges.
+                shares = [
+                    indices[len(indices) * n // threads : len(indices) * (n + 1) // threads] for n in range(threads)
+                ]
+                for share in [pool.submit(self._read_some, pointer, one) for one in shares]:
+                    share.result()
+        with doing(f"{self.what}: tensors of other classes"), torch.inference_mode(False), torch.no_grad():
+            for one in self._wanted.wrapped:
+                self._wanted.new.append((one.state, one.name, one.item, one.make(self._staged)))
         return {}
 
     def _read_some(self, pointer: Pointer, indices: Sequence[int]) -> None:
@@ -251,9 +327,14 @@ def new_state(parameter: Tensor, entry: TensorEntry) -> Tensor:
     whole on the host (where optimizers keep their counters; they move other tensors to their device)."""
     if tuple(parameter.shape) != entry.shape:
         return torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+    like = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+    return placed(parameter, torch.empty_like(like, dtype=dtype_of(entry.dtype), requires_grad=False))
+
+
+def placed(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor with the placements of `parameter`."""
     if not isinstance(parameter, DTensor):
-        return torch.empty_like(parameter, dtype=dtype_of(entry.dtype), requires_grad=False)
-    local = torch.empty_like(local_of(parameter), dtype=dtype_of(entry.dtype), requires_grad=False)
+        return local
     made = DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -14,11 +14,15 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeGuard
 
 from ..layout import itemsize
 from .errors import CheckpointMismatch
 
+# Under the key of a tensor around others (wrapped.py): what it is; where some of its rows are plain, those rows, and
+# which rows the others are.
+FLATTENED, REST, ROWS = "__tensor_flatten__", "__rest__", "__rows__"
 # A position in a nested state dict: strings are keys of dicts, numbers positions in lists.
 KeyPath = tuple[str | int, ...]
 
@@ -196,6 +200,8 @@ class Holdings(NamedTuple):
     tensors: dict[str, TensorSpec]
     held: list[list[Holding]]
     values: dict[str, tuple[KeyPath, int]]
+    # Values that only all parts together tell.
+    computed: dict[str, tuple[KeyPath, list[tuple[int, int]]]]
 
 
 def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: str) -> Holdings:
@@ -209,8 +215,9 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
     tensors, values = dict[str, tuple[TensorSpec, int]](), dict[str, tuple[KeyPath, int, str]]()
     boxes = dict[str, dict[Box, int]]()
     held: list[list[Holding]] = [[] for _ in messages]
+    wrappers = dict[str, _Wrapper]()
     for rank, message in enumerate(messages):
-        for path, dtype, shape, raw in message["tensors"]:
+        for path, dtype, shape, raw, *around in message["tensors"]:
             spec = TensorSpec(tuple(path), dtype, tuple(shape))
             key, (known, first) = spec.key, tensors.setdefault(spec.key, (spec, rank))
             if known.path != spec.path:
@@ -225,6 +232,10 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
             # With `take_first` another rank's part is saved, so this one is ignored.
             if nbytes and boxes.setdefault(key, {}).setdefault(box, rank) != rank and matches(key, take_first):
                 nbytes = 0
+            if around:
+                (start, stop), whole_shape = around
+                wrapper = wrappers.setdefault(key_of(spec.path[:-1]), _Wrapper(spec.path[:-1], tuple(whole_shape)))
+                wrapper.inner.setdefault(key, []).append((rank, len(held[rank]), (start, stop)))
             held[rank].append(Holding(key, box, nbytes))
         for path, digest in message["values"]:
             key = key_of(path)
@@ -233,13 +244,92 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
                 problems.append(f"{key}: one value on rank {first}, another on rank {rank}")
             if key in tensors:
                 problems.append(f"{key}: a tensor on rank {tensors[key][1]}, a value on rank {rank}")
+    computed = dict[str, tuple[KeyPath, list[tuple[int, int]]]]()
+    for wrapper in wrappers.values():
+        try:
+            if rows := wrapper.place(tensors, boxes, held):
+                computed[key_of((*wrapper.path, ROWS))] = (*wrapper.path, ROWS), rows
+        except ValueError as error:
+            problems.append(f"{key_of(wrapper.path)} {wrapper.shape}: {error}")
+    for key in [key for key in tensors if f"{key}.{FLATTENED}" in values and not boxes.get(key)]:
+        del tensors[key]  # on one rank whole, on the others without elements
     for key, (spec, _) in tensors.items():
         if problem := coverage_problem(spec.shape, boxes.get(key, ())):
             problems.append(f"{key} {spec.shape}: {problem}")
     if problems:
         raise CheckpointMismatch(f"{what}: expected consistent state on all ranks, found", problems, REMEDY)
     found = {key: (path, rank) for key, (path, rank, _) in values.items()}
-    return Holdings({key: spec for key, (spec, _) in tensors.items()}, held, found)
+    return Holdings({key: spec for key, (spec, _) in tensors.items()}, held, found, computed)
+
+
+class _Wrapper:
+    """A tensor around others, of which each rank sends the rows of its part and, with offset 0, its inner tensors: they
+    stand one behind the other in the order of these rows. Ranks may hold other rows as a plain tensor."""
+
+    def __init__(self, path: KeyPath, shape: tuple[int, ...]) -> None:
+        self.path, self.shape = path, shape
+        # Key of an inner tensor: (rank, index of its holding, its rows).
+        self.inner: dict[str, list[tuple[int, int, tuple[int, int]]]] = {}
+
+    def place(
+        self,
+        tensors: dict[str, tuple[TensorSpec, int]],
+        boxes: dict[str, dict[Box, int]],
+        held: list[list[Holding]],
+    ) -> list[tuple[int, int]]:
+        """Give the inner tensors, and the plain rows, their places in whole ones. Returns the rows of the inner ones if
+        there are others. Raises `ValueError` if they do not make up all rows."""
+        key = key_of(self.path)
+        spec, rank = tensors.pop(key, (None, 0))
+        plain = boxes.pop(key, {})
+        columns = (0,) * (len(self.shape) - 1), self.shape[1:]
+        for inner, found in self.inner.items():
+            rows = sorted({rows for _, _, rows in found})
+            parts = [Box((start, *columns[0]), (stop - start, *columns[1])) for start, stop in rows]
+            if problem := coverage_problem(self.shape, [*parts, *plain]):
+                raise ValueError(problem)
+            before = _before(rows)
+            boxes[inner] = {}
+            for rank_of_part, index, (start, stop) in found:
+                part = held[rank_of_part][index]
+                per_row = Fraction(part.box.lengths[0], stop - start)
+                box = Box((int(per_row * before[start]), *part.box.offsets[1:]), part.box.lengths)
+                held[rank_of_part][index] = part._replace(box=box)
+                boxes[inner].setdefault(box, rank_of_part)
+            total = max(box.offsets[0] + box.lengths[0] for box in boxes[inner])
+            old, first = tensors[inner]
+            tensors[inner] = old._replace(shape=(total, *old.shape[1:])), first
+        if not plain or spec is None:
+            return []
+        before = _before(sorted({(box.offsets[0], box.offsets[0] + box.lengths[0]) for box in plain}))
+        rest = TensorSpec((*self.path, REST), spec.dtype, (sum(b.lengths[0] for b in plain), *self.shape[1:]))
+        tensors[rest.key], boxes[rest.key] = (rest, rank), {}
+        for number, mine in enumerate(held):
+            for index, part in enumerate(mine):
+                if part.key == key and part.nbytes:
+                    box = part.box._replace(offsets=(before[part.box.offsets[0]], *part.box.offsets[1:]))
+                    mine[index] = Holding(rest.key, box, part.nbytes)
+                    boxes[rest.key].setdefault(box, number)
+        return _joined(rows)
+
+
+def _before(rows: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """How many of `rows`, ranges in order, are before each of them."""
+    found, count = dict[int, int](), 0
+    for start, stop in rows:
+        found[start] = count
+        count += stop - start
+    return found
+
+
+def _joined(rows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`rows`, with neighbours in one range."""
+    made = list[tuple[int, int]]()
+    for start, stop in rows:
+        if made and made[-1][1] == start:
+            start = made.pop()[0]
+        made.append((start, stop))
+    return made
 
 
 def choose_writers(held: Sequence[Sequence[Holding]]) -> list[list[int]]:

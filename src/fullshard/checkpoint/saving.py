@@ -42,9 +42,10 @@ from .manifest import (
     parse,
     to_bytes,
 )
-from .plan import REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, whole
+from .plan import FLATTENED, REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, whole
 from .safetensors import FilePart, data_header, file_order
 from .state import Part, Tree, bytes_of, dtype_name, on_host, part_of
+from .wrapped import Kinds, Saved, is_wrapper, saved
 
 WRITER = f"fullshard {__version__}, torch {torch.__version__}"
 # CheckpointWriter starts a new data file after this many bytes.
@@ -62,14 +63,22 @@ class Snapshot(NamedTuple):
 def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None) -> Snapshot:
     """The leaves of `tree`, with tensors copied by `copy` if given. Problems of its contents are listed, not raised."""
     parts, problems = list[tuple[KeyPath, Part]](), list(tree.problems)
-    for leaf in tree.tensors.values():
-        part = part_of(leaf.value)
-        if isinstance(part, str):
-            problems.append(f"{leaf.key}: {part}")
-        else:
-            copied = part.local if copy is None or part.local is None else copy(part.local)
-            parts.append((leaf.path, part._replace(local=copied)))
     values = {key: (leaf.path, encode(leaf.value)) for key, leaf in tree.values.items()}
+    kinds = dict[type, Kinds | None]()
+    for leaf in tree.tensors.values():
+        found: Saved | Part | str
+        found = saved(leaf.path, leaf.value, kinds) if is_wrapper(leaf.value) else part_of(leaf.value)
+        if isinstance(found, str):
+            problems.append(f"{leaf.key}: {found}")
+            continue
+        if isinstance(found, Part):
+            found = Saved([(leaf.path, found)], None)
+        for path, part in found.parts:
+            copied = part.local if copy is None or part.local is None else copy(part.local)
+            parts.append((path, part._replace(local=copied)))
+        if found.layout is not None:
+            path = (*leaf.path, FLATTENED)
+            values[key_of(path)] = path, encode(found.layout)
     if had_losses:
         meshes = {leaf.value.device_mesh for leaf in tree.tensors.values() if isinstance(leaf.value, DTensor)}
         for loss in dict.fromkeys(loss_over(mesh.mesh.flatten().tolist()) for mesh in meshes):
@@ -102,7 +111,7 @@ class SaveJob:
     def _holdings(self, mine: Snapshot) -> Message:
         if mine.problems:
             raise CheckpointMismatch(f"{self.what}: expected state that can be saved, found", mine.problems)
-        tensors = [[path, part.dtype, part.shape, part.box] for path, part in mine.parts]
+        tensors = [[path, part.dtype, part.shape, part.box, *(part.around or ())] for path, part in mine.parts]
         values = [[path, _text_digest(value)] for path, value in mine.values.values()]
         return {"tensors": tensors, "values": values}
 
@@ -166,6 +175,7 @@ class SaveJob:
         sent = {key: decode(value) for message in messages for key, value in message["values"]}
         tensors = [TensorEntry(*spec, tuple(sorted(chunks.get(key, ())))) for key, spec in merged.tensors.items()]
         values = [ValueEntry(path, sent[key]) for key, (path, _) in merged.values.items()]
+        values += [ValueEntry(path, [*rows]) for path, rows in merged.computed.values()]
         return {"path": commit(self._saving, self.path, self.messenger.world, tensors, values, entries)}
 
 

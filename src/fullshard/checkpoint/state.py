@@ -351,6 +351,9 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     box: Box | None
     local: Tensor | None
+    # Of a tensor inside of another one (wrapped.py): the rows of that one to which it belongs, and its shape. `box` is
+    # then at offset 0, and `shape` of no meaning.
+    around: tuple[tuple[int, int], tuple[int, ...]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -369,18 +372,29 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
+class Place(NamedTuple):
+    """Where this rank's part of a tensor is in it; both are None if the tensor is on a mesh of other ranks."""
+
+    shape: tuple[int, ...]
+    box: Box | None
+    local: Tensor | None
+
+
 def part_of(tensor: Tensor) -> Part | str:
     """This rank's part of `tensor`, sharing its memory; or why it cannot be saved or loaded."""
+    place = place_of(tensor)
+    if isinstance(place, str):
+        return place
+    return (place.local is not None and _unusual(place.local)) or Part(dtype_name(tensor.dtype), *place)
+
+
+def place_of(tensor: Tensor) -> Place | str:
+    """As `part_of`, whatever the local tensor is."""
     tensor = settled(tensor.detach())
-    if isinstance(tensor, DTensor):
-        return _part_of_dtensor(tensor)
     shape = tuple(tensor.shape)
-    return _unusual(tensor) or Part(dtype_name(tensor.dtype), shape, whole(shape), tensor)
-
-
-def _part_of_dtensor(tensor: DTensor) -> Part | str:
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
-    cuts = []
+    if not isinstance(tensor, DTensor):
+        return Place(shape, whole(shape), tensor)
+    mesh, cuts = tensor.device_mesh, []
     for placement in tensor.placements:
         dim = cut_dim(placement)
         if dim is None and not placement.is_replicate():
@@ -388,9 +402,8 @@ def _part_of_dtensor(tensor: DTensor) -> Part | str:
         # Only a placement that splits after axes to its right has a `split_factor`.
         cuts.append(None if dim is None else Cut(dim % len(shape), getattr(placement, "split_factor", 1)))
     coordinate = mesh.get_coordinate()
-    dtype = dtype_name(tensor.dtype)
     if coordinate is None:
-        return Part(dtype, shape, None, None)
+        return Place(shape, None, None)
     local = settled(local_of(tensor)).detach()
     box = local_box(shape, tuple(mesh.shape), coordinate, cuts)
     if tuple(local.shape) != box.lengths:
@@ -398,7 +411,7 @@ def _part_of_dtensor(tensor: DTensor) -> Part | str:
             f"expected {box.lengths} of {shape} on this rank by placements {tensor.placements} on a mesh of "
             f"{tuple(mesh.shape)}, found a local tensor of {tuple(local.shape)}"
         )
-    return _unusual(local) or Part(dtype, shape, box, local)
+    return Place(shape, box, local)
 
 
 def _unusual(tensor: Tensor) -> str | None:
