@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_set() -> None:
     wrong = {"state": {"gone": {}}, "param_groups": [{"params": ["0.weight"], "lr": 1.0}]}
     with pytest.raises(CheckpointMismatch) as caught:
         checkpoint.set_state_dict(trained, optimizer, model_state_dict=names, optim_state_dict=wrong)
-    assert len(caught.value.problems) == 4 and "unexpected: state of gone" in caught.value.problems
+    assert len(caught.value.problems) == 5 and "unexpected: state of gone" in caught.value.problems
     assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
     with pytest.raises(ValueError, match="build the optimizer after fully_shard"):
         checkpoint.get_state_dict(model(), optimizer)
@@ -149,3 +149,77 @@ def test_writing_tensor_by_tensor(tmp_path: Any) -> None:
         assert checkpoint.verify(tmp_path / "c").save_id == manifest.save_id, "the one before stays"
     with pytest.raises(CheckpointMismatch, match="each key once"):
         checkpoint.CheckpointWriter(tmp_path / "c", specs[:1] * 2)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+}
+
+
+def stepped(trained: nn.Module, kind: str) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[kind](trained.parameters())
+    trained(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_the_state_of_another_optimizer_is_refused(steps: bool) -> None:
+    """The next step would end in a KeyError, or compute something else. Adam and AdamW have one state."""
+    for kind in OPTIMIZERS:
+        first = model()
+        _, state = checkpoint.get_state_dict(first, stepped(first, kind))
+        for other in OPTIMIZERS:
+            trained = model()
+            optimizer = stepped(trained, other) if steps else OPTIMIZERS[other](trained.parameters())
+            before = optimizer.state_dict()
+            if kind == other or {kind, other} == {"Adam", "AdamW"}:
+                checkpoint.set_state_dict(trained, optimizer, optim_state_dict=state)
+                trained(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                continue
+            with pytest.raises(CheckpointMismatch, match=f"the state of {kind}, for {other}: it "):
+                checkpoint.set_state_dict(trained, optimizer, optim_state_dict=state)
+            assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+            assert optimizer.state_dict()["state"].keys() == before["state"].keys()
+
+
+class Other(torch.optim.Optimizer):
+    """An optimizer of nobody's, with state of its own."""
+
+    def __init__(self, parameters: Any, name: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.name = name
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter][self.name] = torch.zeros_like(parameter)
+
+
+def test_other_state_and_settings_of_any_optimizer() -> None:
+    first = model()
+    one, other = Other(first.parameters(), "sum"), Other(first.parameters(), "mean")
+    one.step()
+    other.step()
+    _, state = checkpoint.get_state_dict(first, one)
+    with pytest.raises(CheckpointMismatch, match="state of sum, for Other, which has mean"):
+        checkpoint.set_state_dict(first, other, optim_state_dict=state)
+    checkpoint.set_state_dict(first, Other(first.parameters(), "mean"), optim_state_dict=state)
+    adam = torch.optim.Adam(first.parameters())
+    with pytest.raises(
+        CheckpointMismatch, match="an optimizer with the settings lr, for Adam: it lacks amsgrad, betas"
+    ):
+        checkpoint.set_state_dict(first, adam, optim_state_dict=state)
+    # As an older torch wrote it, and with a user's own and a scheduler's settings.
+    adam = stepped(first, "AdamW")  # type: ignore[assignment]
+    _, state = checkpoint.get_state_dict(first, adam)
+    for group in state["param_groups"]:
+        del group["decoupled_weight_decay"], group["fused"]
+        group["initial_lr"], group["mine"] = 0.1, "yes"
+    checkpoint.set_state_dict(first, torch.optim.AdamW(first.parameters()), optim_state_dict=state)

@@ -227,3 +227,12 @@ def test_a_class_that_is_not_imported_is_named(tmp_path: Path, monkeypatch: pyte
         CheckpointMismatch, match="class torchao.optim.subclass_8bit.OptimState8bit.*import its package"
     ):
         checkpoint.load({"o": o}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_an_optimizer_of_plain_tensors_refuses_it() -> None:
+    model, optimizer = made(0, bags(1), "AdamW8bit", shards=False)
+    steps(model, optimizer, range(1))
+    _, o = checkpoint.get_state_dict(model, optimizer)
+    plain = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointMismatch, match="exp_avg as OptimState8bit, for AdamW, which computes with plain"):
+        checkpoint.set_state_dict(model, plain, optim_state_dict=o)

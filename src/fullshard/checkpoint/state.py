@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import mmap
 import re
 from collections.abc import Iterable, Sequence
@@ -77,8 +78,9 @@ def set_state_dict(
     """Load state, as `get_state_dict` returned it and `load` filled it, into `model` and `optimizers`.
 
     Every parameter and buffer of the model has to be present, and every parameter of an optimizer in one of the stored
-    groups; otherwise `CheckpointMismatch` lists the missing ones, and nothing is changed. Optimizer state that
-    `optim_state_dict` lacks is removed. Dtypes stay as stored.
+    groups, which have to be those of such an optimizer; otherwise `CheckpointMismatch` says what is missing, or names
+    both optimizers, and nothing is changed. Optimizer state that `optim_state_dict` lacks is removed. Dtypes stay as
+    stored.
     """
     loads = [] if optim_state_dict is None else _optimizer_loads(model, all_of(optimizers), optim_state_dict)
     if model_state_dict is not None:
@@ -152,16 +154,74 @@ def _optimizer_loads(
             settings = [{key: value for key, value in one.items() if key != "params"} for one in found]
             if any(one != settings[0] for one in settings[1:]):
                 problems.append(f"group {index}: its parameters were stored in groups of different settings")
+            if found and (why := _other_algorithm(optimizer, group, settings[0])):
+                problems.append(f"group {index}: {why}")
             # An empty group cannot be matched, and keeps its settings.
             chosen = settings[0] if settings else {key: value for key, value in group.items() if key != "params"}
             groups.append({**chosen, "params": [number_of[name] for name in own]})
         state = {number_of[name]: entries for name, entries in stored["state"].items() if name in number_of}
+        if why := _other_state(optimizer, state):
+            problems.append(why)
         loads.append((optimizer, {"state": state, "param_groups": groups}))
     known = {names[p] for optimizer in optimizers for p in _owned(optimizer)}
     problems += [f"unexpected: state of {name}" for name in sorted(stored["state"].keys() - known)]
     if problems:
         raise CheckpointMismatch("set_state_dict: expected the state of these optimizers, found", problems)
     return loads
+
+
+# Settings of torch's optimizers that say how one computes, in contrast to `foreach` or `maximize`: by them an algorithm
+# is known, also in other versions of torch.
+_ALGORITHM = frozenset(
+    "alpha amsgrad beta2_decay betas centered dampening eps etas initial_accumulator_value lambd lr_decay momentum "
+    "momentum_decay nesterov ns_steps rho step_sizes t0".split()
+)
+
+
+def _other_algorithm(optimizer: Optimizer, group: dict[str, Any], stored: dict[str, Any]) -> str | None:
+    """Why an optimizer cannot go on with the `stored` settings of a group: they are those of another one."""
+    kind = type(optimizer)
+    filled = dict(stored, params=[])
+    with contextlib.suppress(Exception):  # of a class that is not torch's: then its settings are as they are
+        # Settings that a newer version of the class has, it adds itself.
+        probe = object.__new__(kind)
+        probe.__setstate__({"defaults": dict(optimizer.defaults), "state": {}, "param_groups": [filled]})
+    lacks, foreign = optimizer.defaults.keys() - filled.keys(), set[str]()
+    if kind.__module__.startswith("torch.optim"):
+        lacks |= _ALGORITHM.intersection(optimizer.defaults).difference(stored)
+        foreign = set(_ALGORITHM.intersection(stored).difference(optimizer.defaults, group))
+    if not lacks and not foreign:
+        return None
+    said = [f"lacks {', '.join(sorted(lacks))}"] if lacks else []
+    said += [f"has {', '.join(sorted(foreign))}"] if foreign else []
+    return f"the state of {_algorithm(stored)}, for {kind.__name__}: it {' and '.join(said)}"
+
+
+def _algorithm(stored: dict[str, Any]) -> str:
+    """The class of torch's that has these settings."""
+    known = _ALGORITHM.intersection(stored)
+    found = [
+        name
+        for name, kind in sorted(vars(torch.optim).items())
+        if isinstance(kind, type) and known and _ALGORITHM.intersection(inspect.signature(kind).parameters) == known
+    ]
+    if {"Adam", "AdamW"} <= set(found):
+        return "AdamW" if stored.get("decoupled_weight_decay") else "Adam"
+    return found[0] if found else f"an optimizer with the settings {', '.join(sorted(stored))}"
+
+
+def _other_state(optimizer: Optimizer, stored: dict[int, dict[str, Any]]) -> str | None:
+    """Why an optimizer cannot go on with the `stored` state: it is none of its kind."""
+    kind = type(optimizer)
+    for number, parameter in enumerate(_owned(optimizer)):
+        own, new = optimizer.state.get(parameter, {}), stored.get(number, {})
+        if own.keys() - new.keys() and new.keys() - own.keys():
+            return f"state of {', '.join(sorted(new))}, for {kind.__name__}, which has {', '.join(sorted(own))}"
+        for name, value in new.items() if kind.__module__.startswith("torch.optim") else ():
+            inner = local_of(value) if isinstance(value, DTensor) else value
+            if isinstance(inner, Tensor) and hasattr(type(inner), "__tensor_flatten__"):
+                return f"{name} as {type(inner).__name__}, for {kind.__name__}, which computes with plain tensors"
+    return None
 
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
