@@ -351,6 +351,65 @@ def test_keys_of_some_ranks(tmp_path: Path) -> None:
     run_ranks(2, load)
 
 
+def test_ranks_that_ask_for_different_keys_are_named(tmp_path: Path) -> None:
+    """A rank that asks for less would keep its old values, and go on with another state than the others."""
+
+    def rank_main(rank: int) -> None:
+        def state() -> State:
+            mesh = init_device_mesh("cpu", (3,))
+            sharded = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)], src_data_rank=None)
+            return {"sharded": sharded, "plain": torch.ones(2), "step": 3, "mine": {}}
+
+        checkpoint.save({**state(), "mine": {f"rank{rank}": rank}}, checkpoint_id=tmp_path / "c")
+
+        def load(found: State, **options: Any) -> str:
+            with pytest.raises(CheckpointMismatch) as caught:
+                checkpoint.load(found, checkpoint_id=tmp_path / "c", **options)
+            return "\n".join(caught.value.problems)
+
+        own = {"mine": {f"rank{rank}": 9}}
+        all_of = {key: value for key, value in state().items() if key != "mine"}
+        less = {"step": 0} if rank == 1 else {**all_of, "step": 0}
+        rest = {"allow_unexpected": ["mine.*"]}
+        said = load(less, **rest)
+        assert said == (
+            "different: plain is asked for by ranks 0 and 2, not by rank 1\n"
+            "different: sharded is asked for by ranks 0 and 2, not by rank 1"
+        )
+        assert less["step"] == 0
+        # Also where a rank has keys of its own, because it holds a part of the tensor.
+        said = load({**own, **(less if rank == 1 else all_of)}, on_some_ranks=["plain"])
+        assert said == "different: sharded is asked for by ranks 0 and 2, not by rank 1"
+        # A value that one rank alone wants is said to be so.
+        one: State = {"step": 0} if rank else {"step": 0, "plain": torch.zeros(2)}
+        rest = {"allow_unexpected": ["mine.*", "sharded"]}
+        assert load(one, **rest) == "different: plain is asked for by rank 0, not by ranks 1 and 2"
+        checkpoint.load(one, checkpoint_id=tmp_path / "c", on_some_ranks=["pl*"], **rest)
+        assert one["step"] == 3 and (rank or (one["plain"] == 1.0).all())
+        # Keys of each rank's own, beside those of all.
+        every = {**all_of, **own, "step": 0}
+        checkpoint.load(every, checkpoint_id=tmp_path / "c")
+        assert every["step"] == 3 and every["mine"] == {f"rank{rank}": rank}
+
+    run_ranks(3, rank_main)
+
+
+def test_optimizers_of_some_ranks_are_named(tmp_path: Path) -> None:
+    """One rank leaves the optimizer's state out, which has no tensors yet."""
+
+    def rank_main(rank: int) -> None:
+        saved(rank, str(tmp_path / "c"))
+        state = taken(*build(rank), 0)
+        if rank == 1:
+            del state["optimizer"]
+        with pytest.raises(CheckpointMismatch) as caught:
+            checkpoint.load(state, checkpoint_id=tmp_path / "c")
+        assert any("different: optimizer.state.first.weight.exp_avg is" in one for one in caught.value.problems)
+        assert all("by rank 0, not by rank 1" in problem for problem in caught.value.problems)
+
+    run_ranks(2, rank_main)
+
+
 def test_objects_with_a_state_dict(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         def scheduled() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

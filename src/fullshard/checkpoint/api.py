@@ -91,6 +91,7 @@ def load(
     cast: bool = False,
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
+    on_some_ranks: Sequence[str] = (),
     rename: Rename | None = None,
     manifest_sha256: str | None = None,
 ) -> None:
@@ -103,6 +104,8 @@ def load(
     cast: floating tensors may be stored in another floating dtype
     allow_missing, allow_unexpected: keys of the state that may be absent from the checkpoint, and the reverse;
         * matches anything
+    on_some_ranks: keys that only some ranks ask for, besides those of tensors on meshes of other ranks and of ranks
+        that each have keys of their own
     rename: from keys of the state to keys of the checkpoint, a mapping or a function; an optimizer's state is looked up
         by parameter (`optimizer.state.layers.0.weight`)
     manifest_sha256: the digest of the manifest from a trusted source; it rules out any modification
@@ -112,7 +115,8 @@ def load(
     """
     path = _location("load", checkpoint_id)
     _checked("load", state_dict)
-    options = LoadOptions(cast, _patterns(allow_missing), _patterns(allow_unexpected), rename, manifest_sha256)
+    missing, unexpected, some = map(_patterns, (allow_missing, allow_unexpected, on_some_ranks))
+    options = LoadOptions(cast, missing, unexpected, rename, manifest_sha256, some)
     found = _messenger(process_group, no_dist)
     background(found).wait()
     LoadJob(path, found, options).run(state_dict)

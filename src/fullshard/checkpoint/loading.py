@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_like, local_of
 from ..comm import Messenger
+from ..guard import shown_ranks
 from . import files
 from .agreement import Message, agree
 from .directory import Pointer, open_folder, proven, read_current
@@ -65,6 +68,8 @@ class LoadOptions:
     # From a key of the state to a key of the checkpoint.
     rename: Rename | None = None
     manifest_sha256: str | None = None
+    # Keys that only some ranks ask for.
+    on_some_ranks: Sequence[str] = ()
 
     def stored_key(self, key: str) -> str:
         if self.rename is None:
@@ -85,6 +90,8 @@ class Request:
     wrapped: list[Wrapped] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
+    # Of those that are DTensors: the mesh.
+    meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     # The destination tensors.
     held: list[Tensor] = field(default_factory=list)
 
@@ -146,6 +153,8 @@ class LoadJob:
             if any(leaf.path[: len(path)] == path for path, _ in self._tree.open):
                 continue
             key = self.options.stored_key(leaf.key)
+            if isinstance(leaf.value, DTensor):
+                wanted.meshes[key] = leaf.value.device_mesh
             if key in self._stored and isinstance(leaf.value, Tensor):
                 self._match_wrapped(leaf.key, leaf.value, self._stored[key])
                 continue
@@ -158,7 +167,11 @@ class LoadJob:
                 wanted.problems.append(f"missing: {leaf.key}" + ("" if key == leaf.key else f" (as {key})"))
         for path, state in self._tree.open:
             self._match_open(path, state)
-        return {"keys": sorted(wanted.keys), "problems": wanted.problems}
+        meshes: dict[tuple[int, ...], list[str]] = {}
+        for key, mesh in wanted.meshes.items():
+            meshes.setdefault(tuple(mesh.mesh.flatten().tolist()), []).append(key)
+        on = [[len(ranks), str(hash(ranks)), keys] for ranks, keys in meshes.items()]
+        return {"keys": sorted(wanted.keys), "problems": wanted.problems, "meshes": on}
 
     def _refuse_differences(self, messages: list[Message]) -> Message:
         """On the first rank: raise the problems of all ranks, and the stored keys that no rank asked for."""
@@ -167,6 +180,10 @@ class LoadJob:
         for key in sorted(unexpected):
             if not matches(key, self.options.allow_unexpected):
                 problems[f"unexpected: {key}"] = None
+        for key, ranks in asked_by_some(messages).items():
+            if not matches(key, self.options.on_some_ranks):
+                others = [rank for rank in range(len(messages)) if rank not in ranks]
+                problems[f"different: {key} is asked for by {shown_ranks(ranks)}, not by {shown_ranks(others)}"] = None
         if problems:
             raise CheckpointMismatch(f"{self.what}: {_EXPECTED}", list(problems), _REMEDY)
         return {}
@@ -183,6 +200,8 @@ class LoadJob:
             stored.setdefault(key_of(entry_path[:-1]), []).append(key)
         for name, parameter in state.like.items():
             for key in stored.get(self.options.stored_key(key_of((*path, name))), ()):
+                if isinstance(parameter, DTensor):
+                    self._wanted.meshes[key] = parameter.device_mesh
                 if key in self._stored:
                     self._match_new_wrapper(state, name, parameter, self._stored[key])
                     continue
@@ -220,6 +239,8 @@ class LoadJob:
         plain."""
         wanted, place = self._wanted, place_of(held)
         wanted.keys.update(stored.keys)
+        if isinstance(held, DTensor):
+            wanted.meshes.update(dict.fromkeys(stored.keys, held.device_mesh))
         if isinstance(place, str):
             wanted.problems.append(f"{key}: {place}")
         elif place.shape != stored.shape:
@@ -237,6 +258,8 @@ class LoadJob:
     def _match_new_wrapper(self, state: OpenState, name: str, parameter: Tensor, stored: Stored) -> None:
         wanted, item, place = self._wanted, str(stored.path[-1]), place_of(parameter)
         wanted.keys.update(stored.keys)
+        if isinstance(parameter, DTensor):
+            wanted.meshes.update(dict.fromkeys(stored.keys, parameter.device_mesh))
         kind = stored.kind()
         if isinstance(kind, str):
             wanted.problems.append(f"type: {stored.key}: {kind}")
@@ -300,6 +323,35 @@ class LoadJob:
                     entry, part = self._wanted.tensors[index]
                     assert part.box is not None
                     data.read(entry, part.box, self._staged[index])
+
+
+def asked_by_some(messages: Sequence[Message]) -> dict[str, list[int]]:
+    """Keys that not all ranks ask for, with those that do, where that would leave ranks with different state.
+
+    The ranks of a DTensor's mesh have to ask together. Of other keys ranks may have some of their own, as stages of a
+    pipeline do; but a rank that asks for nothing beyond what another one asks for lacks the rest."""
+    asked = [set(message["keys"]) for message in messages]
+    by_key: dict[str, list[int]] = {}
+    for key in sorted(set().union(*asked).difference(set.intersection(*asked))):
+        by_key[key] = [rank for rank, keys in enumerate(asked) if key in keys]
+    if not by_key:
+        return {}
+    meshes = [{key: (n, ranks) for n, ranks, keys in message["meshes"] for key in keys} for message in messages]
+    own = [keys & by_key.keys() for keys in asked]
+    lacking: list[tuple[int, set[str]]] = []  # a rank, and those of its keys that another one lacks
+    if not all(own):
+        lacking = list(enumerate(own))
+    for mine in filter(None, own):
+        # Only those that ask for its rarest key can ask for all of its keys.
+        for other in min((by_key[key] for key in mine), key=len):
+            if mine < own[other]:
+                lacking.append((other, own[other] - mine))
+    found = {key: by_key[key] for rank, keys in lacking for key in keys if key not in meshes[rank]}
+    for key, ranks in by_key.items():
+        together = Counter(meshes[rank][key] for rank in ranks if key in meshes[rank])
+        if any(n != there for (n, _), there in together.items()):
+            found[key] = ranks
+    return dict(sorted(found.items()))
 
 
 def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "") -> None:
