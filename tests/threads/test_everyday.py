@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -97,9 +96,8 @@ class _Pair:
             optimizer.step()
             optimizer.zero_grad()
 
-    def compare(self, what: str, made_by: _Pair | None = None) -> None:
-        """`made_by`: whose steps made these values, if not its own."""
-        tolerance.assert_parameters_close(*self.models, (made_by or self).optimizers[1], what)
+    def compare(self, what: str) -> None:
+        tolerance.assert_parameters_close(*self.models, self.optimizers[1], what)
 
 
 def _adversaries(rank: int, impl: Implementation, world: int, base: nn.Module) -> None:
@@ -131,73 +129,6 @@ def _adversaries(rank: int, impl: Implementation, world: int, base: nn.Module) -
         critic.compare(f"critic, step {step}")
 
 
-def _momentum_encoder(rank: int, impl: Implementation, world: int, base: nn.Module) -> None:
-    """A second model that follows the first one by a moving average of its shards, and makes the targets."""
-    query, key = _Pair(base, impl, rank, world), _Pair(base, impl, rank, world)
-    for model in key.models:
-        model.requires_grad_(False)
-
-    def loss(i: int, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            keys = F.normalize(key.models[i](tokens).flatten(1), dim=-1)
-        queries = F.normalize(query.models[i](tokens.flip(1)).flatten(1), dim=-1)
-        return F.cross_entropy(queries @ keys.T / 0.2, torch.arange(len(tokens)))
-
-    for step in range(3):
-        query.backward(loss, step)
-        query.step()
-        with torch.no_grad():
-            for follower, leader in zip(key.models, query.models, strict=True):
-                for ours, theirs in zip(follower.parameters(), leader.parameters(), strict=True):
-                    ours.mul_(0.9).add_(theirs, alpha=0.1)
-        query.compare(f"step {step}")
-        key.compare(f"follower, step {step}", query)
-
-
-def _sharpness(rank: int, impl: Implementation, world: int, base: nn.Module) -> None:
-    """SAM: weights move along their gradient for a second backward, and back."""
-    pair = _Pair(base, impl, rank, world)
-    for step in range(3):
-        pair.backward(lambda i, tokens: _mean_square(pair.models[i], tokens), step)
-        moved = []
-        with torch.no_grad():
-            for model in pair.models:
-                for p in model.parameters():
-                    moved.append((p, 0.05 * p.grad / (p.grad.norm() + 1e-9)))
-                    p.add_(moved[-1][1])
-                model.zero_grad()
-        pair.backward(lambda i, tokens: _mean_square(pair.models[i], tokens), step)
-        with torch.no_grad():
-            for p, by in moved:
-                p.sub_(by)
-        pair.step()
-        pair.compare(f"step {step}")
-
-
-def _closures(rank: int, impl: Implementation, world: int, base: nn.Module) -> None:
-    """Forward and backward inside of `optimizer.step`; then weights are set back halfway, and evaluated."""
-    pair = _Pair(base, impl, rank, world)
-    slow = [[p.detach().clone() for p in model.parameters()] for model in pair.models]
-    for step in range(4):
-        parts = _parts(world, step)
-        for i, mine in ((0, parts[rank : rank + 1]), (1, parts)):
-
-            def closure(i: int = i, mine: list[Tensor] = mine) -> Any:
-                pair.optimizers[i].zero_grad()
-                loss = torch.stack([_mean_square(pair.models[i], tokens) for tokens in mine]).mean()
-                loss.backward()
-                return loss
-
-            pair.optimizers[i].step(closure)
-            if step % 2:
-                with torch.no_grad():
-                    for p, weight in zip(pair.models[i].parameters(), slow[i], strict=True):
-                        p.copy_(weight.lerp_(p, 0.5))
-        with torch.no_grad():
-            tolerance.assert_close(*(model(parts[0]) for model in pair.models))
-        pair.compare(f"step {step}")
-
-
 def _averaged_weights(rank: int, impl: Implementation, world: int, base: nn.Module) -> None:
     """Evaluation with other weights, given to `functional_call`, between steps."""
     pair = _Pair(base, impl, rank, world)
@@ -222,9 +153,6 @@ LOOPS = {
         "a generator and a critic with a gradient penalty",
         "a backward with `create_graph=True` keeps the weights that the next backward reads",
     ),
-    "momentum_encoder": (_momentum_encoder, Model, "a second model that follows by a moving average (MoCo)", ""),
-    "sharpness": (_sharpness, Model, "weights that move for a second backward (SAM)", ""),
-    "closures": (_closures, Model, "closures, and weights that are set back between steps", ""),
     "averaged_weights": (
         _averaged_weights,
         Model,
@@ -241,9 +169,7 @@ LOOPS = {
     [
         pytest.param(
             name,
-            marks=behaviour(f"trains as plain models: {title}", area="training", torch="better", reason=reason)
-            if reason
-            else (),
+            marks=behaviour(f"trains as plain models: {title}", area="training", torch="better", reason=reason),
             id=name,
         )
         for name, (_, _, title, reason) in LOOPS.items()
