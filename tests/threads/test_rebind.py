@@ -216,6 +216,7 @@ def test_tensor_parallel_parameters() -> None:
         x = torch.ones(2, 5)
         model(x).square().sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         expected = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
         expected = [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in expected]
         fullshard.fully_shard(model, mesh=mesh["dp"])
@@ -247,6 +248,7 @@ def test_what_cannot_be_bound_is_named_and_left() -> None:
         factors = torch.optim.Adafactor(model.parameters())
         model(torch.ones(1, 4)).sum().backward()
         factors.step()
+        factors.zero_grad()
         odd = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name in ("list", "wrapped")}
         odd["list"].state[model[0].weight] = {"history": [torch.ones(6, 4)]}
         odd["wrapped"].state[model[0].weight] = {

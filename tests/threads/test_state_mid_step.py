@@ -5,7 +5,9 @@ Ours and torch's functions give there what they give when nothing runs, and the 
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -164,10 +166,21 @@ def test_a_part_of_the_model_and_a_load_in_the_middle() -> None:
 
 
 def test_what_stands_on_the_modules_is_shown_to_others() -> None:
-    """As in torch: only functions that look up parameters of an optimizer get other ones."""
+    """As in torch: only functions that look up parameters of an optimizer get other ones. The look keeps nothing."""
+
+    def held(model: nn.Module) -> Any:
+        """A weak reference to a local of a caller."""
+        local = nn.Module()
+        list(model.parameters()), list(model.named_parameters())
+        return weakref.ref(local)
 
     def job(rank: int) -> None:
         model, _ = _built("kept")
+        gc.disable()
+        try:
+            assert held(model)() is None
+        finally:
+            gc.enable()
         sharded = dict(model.named_parameters())
         loss = CASE.loss(model, CASE.batch(0, rank))
         for name, parameter in itertools.chain(model.named_parameters(), model.named_parameters("", True, True)):

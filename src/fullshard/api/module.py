@@ -218,6 +218,17 @@ _SHARDED_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] 
 _LOOKS_UP = "torch.distributed.checkpoint.state_dict"
 
 
+def _is_looked_up() -> bool:
+    """Whether the caller's caller is that module."""
+    frame = inspect.currentframe()
+    try:
+        for _ in range(2):
+            frame = None if frame is None else frame.f_back
+        return frame is not None and frame.f_globals.get("__name__") == _LOOKS_UP
+    finally:
+        del frame  # it may hold itself, and what all callers hold
+
+
 def _slots(module: nn.Module) -> Iterator[tuple[ShardedParam, Slot]]:
     """The sharded parameters of `module` and of those below it, and each place of theirs."""
     return ((param, slot) for unit in module_units(module) for param in unit.params for slot in param.slots)
@@ -260,8 +271,7 @@ class FSDPModule(TorchFSDPModule):
         """As in torch: what is on the modules, full parameters too. To torch's `get_state_dict` and its like it shows
         the sharded ones at any moment: they look up in it what the optimizer holds."""
         named = cast(Any, super()).named_parameters(*args, **kwargs)
-        frame = None if torch.compiler.is_compiling() else inspect.currentframe()
-        if frame is None or frame.f_back is None or frame.f_back.f_globals.get("__name__") != _LOOKS_UP:
+        if torch.compiler.is_compiling() or not _is_looked_up():
             return cast("Iterator[tuple[str, nn.Parameter]]", named)
         shards = {id(slot.get()): standing_parameter(param) for param, slot in _slots(cast(nn.Module, self))}
         return ((name, shards.get(id(parameter), parameter)) for name, parameter in named)
