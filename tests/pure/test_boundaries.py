@@ -30,7 +30,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "param": frozenset({"layout", "policy", "_torch"}),
     "engine": LOWER,
     "api": LOWER | {"engine"},
-    "checkpoint": frozenset({"layout", "guard", "comm", "_torch", "_version", ""}),
+    "checkpoint": frozenset({"layout", "policy", "guard", "comm", "_torch", "_version", ""}),
     "observe": LOWER | {"engine"},
     "extras": LOWER | {"engine", "api", "observe"},
     "train": frozenset({"", "checkpoint"}),

@@ -387,7 +387,7 @@ def test_a_step_that_one_rank_leaves_out() -> None:
 
 def test_what_is_no_model() -> None:
     plain = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="without a sharded module"), fullshard.guard(plain):
+    with pytest.raises(ValueError, match="guarded: expected models with sharded modules"), fullshard.guard(plain):
         pass
     with pytest.raises(ValueError, match="found none"), fullshard.guard(torch.optim.SGD(plain.parameters(), lr=1.0)):
         pass

@@ -18,6 +18,7 @@ from ..comm import all_reduce_over
 from ..engine.state_dict import refuse_replaced
 from ..engine.step_facts import note_clip, note_unscale
 from ..param import NormMesh, PendingGrad
+from ..policy.arguments import expect_flag, expect_number, expect_tensors
 
 # ---- clip ------------------------------------------------------------------------------------------------------------
 
@@ -44,7 +45,12 @@ def clip_grad_norm_(
     Raises `RuntimeError` on every rank when the norm is not finite and `error_if_nonfinite` is set, and when a
     gradient was accumulated but not reduced.
     """
-    items = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    items = expect_tensors("parameters", parameters)
+    norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
+    expect_number("max_norm", max_norm, lambda norm: norm >= 0, "a number of at least 0")
+    expect_number("norm_type", norm_type, lambda p: p > 0, "a number above 0, or inf")
+    expect_flag("error_if_nonfinite", error_if_nonfinite)
+    expect_flag("foreach", foreach, or_none=True)
     note_clip(items, max_norm, norm_type)
     items = [p for p in items if p.grad is not None]
     if not items:

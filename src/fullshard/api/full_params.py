@@ -17,6 +17,7 @@ from ..engine import Unit, unit_of
 from ..engine.explicit_gathers import before_opening
 from ..engine.full_params import NoSteps, Opening, OpenUnit, opened_of, refuse_in_step
 from ..engine.root import module_units
+from ..policy.arguments import expect_flag
 
 
 @contextmanager
@@ -55,6 +56,9 @@ def full_params(
     `ValueError` (a part of a unit instead of the sharded module) and `RuntimeError` (inside a step, on the meta device,
     an inner context with other arguments, and at exit: a parameter of another shape, or shards written meanwhile).
     """
+    flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+    for name, flag in flags.items():
+        expect_flag(name, flag)
     if writeback and rank0_only:
         raise NotImplementedError(
             "full_params: expected writeback or rank0_only, found both: the other ranks would have nothing to write "

@@ -22,6 +22,7 @@ from ..engine.step_facts import ignored_names
 from ..guard import watch
 from ..param import FullMesh, Placing, managed_modules, managed_parameters, move_unsharded
 from ..policy import MixedPrecisionPolicy, Offload, OffloadPolicy, Options, resolve_offload
+from ..policy.arguments import expect_each, expect_module, expect_text
 from . import validate
 from .module import publish, sharded_class
 from .undo import unchanged_on_error
@@ -76,7 +77,8 @@ def data_parallel_axes(mesh: DeviceMesh | None, dims: Any) -> tuple[DeviceMesh, 
 
 
 def _axes(given: str | Iterable[str] | None, field: str, names: tuple[str, ...]) -> tuple[int, ...]:
-    wanted = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    named = () if given is None else (given,) if isinstance(given, str) else given
+    wanted = tuple(expect_each(f"dp_mesh_dims.{field}", named, lambda one: isinstance(one, str), "names of axes"))
     for name in wanted:
         if name not in names:
             raise ValueError(
@@ -288,6 +290,7 @@ def replicate(
     `fully_shard` sharded) and the errors of `fully_shard`. Source: torch 2.13
     `torch.distributed._composable.replicate_with_fsdp.replicate` for names and types.
     """
+    validate.check_policies(mp_policy, offload_policy, None, dp_mesh_dims)
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is not None and any(group.placing.shards for group in unit.groups):
         raise RuntimeError(
@@ -338,6 +341,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises `ValueError` when there is no such method, or when torch sharded the module, and `NotImplementedError` for
     generators and coroutines, whose body runs after the call returns. Source: torch 2.13.
     """
+    expect_module("module", module)
+    expect_text("method_name", method_name, "the name of a method")
     unit = unit_of(module)
     if unit is None:
         if isinstance(module, TorchFSDPModule):

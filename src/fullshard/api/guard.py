@@ -13,6 +13,7 @@ from ..engine.optimizer_facts import tensors_restored, units_restored
 from ..engine.peers import peers_below
 from ..engine.recovery import declare_sound
 from ..engine.root import formed, module_units
+from ..policy.arguments import expect, expect_flag, expect_tensors, expect_text
 
 
 @contextmanager
@@ -50,13 +51,19 @@ def guard(*guarded: nn.Module | Optimizer, wait: bool = True) -> Iterator[None]:
     optimizer. With one rank it does nothing. Raises `TypeError` for any other object and `ValueError` for a model
     without sharded modules, or for no model.
     """
+    expect_flag("wait", wait)
     models = [one for one in guarded if isinstance(one, nn.Module)]
     optimizers = [one for one in guarded if isinstance(one, Optimizer)]
     if len(models) + len(optimizers) < len(guarded):
         strange = next(one for one in guarded if not isinstance(one, nn.Module | Optimizer))
-        raise TypeError(f"guard: expected models and optimizers, found {type(strange).__name__}")
+        raise TypeError(
+            f"guarded: expected models and optimizers, found {type(strange).__name__}; pass models and their optimizers"
+        )
+    for model in models:
+        found = bool(module_units(model))
+        expect("guarded", found, "models with sharded modules", model, "call fully_shard first", ValueError)
     if not models:
-        raise ValueError("guard: expected a model that fully_shard was applied to, found none; pass it first")
+        raise ValueError("guarded: expected a model that fully_shard was applied to, found none; pass it first")
     peers = peers_below(*models)
     roots = dict.fromkeys(
         root for model in models for unit in module_units(model) if (root := formed(unit)) is not None
@@ -89,11 +96,13 @@ def mark_restored(model: nn.Module | Iterable[Tensor], *, source: str = "") -> N
 
     Raises `ValueError` if nothing is sharded.
     """
+    expect_text("source", source)
+    model = model if isinstance(model, nn.Module) else expect_tensors("model", model)
     units = module_units(model) if isinstance(model, nn.Module) else []
     units_restored(units, source)
     if isinstance(model, nn.Module):
         declare_sound(model)
     if not units and (isinstance(model, nn.Module) or not tensors_restored(model, source)):
         raise ValueError(
-            "mark_restored: expected a model that fully_shard was applied to, or its parameters, found nothing sharded"
+            "model: expected one that fully_shard was applied to, or its parameters, found nothing sharded"
         )

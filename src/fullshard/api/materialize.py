@@ -32,6 +32,7 @@ from ..engine.uninitialized import (
 )
 from ..guard import Item, RanksDisagree, ask, first_difference, scope_of, structure, tell
 from ..param import ParamGroup, ShardedParam, can_digest, fingerprints, local_data, note_loaded, poison
+from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_whole
 from . import validate
 
 # ---- sync ------------------------------------------------------------------------------------------------------------
@@ -65,6 +66,9 @@ def sync_module_states(
     meta device; `TypeError` for tensor subclasses other than DTensor. Source: the argument `sync_module_states` of
     FSDP1's constructor; FSDP2 has no equivalent.
     """
+    expect_module("model", model)
+    expect_whole("from_rank", from_rank)
+    expect_flag("buffers_only", buffers_only)
     if not buffers_only and module_units(model):
         raise RuntimeError(
             "model: expected one before fully_shard, found sharded modules, so no rank has all rows of their "
@@ -72,6 +76,7 @@ def sync_module_states(
             "buffers_only=True"
         )
     mesh = validate.resolve_mesh(None) if mesh is None else mesh
+    expect("mesh", isinstance(mesh, DeviceMesh), "a DeviceMesh or None", mesh, "use init_device_mesh")
     if not 0 <= from_rank < mesh.size():
         raise ValueError(f"from_rank: expected a position in the mesh, from 0 to {mesh.size() - 1}, found {from_rank}")
     if mesh.size() == 1:
@@ -98,6 +103,7 @@ def find_drift(model: nn.Module) -> tuple[Drift, ...]:
     Collective. Each item has `name`, `kind` ("buffer", "replica", "unsharded parameter") and `ranks`, grouped by equal
     values, the largest group first. Empty if nothing differs. Raises `ValueError` if nothing in `model` is sharded.
     """
+    expect_module("model", model)
     units = module_units(model)
     if not units:
         raise ValueError(
@@ -228,6 +234,8 @@ def materialize(
     parameters of other units, or set a parameter of another shape on a module). Source: torch's meta-device flow
     (`to_empty`, `reset_parameters`), which leaves all of this to the caller.
     """
+    expect_module("model", model)
+    expect_callable("init", init, "a function of a module", or_none=True)
     units = list(dict.fromkeys(module_units(model)))
     with together_over((param.spec.mesh for unit in units for param in unit.params), "materialize"):
         _materialize(model, units, device, init, seed)
@@ -263,6 +271,7 @@ def mark_initialized(module: nn.Module) -> None:
     buffers that are never read, and for rows that some ranks need not write. Call it on all ranks, after `to_empty`.
     Raises `ValueError` if nothing in `module` is sharded.
     """
+    expect_module("module", module)
     units = module_units(module)
     if not units:
         raise ValueError(
@@ -362,7 +371,13 @@ def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> 
     placed = next((group.placing.device for unit in units for group in unit.groups), None)
     if device is None:
         return placed or torch.device("cpu")
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        found = device if isinstance(device, (str, int)) else type(device)
+        raise type(error)(
+            f"device: expected a torch.device or its name, found {found!r} ({error}); leave it out, or name a device"
+        ) from None
     if placed is not None and wanted.type != placed.type:
         raise ValueError(
             f"device: expected {placed}, where the mesh of the sharded modules is, found {wanted}; leave it out"

@@ -22,6 +22,7 @@ from ..engine.state_dict import noting_emptied, standing_parameter
 from ..engine.uninitialized import Conversion, note_uninitialized
 from ..engine.unit import WATCHED_FORWARDS, Shared
 from ..param import ShardedParam, Slot
+from ..policy.arguments import expect_flag
 from ..schedule import Full
 from . import settings, validate
 
@@ -284,6 +285,7 @@ class FSDPModule(TorchFSDPModule):
         async_op: return a handle at once; the parameters are full after `handle.wait()` or in the next forward.
         They stay full until `reshard()` or the next forward or backward that reshards.
         """
+        expect_flag("async_op", async_op)
         unit = self._unit()
         hooks_of(unit).outside(_unshard, unit, not async_op)
         return UnshardHandle(unit) if async_op else None
@@ -303,6 +305,7 @@ class FSDPModule(TorchFSDPModule):
         `zero_grad()` clears it, any other use raises. `.grad` of full parameters is this rank's sum, as in torch: not
         averaged, and what is written to it counts; None if `reduce_dtype` is not their dtype.
         """
+        requires_gradient_sync = expect_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in self._units(recurse):
             unit.record.plan.sync = requires_gradient_sync
 
@@ -328,6 +331,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards through the same forwards follow; keep the recorded order that they need."""
+        is_last_backward = expect_flag("is_last_backward", is_last_backward)
         unit = self._unit()
         unit.settings.is_last_backward = is_last_backward
         root = formed(unit)
@@ -348,6 +352,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to reshard after backward. Parameters kept full are all-gathered again once the shards change."""
+        reshard_after_backward = expect_flag("reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
             unit.record.plan.reshard_after_backward = reshard_after_backward
 
@@ -367,6 +372,7 @@ class FSDPModule(TorchFSDPModule):
         Affects only this module's own parameters. Full parameters stay full until their gradients are ready. The next
         forwards watch saved weights: if backward reads one after all, it is all-gathered then, late but correct.
         """
+        expect_flag("unshard_in_backward", unshard_in_backward)
         unit = self._unit()
         unit.record.plan.gathers_in_backward = bool(unshard_in_backward)
         unit.watching.left = max(unit.watching.left, WATCHED_FORWARDS)
@@ -449,6 +455,8 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`, but always for the sharded parameters: many loops call this between forward and
         backward, when the root's full parameters are on the module."""
+        if type(set_to_none) is not bool:
+            expect_flag("set_to_none", set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]  # the module's class has it
         for unit in self._units(recurse=True):
             for param in unit.params:
@@ -477,7 +485,9 @@ class FSDPModule(TorchFSDPModule):
         return unit
 
     def _units(self, recurse: bool) -> list[Unit]:
-        return module_units(cast(nn.Module, self)) if recurse else [self._unit()]
+        # `zero_grad` asks in every step.
+        every = recurse is True or expect_flag("recurse", recurse)
+        return module_units(cast(nn.Module, self)) if every else [self._unit()]
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise AssertionError(

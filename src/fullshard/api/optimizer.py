@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from .._torch import dtensor_like, local_of, same_spec
 from .._torch.modules import outside_graphs
 from ..param import PendingGrad, SteppedGrad
+from ..policy.arguments import expect_flag
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -67,6 +68,7 @@ def step_on_shards(optimizer: O, *, elementwise: bool = False) -> O:
     does nothing. Raises `TypeError` for an object that is no optimizer and `ValueError` for a class that is not
     elementwise.
     """
+    expect_flag("elementwise", elementwise)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}; build it from "

@@ -19,6 +19,7 @@ from ..engine.misuse import dotted_name, first_few, parameter_names
 from ..engine.root import module_units
 from ..engine.state_dict import replaced_place, standing_parameter
 from ..param import ShardedParam
+from ..policy.arguments import expect_module
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -52,7 +53,7 @@ def rebind_optimizer(optimizer: O, model: nn.Module) -> O:
             f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}; pass the one that was "
             f"built before fully_shard"
         )
-    units = module_units(model)
+    units = module_units(expect_module("model", model))
     if not units:
         raise ValueError(
             f"model: expected a module that fully_shard was applied to, found a {type(model).__name__} without sharded "

@@ -17,6 +17,7 @@ from ..engine.misuse import clean_name
 from ..engine.root import formed, module_units
 from ..layout import Candidate, choose_resident
 from ..policy import CustomComm
+from ..policy.arguments import expect_callable, expect_flag, expect_number, expect_text
 from ..policy.options import COMMUNICATION, removed
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
@@ -33,6 +34,7 @@ def set_requires_all_reduce(self: object, requires_all_reduce: bool, *, recurse:
     backward with True adds its own and all-reduces once. Until then `.grad` is a marker: `zero_grad()` clears it, any
     other use raises. Has no effect without a replicate axis.
     """
+    expect_flag("requires_all_reduce", requires_all_reduce)
     for unit in _units(self, recurse):
         unit.settings.all_reduces = bool(requires_all_reduce)
 
@@ -40,10 +42,10 @@ def set_requires_all_reduce(self: object, requires_all_reduce: bool, *, recurse:
 def set_gradient_divide_factor(self: object, factor: float) -> None:
     """Divide sums of gradients by `factor` instead of the number of ranks. On any backend.
 
-    Raises `ValueError` for zero and anything but a finite number; None restores the default.
+    Raises `ValueError` for anything but a finite number above 0; None restores the default.
     """
-    if factor is not None and (isinstance(factor, bool) or not math.isfinite(float(factor)) or factor == 0):
-        raise ValueError(f"factor: expected a finite number other than 0, found {factor!r}; 1.0 leaves the sum")
+    if factor is not None:
+        expect_number("factor", factor, lambda f: 0 < f < math.inf, "a finite number above 0 (1.0 leaves the sum)")
     _set(self, divide_factor=factor)
 
 
@@ -58,6 +60,7 @@ def set_force_sum_reduction_for_comms(self: object, enable: bool) -> None:
 
     With `communication="auto"` backends only sum anyway; then it moves the division after the hook.
     """
+    expect_flag("enable", enable)
     _set(self, sum_only=bool(enable))
 
 
@@ -72,6 +75,7 @@ def set_all_reduce_hook(self: object, hook: Callable[[Tensor], None], *, stream:
     stream: the device stream that runs the hook; only without a replicate axis.
     Raises `ValueError` for a unit of several groups, and for a stream with a replicate axis or on a CPU.
     """
+    expect_callable("hook", hook, "a function of a tensor", or_none=True)
     unit = _one_group(self, "set_all_reduce_hook")
     if stream is not None and unit.is_replicated:
         raise ValueError(
@@ -112,6 +116,7 @@ def set_allocate_memory_from_process_group_for_comm(self: object, enable: bool) 
     reduce-scatter, as with `set_communication("torch")`. False reverts it.
     Raises `AssertionError` (torch's type) with a custom all-gather or reduce-scatter, which allocates its own memory.
     """
+    expect_flag("enable", enable)
     unit = _unit(self)
     kinds = (GroupMemoryGather, GroupMemoryScatter)
     custom = [c for c in (unit.settings.controls.gather, unit.settings.controls.reduce_scatter) if c is not None]
@@ -140,6 +145,7 @@ def set_communication(self: object, strategy: str, *, recurse: bool = True) -> N
     The default is set by the environment (`FULLSHARD_COMMUNICATION`). Raises `ValueError` for another strategy, and for
     `"all-to-all"` between nodes: here, or in the first forward if none has run.
     """
+    expect_text("strategy", strategy, f"one of {', '.join(COMMUNICATION)}")
     if strategy not in COMMUNICATION:
         raise ValueError(f"strategy: expected one of {', '.join(COMMUNICATION)}, found {strategy!r}{removed(strategy)}")
     for unit in _units(self, recurse):
@@ -152,6 +158,7 @@ def set_reduce_scatter_unused_params(self: object, reduce_scatter_unused_params:
     The parameters of a unit that have gradients may differ between ranks in either case. Only with True may a rank have
     no gradient in a unit where others have some; the unit must then be the last of its backward.
     """
+    expect_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
     for unit in _units(self, recurse):
         unit.control(dataclasses.replace(unit.settings.controls, zero_unused=bool(reduce_scatter_unused_params)))
 
@@ -175,6 +182,7 @@ def set_separate_reduce_scatter_group(self: object, enable: bool = True, *, recu
 
     Collective over the shard ranks. One communicator per set of such ranks. False: use the mesh's again.
     """
+    expect_flag("enable", enable)
     units = _units(self, recurse)
     made: dict[tuple[int, ...], ShardGroup] = {}
     for unit in units:
@@ -198,7 +206,7 @@ def set_separate_reduce_scatter_group(self: object, enable: bool = True, *, recu
 
 
 def _units(module: object, recurse: bool) -> list[Unit]:
-    return module_units(cast(nn.Module, module)) if recurse else [_unit(module)]
+    return module_units(cast(nn.Module, module)) if expect_flag("recurse", recurse) else [_unit(module)]
 
 
 def _unit(module: object) -> Unit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from ..engine import Unit, unit_of
 from ..engine.misuse import clean_name
 from ..param import Found, FullMesh, check_own_mesh, has_extension, local_data
 from ..policy import resolve_offload
+from ..policy.arguments import expect_each, expect_flag
 from . import validate
 
 # ---- validate --------------------------------------------------------------------------------------------------------
@@ -144,7 +145,9 @@ def check_policies(mp_policy: Any, offload_policy: Any, shard_placement_fn: Any,
         dtype = getattr(mp_policy, field)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"mp_policy.{field}: expected a floating-point torch.dtype or None, found {dtype!r}")
+    expect_flag("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
     resolve_offload(offload_policy, "cpu")
+    expect_flag("offload_policy.pin_memory", getattr(offload_policy, "pin_memory", False))
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(
             f"shard_placement_fn: expected a function of a parameter, found {shard_placement_fn!r}; "
@@ -196,18 +199,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def check_ignored(ignored_params: Iterable[object] | None) -> set[nn.Parameter]:
     """`ignored_params` as a set of the module's parameters."""
-    ignored: set[nn.Parameter] = set()
-    if isinstance(ignored_params, (torch.Tensor, str)) or not isinstance(ignored_params, Iterable | None):
-        raise TypeError(
-            f"ignored_params: expected a set of nn.Parameters, found {type(ignored_params).__name__}; put it into one"
-        )
-    for parameter in ignored_params or ():
-        if not isinstance(parameter, nn.Parameter):
-            raise TypeError(
-                f"ignored_params: expected nn.Parameters, found {type(parameter).__name__}; pass the objects"
-            )
-        ignored.add(parameter)
-    return ignored
+    if ignored_params is None:
+        return set()
+    wanted = "nn.Parameters, the objects themselves"
+    return set(expect_each("ignored_params", ignored_params, lambda one: isinstance(one, nn.Parameter), wanted))
 
 
 def check_swap(root: nn.Module, made: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
@@ -421,7 +416,7 @@ def marked_owner(found: Sequence[Found], module_name: str) -> Iterator[None]:
 
 def check_sharded(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:
     """The units of `modules`, any iterable, such as an `nn.ModuleList`; `what` names it in errors."""
-    if not isinstance(modules, Iterable):
+    if not isinstance(modules, Iterable) or isinstance(modules, Mapping):
         raise TypeError(
             f"{what}: expected a list of sharded modules, found {type(modules).__name__}; put it into a list"
         )

@@ -10,7 +10,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,16 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Messenger, alone, messenger
+from ..policy.arguments import (
+    expect,
+    expect_dict,
+    expect_flag,
+    expect_group,
+    expect_keys,
+    expect_state,
+    expect_text,
+    expect_whole,
+)
 from .background import background
 from .directory import LOCK_NAME, POINTER_NAME, generations, open_folder, read_current, read_pointer, remove_generation
 from .errors import CheckpointBusy, CheckpointDamaged, CheckpointError
@@ -52,8 +62,8 @@ def save(
     and after any error, it is unchanged. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
     differs between ranks, `CheckpointIOError`, `CheckpointBusy`.
     """
-    path, first = _location("save", checkpoint_id), _patterns(take_first)
-    _checked("save", state_dict)
+    path, first = _location(checkpoint_id), tuple(expect_keys("take_first", take_first))
+    expect_dict("state_dict", state_dict)
     found = _messenger(process_group, no_dist)
     background(found).settle(found, path)
     with found.telling(f"saving {path}"):
@@ -76,8 +86,8 @@ def async_save(
     next save, by `close()`, and at the end of the process, which then exits with status 1. One save runs at a time: the
     next one waits. The memory of the copy is kept for the next save; `close()` frees it.
     """
-    path, first = _location("async_save", checkpoint_id), _patterns(take_first)
-    _checked("async_save", state_dict)
+    path, first = _location(checkpoint_id), tuple(expect_keys("take_first", take_first))
+    expect_dict("state_dict", state_dict)
     found = _messenger(process_group, no_dist)
     return background(found).start(state_dict, path, found, first)
 
@@ -113,9 +123,15 @@ def load(
     Raises `CheckpointNotFound`, `CheckpointMismatch` (listing all keys, shapes and dtypes that do not fit),
     `CheckpointDamaged`, `CheckpointIOError`.
     """
-    path = _location("load", checkpoint_id)
-    _checked("load", state_dict)
-    missing, unexpected, some = map(_patterns, (allow_missing, allow_unexpected, on_some_ranks))
+    expect_flag("cast", cast)
+    expect_digest(manifest_sha256)
+    renames = rename is None or callable(rename) or isinstance(rename, Mapping)
+    expect("rename", renames, "a mapping or a function", rename, "leave it out for none")
+    path = _location(checkpoint_id)
+    expect_dict("state_dict", state_dict)
+    missing = tuple(expect_keys("allow_missing", allow_missing))
+    unexpected = tuple(expect_keys("allow_unexpected", allow_unexpected))
+    some = tuple(expect_keys("on_some_ranks", on_some_ranks))
     options = LoadOptions(cast, missing, unexpected, rename, manifest_sha256, some)
     found = _messenger(process_group, no_dist)
     background(found).wait()
@@ -127,14 +143,15 @@ def load(
 
 def inspect(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
     """The contents of a checkpoint: keys, dtypes, shapes, files, values. Reads no data. One process alone."""
-    path = _location("inspect", checkpoint_id)
+    expect_digest(manifest_sha256)
+    path = _location(checkpoint_id)
     with doing(f"inspecting {path}"), open_folder(path) as folder:
         return read_current(folder, manifest_sha256).manifest
 
 
 def is_complete(checkpoint_id: Location) -> bool:
     """Whether a save to `checkpoint_id` completed and its files have their sizes; `verify` also reads them."""
-    path = _location("is_complete", checkpoint_id)
+    path = _location(checkpoint_id)
     try:
         with open_checkpoint(path) as found:
             return found.sizes_problem() is None
@@ -145,6 +162,7 @@ def is_complete(checkpoint_id: Location) -> bool:
 def verify(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Manifest:
     """Read every byte of a checkpoint and compare it with its checksum. One process alone. Raises `CheckpointDamaged`
     or `CheckpointNotFound`."""
+    expect_digest(manifest_sha256)
     with doing(f"verifying {checkpoint_id}"), open_checkpoint(checkpoint_id, manifest_sha256=manifest_sha256) as found:
         found.verify()
         return found.manifest
@@ -152,7 +170,8 @@ def verify(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> Ma
 
 def open_checkpoint(checkpoint_id: Location, *, manifest_sha256: str | None = None) -> CheckpointReader:
     """A checkpoint from which one process reads tensors, one after another; use it in a `with` block."""
-    path = _location("open_checkpoint", checkpoint_id)
+    expect_digest(manifest_sha256)
+    path = _location(checkpoint_id)
     with doing(f"opening {path}"), open_folder(path) as folder:
         found = read_current(folder, manifest_sha256)
         try:
@@ -170,7 +189,7 @@ def latest(folder: Location) -> Path | None:
 
     Not by times, because clocks jump. Incomplete checkpoints are skipped.
     """
-    for _, path in reversed(_numbered(_location("latest", folder))):
+    for _, path in reversed(_numbered(_location(folder, "folder"))):
         if is_complete(path):
             return Path(path)
     return None
@@ -183,7 +202,7 @@ def set_aside(checkpoint_id: Location) -> Path:
     when its files were restored. One process alone. Raises `CheckpointNotFound` for no directory, `CheckpointBusy`
     while a save writes to it, `CheckpointIOError`.
     """
-    path = os.path.normpath(_location("set_aside", checkpoint_id))
+    path = os.path.normpath(_location(checkpoint_id))
     with doing(f"setting {path} aside"), open_folder(path) as folder:
         lock = folder.lock(LOCK_NAME)
         try:
@@ -207,7 +226,7 @@ def retain(folder: Location, *, keep_last: int, keep_every: int | None = None) -
     multiple of `keep_every`, everything newer than the newest complete one, anything that is not a fullshard
     checkpoint, and any checkpoint that a save is writing to. It deletes only files that fullshard wrote.
     """
-    path = _location("retain", folder)
+    path = _location(folder, "folder")
     if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
         raise ValueError(f"keep_last: expected an int >= 1, so that one checkpoint stays, found {keep_last!r}")
     if keep_every is not None and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
@@ -275,6 +294,9 @@ def derived_seed(seed: int, step: int, rank: int, purpose: str = "") -> int:
     >>> derived_seed(0, 1, 0) == derived_seed(0, 0, 1)
     False
     """
+    for name, number in (("seed", seed), ("step", step), ("rank", rank)):
+        expect_whole(name, number)
+    expect_text("purpose", purpose)
     text = f"fullshard {seed} {step} {rank} {purpose}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -298,12 +320,13 @@ class RandomState:
     def __init__(self, seed: int, rank: int | None = None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed: expected an int, found {seed!r}")
-        self.seed, self._rank = seed, rank
+        self.seed, self._rank = seed, None if rank is None else expect_whole("rank", rank, 0)
         self.step: int | None = None
 
     def begin(self, step: int) -> None:
         """Seed the generators of torch (the host's and all CUDA devices'), of `random`, and of numpy if it is imported,
         for `step` on this rank."""
+        expect_whole("step", step)
         self.step = step
         rank = self._rank
         if rank is None:
@@ -320,6 +343,7 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the stored seed. The stored step is seeded again; the next `begin` sets the next one."""
+        expect_state("state", state, {"seed", "step"})
         self.seed, step = state["seed"], state["step"]
         if step is not None:
             self.begin(step)
@@ -328,22 +352,16 @@ class RandomState:
 # ---- arguments -------------------------------------------------------------------------------------------------
 
 
-def _location(function: str, given: Location) -> str:
-    if not isinstance(given, (str, os.PathLike)) or not str(given):
-        raise TypeError(f"{function}: expected the path of a directory, found {given!r}")
+def _location(given: Location, argument: str = "checkpoint_id") -> str:
+    fits = isinstance(given, (str, os.PathLike)) and bool(str(given))
+    expect(argument, fits, "the path of a directory", given, "pass a string or a Path")
     return os.path.abspath(os.fspath(given))
 
 
-def _checked(function: str, state_dict: object) -> None:
-    if not isinstance(state_dict, dict) or not all(isinstance(key, str) for key in state_dict):
-        raise TypeError(f"{function}: expected a dict with string keys, found {type(state_dict).__name__}")
-
-
-def _patterns(given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise TypeError(f"expected a list of keys, found the string {given!r}; write [{given!r}]")
-    return tuple(given)
+def expect_digest(manifest_sha256: object) -> None:
+    expect_text("manifest_sha256", manifest_sha256, "64 hexadecimal digits or None", or_none=True)
 
 
 def _messenger(process_group: dist.ProcessGroup | None, no_dist: bool) -> Messenger:
-    return alone() if no_dist else messenger(process_group)
+    expect_group("process_group", process_group)
+    return alone() if expect_flag("no_dist", no_dist) else messenger(process_group)

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from .._torch import cut_dim, local_of, settled
 from ..layout import itemsize, known_dtypes
+from ..policy.arguments import expect_dict, expect_module, expect_optimizers, expect_state
 from .errors import CheckpointMismatch
 from .manifest import encode
 from .plan import Box, Cut, KeyPath, key_of, local_box, whole
@@ -52,6 +53,7 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
     checkpointing. `load` fills an optimizer's state as the checkpoint has it, even if the optimizer has not stepped
     yet; `set_state_dict` then loads it into the optimizer.
     """
+    expect_module("model", model)
     optimizers = all_of(optimizers)
     names = parameter_names(model, optimizers)
     state: dict[str, dict[str, Any]] = {}
@@ -82,6 +84,11 @@ def set_state_dict(
     both optimizers, and nothing is changed. Optimizer state that `optim_state_dict` lacks is removed. Dtypes stay as
     stored.
     """
+    expect_module("model", model)
+    expect_optimizers("optimizers", optimizers)
+    expect_dict("model_state_dict", model_state_dict, or_none=True)
+    if optim_state_dict is not None:
+        expect_state("optim_state_dict", optim_state_dict, {"state", "param_groups"})
     loads = [] if optim_state_dict is None else _optimizer_loads(model, all_of(optimizers), optim_state_dict)
     if model_state_dict is not None:
         raw = {_name_in(model, name): name for name in model.state_dict()}
@@ -117,7 +124,7 @@ def _name_in(model: nn.Module, name: str) -> str:
 
 
 def all_of(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    return expect_optimizers("optimizers", optimizers)
 
 
 def _owned(optimizer: Optimizer) -> list[nn.Parameter]:

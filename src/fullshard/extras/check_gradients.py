@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -23,6 +24,7 @@ from ..comm import joining_groups, least_over, told_by_one
 from ..engine.misuse import clean_name
 from ..engine.root import module_units
 from ..param import NormMesh, PendingGrad
+from ..policy.arguments import expect, expect_group, expect_tensors
 
 OnNonfinite = Literal["raise", "skip", "count"]
 
@@ -94,10 +96,19 @@ def check_gradients(
     Collective: every one of these ranks calls it, in each step. It waits for the gradients on a device.
     Also raises `ValueError` for an unknown `on_nonfinite`, and `RuntimeError` for a gradient that was accumulated but
     not reduced, or taken by a step in backward."""
+    tensors = model if isinstance(model, nn.Module) else expect_tensors("model", model)
+    expect(
+        "loss",
+        loss is None or isinstance(loss, (Tensor, Real)),
+        "a tensor, a number or None",
+        loss,
+        "leave it out for none",
+    )
+    expect_group("process_group", process_group)
     if on_nonfinite not in get_args(OnNonfinite):
         expected = ", ".join(map(repr, get_args(OnNonfinite)))
         raise ValueError(f"on_nonfinite: expected one of {expected}, found {on_nonfinite!r}")
-    named = named_gradients(model) if isinstance(model, nn.Module) else _numbered(model)
+    named = named_gradients(tensors) if isinstance(tensors, nn.Module) else _numbered(tensors)
     owner = model if isinstance(model, nn.Module) else next(iter(named), (None, None))[1]
     groups, device = asked(named, process_group)
     looked_at = _looked_at(named, loss)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import sum_over
 from ..engine import Root, root_of, unit_of
 from ..engine.agreement import meshes_of
+from ..policy.arguments import expect, expect_module
 
 Batch = TypeVar("Batch")
 
@@ -53,6 +54,8 @@ def joined(model: nn.Module, batches: Iterable[Batch], *, filler: Batch | None =
     Raises `ValueError` for a model that is not a root, and on all ranks if one has neither a batch nor a filler;
     `RanksDisagree` if ranks did something else in a turn.
     """
+    expect_module("model", model)
+    expect("batches", isinstance(batches, Iterable), "an iterable of batches", batches, "pass the loader")
     return _turns(*all_ranks_of(model, "joined"), iter(batches), filler)
 
 

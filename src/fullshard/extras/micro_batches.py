@@ -23,6 +23,7 @@ from ..guard import PeerFailed, shown_ranks
 from ..observe import report
 from ..observe.report import human
 from ..param import KeptGradients, KeptTensor
+from ..policy.arguments import expect, expect_callable, expect_module, expect_state
 from .joined import all_ranks_of
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -256,6 +257,7 @@ class MicroBatches:
     ) -> None:
         """Raises `ValueError` for a model without sharded parts and arguments out of their range, and `RuntimeError`
         if an optimizer steps in backward: its steps cannot be rolled back."""
+        expect_module("model", model)
         if not module_units(model):
             raise ValueError("model: expected a module with sharded parts, found none; apply fully_shard first")
         _check_choice("search", search, get_args(Search))
@@ -276,6 +278,7 @@ class MicroBatches:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue a search."""
+        expect_state("state", state, {"size", "fits", "fails"})
         self._sizes.size, self._sizes.fits, self._sizes.fails = state["size"], state["fits"], state["fails"]
 
     def backward(
@@ -317,6 +320,8 @@ class MicroBatches:
         filler; for a model that is not the outermost sharded module, or whose gradients are not all divided by the same
         number.
         """
+        expect_callable("loss_of", loss_of, "a function of a slice")
+        expect_callable("filler", filler, "a function without arguments", or_none=True)
         self._refuse_steps_in_backward()
         share = self._share(samples, tokens, filler is None)
         most = share.most
@@ -429,6 +434,7 @@ class MicroBatches:
                     restore = rest_of(self.model, units)
                 answer: Any = filler() if filler is not None and not share.samples else loss_of(piece)
                 loss = answer[0] if isinstance(answer, tuple) else answer
+                expect("loss_of(...)", isinstance(loss, Tensor), "a loss, or a tuple with it", loss, "return it")
                 if share.scale is not None:
                     loss = loss * (share.scale if own else 0.0)
                 torch.autograd.backward(loss)

@@ -27,6 +27,7 @@ from ..engine.misuse import clean_name
 from ..engine.replay import Recorder, first_difference
 from ..engine.root import module_units
 from ..param import PendingGrad
+from ..policy.arguments import expect_callable, expect_each, expect_group, expect_module, expect_optimizers
 from .check_gradients import asked, named_gradients
 
 OnDifference = Literal["raise", "return"]
@@ -104,10 +105,14 @@ def replay(
     difference names where it began; in the first step, only the state at the end is compared.
     Collective. Raises `ValueError` for an unknown `on_difference`, `RuntimeError` inside an accumulation window, and
     any error of `step`, which leaves the state as it is then."""
+    expect_callable("step", step, "a function without arguments")
+    expect_module("model", model)
+    expect_each("stateful", stateful, lambda one: hasattr(one, "state_dict"), "a list of objects with a state_dict")
+    expect_group("process_group", process_group)
     if on_difference not in get_args(OnDifference):
         expected = ", ".join(map(repr, get_args(OnDifference)))
         raise ValueError(f"on_difference: expected one of {expected}, found {on_difference!r}")
-    state = _State(model, [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers), stateful)
+    state = _State(model, expect_optimizers("optimizers", optimizers), stateful)
     units = module_units(model)
     runs, values = [], []
     first: dict[str, Any] = {}

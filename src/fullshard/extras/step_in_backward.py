@@ -12,6 +12,7 @@ from ..engine.optimizer_steps import asked_on_devices
 from ..engine.root import module_units
 from ..engine.unit import Unit
 from ..param import ShardedParam, SteppedGrad
+from ..policy.arguments import expect_module
 
 
 class StepInBackward:
@@ -147,6 +148,7 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer, *, elementwise: boo
     Raises `TypeError` for something that is not an optimizer; `ValueError` for a class that is not elementwise, a
     `differentiable` one, a model without sharded parameters of the optimizer, or with units of another optimizer.
     """
+    expect_module("model", model)
     step_on_shards(optimizer, elementwise=elementwise)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(

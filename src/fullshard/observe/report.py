@@ -28,6 +28,7 @@ from ..engine.state_dict import standing_parameter as standing
 from ..layout import Term
 from ..param import PendingGrad, ShardedParam
 from ..policy import Options
+from ..policy.arguments import expect, expect_module, is_optimizer
 from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes
 
 if TYPE_CHECKING:
@@ -231,6 +232,14 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
 
     Measured figures are those of this rank, now. Raises `ValueError` if nothing in `model` is sharded.
     """
+    expect_module("model", model)
+    expect(
+        "optimizer",
+        optimizer is None or is_optimizer(optimizer),
+        "an optimizer or None",
+        optimizer,
+        "pass the optimizer itself",
+    )
     names = {id(module): clean_name(name) for name, module in model.named_modules()}
     units: dict[Unit, str] = {}
     for module in model.modules():
@@ -265,6 +274,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
 
 def inspect_units(model: nn.Module) -> tuple[UnitReport, ...]:
     """Deprecated: `report(model).units`; empty when nothing is sharded."""
+    expect_module("model", model)
     warnings.warn(
         "inspect_units is deprecated and goes in the next version; use report(model).units",
         DeprecationWarning,

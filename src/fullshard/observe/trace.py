@@ -19,6 +19,7 @@ from torch import nn
 
 from ..engine import Root, root_of
 from ..engine.root import module_units
+from ..policy.arguments import expect_module
 from ..schedule import Command, Event
 
 
@@ -50,6 +51,7 @@ def record(model: nn.Module) -> Iterator[Trace]:
 
     Raises `ValueError` if nothing in `model` is sharded.
     """
+    expect_module("model", model)
     trace = Trace()
     roots: list[Root] = []
     for unit in module_units(model):

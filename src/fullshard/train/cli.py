@@ -7,6 +7,7 @@ with a checkpoint, 128 + n interrupted by signal n (130 for Ctrl-C).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import traceback
@@ -73,7 +74,7 @@ def add_commands(commands: Any) -> None:
     generate.add_argument("--prompt", default=None, help="beginning of the text (default: sample.prompt of the run)")
     generate.add_argument("--tokens", type=_at_least_0, default=None, help="how many to generate (default: the run's)")
     generate.add_argument(
-        "--temperature", type=float, default=None, help="0 = always the most likely (default: the run's)"
+        "--temperature", type=_temperature, default=None, help="0 = always the most likely (default: the run's)"
     )
     generate.add_argument(
         "--top-k", type=_at_least_0, default=None, help="among the k most likely, 0 = all (default: the run's)"
@@ -85,6 +86,13 @@ def _at_least_0(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value}: expected at least 0")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a finite number of at least 0")
     return value
 
 
@@ -204,7 +212,5 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     given = {name: getattr(arguments, name) for name in ("prompt", "tokens", "temperature", "top_k")}
     keys = replace(config.sample, **{name: value for name, value in given.items() if value is not None})
-    if keys.temperature < 0:
-        raise ConfigError(f"--temperature {keys.temperature}: expected at least 0; nearest valid: 0")
     print(generate(model, tokenizer, keys, context=config.training.sequence_length, seed=arguments.seed))
     return 0
