@@ -71,7 +71,7 @@ PROGRAMS = {
     "graph_network": Program(ranks=3, torch="digits", why=ORDER),
     "grpo": Program(),
     "hf_bart": Program(torch="digits", why=SHARED),
-    "hf_bert": Program(quick=True),
+    "hf_bert": Program(),
     "hf_clip": Program(),
     "hf_gemma": Program(plain="digits", why=NORM),
     "hf_gpt2": Program(),
