@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _run(name: str) -> str:
+def _run(name: str | Path) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -41,6 +41,31 @@ def test_the_trainer_of_lightning_learns_and_saves_shards() -> None:
     assert float(loss) < 0.2  # of a variance of about 0.9
     assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(files.split(", "))
     assert "sharded as (Shard(dim=0),) on data_parallel=2" in printed
+
+
+# What makes a program for torch's FSDP2 of it; and the line that shows what only fullshard tells.
+_TORCH_S = {
+    "hf_trainer.py": [
+        ("fullshard.install()  #", "#"),
+        ("            print(fullshard.report(trainer.model))\n", ""),
+    ],
+    "lightning_trainer.py": [
+        ("from fullshard import fully_shard", "from torch.distributed.fsdp import fully_shard"),
+        ("            print(fullshard.report(module.layers))\n", ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", _TORCH_S)
+def test_they_come_to_what_torch_s_fsdp2_comes_to(name: str, tmp_path: Path) -> None:
+    """Every loss that is printed, to the last digit."""
+    text = (EXAMPLES / name).read_text()
+    for ours, theirs in _TORCH_S[name]:
+        assert text.count(ours) == 1
+        text = text.replace(ours, theirs)
+    (tmp_path / name).write_text(text)
+    losses = [re.findall(r"loss'?:? '?([\d.e-]+)", _run(path)) for path in (name, tmp_path / name)]
+    assert losses[0] == losses[1] and len(losses[0]) >= 1
 
 
 @pytest.mark.parametrize("name", ["hf_trainer.py", "lightning_trainer.py"])
