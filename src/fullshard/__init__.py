@@ -46,6 +46,7 @@ __all__ = [
     "inspect_units",
     "install",
     "joined",
+    "load_pretrained",
     "mark_initialized",
     "mark_restored",
     "materialize",

@@ -14,7 +14,9 @@ from .install import Installation as Installation
 from .install import install as install
 from .install import uninstall as uninstall
 from .materialize import Drift as Drift
+from .materialize import allocate as allocate
 from .materialize import find_drift as find_drift
+from .materialize import forget_values as forget_values
 from .materialize import mark_initialized as mark_initialized
 from .materialize import materialize as materialize
 from .materialize import sync_module_states as sync_module_states

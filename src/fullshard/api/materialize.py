@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from ..engine import Unit, unit_of
 from ..engine.agreement import Drift as Drift
 from ..engine.agreement import find_drift as _find_drift
 from ..engine.agreement import ranks_of
+from ..engine.foreign_init import foreign_initialisers, kept
 from ..engine.misuse import clean_name
 from ..engine.root import module_units
 from ..engine.state_dict import noting_emptied
@@ -222,7 +223,8 @@ def materialize(
     init: called with each module that contains an uninitialised tensor (in itself or below, within its unit), children
         first, as by `nn.Module.apply`. It may initialise in place, through `.data`, or by setting a new parameter on
         the module. None: `reset_parameters()` of each module that owns an uninitialised tensor, then
-        `init_weights()` of each that has it.
+        `init_weights()` of each that has it; `_init_weights` of the model around it for modules of transformers, and
+        the adapter's own reset for LoRA layers of PEFT.
     seed: an int, equal on all ranks; None: `torch.initial_seed()`, the last value given to `torch.manual_seed`.
 
     Tensors that have a value keep it. Non-persistent buffers that `init` leaves uninitialised are computed by the reset
@@ -247,21 +249,43 @@ def _materialize(
 ) -> None:
     target = _target_device(device, units)
     value = _agreed_seed(seed, units)
-    for unit in units:
-        if unit.root is not None:
-            unit.root.reshard(unit)
+    _reshard(units)
     stages = _stages(model)
     _allocate(model, units, target)
     lost = {id(tensor) for tensor in find_uninitialized(units, model).tensors}
+    foreign = {} if init is not None else foreign_initialisers(model)
     for stage in stages:
-        found = [_call_for(module, stage, lost, init) for module in stage.modules]
+        found = [_call_for(module, stage, lost, init, foreign) for module in stage.modules]
         stage.calls.extend(call for call in found if call is not None)
-    for stage in stages:
-        if stage.calls:
-            with _full(stage.unit, lost):
-                for module, call in stage.calls:
-                    _run(call, _seed_of(value, stage.names[module]), target, _crossed(module, stage.unit))
+    valued = (t for t in (*model.parameters(), *model.buffers()) if foreign and id(t) not in lost)
+    with kept(valued):
+        for stage in stages:
+            if stage.calls:
+                with _full(stage.unit, lost):
+                    for module, call in stage.calls:
+                        _run(call, _seed_of(value, stage.names[module]), target, _crossed(module, stage.unit))
     recompute_buffers(model, target)
+
+
+def _reshard(units: Iterable[Unit]) -> None:
+    for unit in units:
+        if unit.root is not None:
+            unit.root.reshard(unit)
+
+
+def allocate(model: nn.Module) -> None:
+    """Allocate what is on the meta device, as `materialize` does, and initialise nothing. No communication."""
+    units = list(dict.fromkeys(module_units(model)))
+    _reshard(units)
+    _allocate(model, units, _target_device(None, units))
+
+
+def forget_values(model: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Make `tensors` of `model` uninitialised memory again: a forward refuses them until they are written."""
+    for tensor in tensors:
+        poison(tensor)
+    for unit in dict.fromkeys(module_units(model)):
+        note_uninitialized(unit)
 
 
 def mark_initialized(module: nn.Module) -> None:
@@ -318,12 +342,20 @@ def _stages(model: nn.Module) -> list[_Stage]:
     return list(stages.values())
 
 
-def _call_for(module: nn.Module, stage: _Stage, lost: set[int], init: Init | None) -> _Call | None:
+def _call_for(
+    module: nn.Module,
+    stage: _Stage,
+    lost: set[int],
+    init: Init | None,
+    foreign: Mapping[nn.Module, Callable[[], object]],
+) -> _Call | None:
     """The initialisers to call for `module`, or None."""
     if not any(id(tensor) in lost for inner in _inside(module, stage) for tensor in _own_tensors(inner)):
         return None
     if init is not None:
         return module, lambda: init(module)
+    if module in foreign:
+        return module, foreign[module]
     where = f"{stage.names[module] or 'the model'} ({type(module).__name__})"
     missing = [name for name, tensor in _own_named(module) if id(tensor) in lost]
     reset = getattr(module, "reset_parameters", None)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_like, local_of
+from ..api import mark_restored
 from ..comm import Messenger
 from ..guard import shown_ranks
 from . import files
@@ -149,6 +150,7 @@ class LoadJob:
         wanted, manifest = self._wanted, self._manifest
         self._stored = stored_in(manifest)
         wanted.problems += self._tree.problems
+        missing: list[tuple[Leaf, str]] = []
         for leaf in [*self._tree.tensors.values(), *self._tree.values.values()]:
             if any(leaf.path[: len(path)] == path for path, _ in self._tree.open):
                 continue
@@ -164,6 +166,11 @@ class LoadJob:
             elif key in manifest.values:
                 self._match_value(leaf, manifest.values[key].value)
             elif not matches(leaf.key, self.options.allow_missing):
+                missing.append((leaf, key))
+        filled = {_memory_of(tensor) for tensor in wanted.held} if missing else set()
+        for leaf, key in missing:
+            # Of tied weights one name is enough. A rank without rows cannot tell; the others do.
+            if not isinstance(leaf.value, Tensor) or _memory_of(leaf.value) not in filled:
                 wanted.problems.append(f"missing: {leaf.key}" + ("" if key == leaf.key else f" (as {key})"))
         for path, state in self._tree.open:
             self._match_open(path, state)
@@ -368,8 +375,6 @@ def write(tree: Tree, wanted: Request, staged: Sequence[Tensor], source: str = "
         state.setdefault(name, {})[item] = value
     for stateful, state_dict in tree.stateful:
         stateful.load_state_dict(state_dict)
-    from .. import mark_restored
-
     with contextlib.suppress(ValueError):  # no sharded parameter among them
         mark_restored(wanted.held, source=source and f"the checkpoint of save {source}")
 
@@ -397,6 +402,13 @@ def placed(parameter: Tensor, local: Tensor) -> Tensor:
     )
     # `from_local` moves an offloaded tensor to the device of the mesh.
     return dtensor_like(made, local)
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """What tensors that are tied have in common: where their rows on this rank are, and the shape."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    start = local.storage_offset() if local.layout is torch.strided else 0
+    return local.untyped_storage().data_ptr() if not local.is_meta else id(tensor), start, tuple(tensor.shape)
 
 
 def _fits(held: Tensor, entry: TensorEntry) -> bool:

@@ -113,6 +113,12 @@ def parameter_names(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[n
     return names
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers themselves, under the names of the plain model; tied ones under each."""
+    state = model.state_dict(keep_vars=True)
+    return {_name_in(model, name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def plain_name(name: str) -> str:
     """`name` without the parts that torch.compile, activation checkpointing and FSDP1 insert."""
     return _WRAPPERS.sub("", name)

@@ -16,7 +16,8 @@ from typing import Any
 
 from fullshard.checkpoint import formats
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from fullshard.train.metrics import in_units, installed
+from fullshard.checkpoint.progress import shown_progress
+from fullshard.train.metrics import in_units
 
 EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3
 
@@ -157,27 +158,10 @@ def _renaming(arguments: argparse.Namespace, found: formats.Found) -> formats.Re
 
 @contextmanager
 def _progress(total_nbytes: int, *, quiet: bool) -> Iterator[Callable[[str, int], None] | None]:
-    """A function to call with (key, bytes) for each finished tensor; None if nothing is shown. On a terminal a bar, or
-    a percentage if rich is missing. On stderr, so that stdout holds only the result."""
+    """A function to call with (key, bytes) for each finished tensor; None if nothing is shown. On stderr, so that
+    stdout holds only the result."""
     if quiet or not sys.stderr.isatty():
         yield None
-    elif installed("rich"):
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=total_nbytes)
-            yield lambda key, nbytes: bar.advance(task, nbytes)
-    else:
-        done = 0
-
-        def advance(key: str, nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            print(f"\r{done / max(total_nbytes, 1):4.0%}", end="", file=sys.stderr, flush=True)
-
-        try:
-            yield advance
-        finally:
-            print(file=sys.stderr)
+        return
+    with shown_progress(total_nbytes, "", lines=False) as advance:
+        yield lambda key, nbytes: advance(nbytes)

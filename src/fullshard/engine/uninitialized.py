@@ -24,6 +24,7 @@ from .._torch import non_persistent_buffers
 from ..comm import sum_over
 from ..guard import Scope
 from ..param import are_poisoned, is_poisoned, local_data, poison
+from .foreign_init import foreign_initialisers, kept
 from .misuse import clean_name, parameter_names
 from .unit import Unit
 
@@ -121,22 +122,24 @@ def allocate_buffers(top: nn.Module, device: torch.device) -> None:
 
 
 def recompute_buffers(top: nn.Module, device: torch.device) -> None:
-    """Recompute uninitialized non-persistent buffers of modules without parameters.
+    """Recompute uninitialized non-persistent buffers of modules without parameters, and of models of transformers.
 
-    Calls `reset_parameters()` or `init_weights()` of the owning module and restores its other buffers, which may come
-    from a checkpoint. Modules with parameters are skipped, because the call would reinitialize them.
+    Calls `reset_parameters()` or `init_weights()` of the owning module, or `_init_weights` of its model, and restores
+    its other buffers, which may come from a checkpoint. Other modules with parameters are skipped, because the call
+    would reinitialize them; transformers' initialisers leave alone what is marked.
     """
     allocate_buffers(top, device)
+    foreign = foreign_initialisers(top)
     for module in top.modules():
         own = dict(module.named_buffers(recurse=False))
         lost = {name for name in non_persistent_buffers(module) if name in own and is_poisoned(own[name])}
-        hook = hook_of(module)
-        if not lost or hook is None or next(module.parameters(), None) is not None:
+        hook = foreign.get(module) or (None if any(True for _ in module.parameters()) else hook_of(module))
+        if not lost or hook is None:
             continue
-        kept = {name: (buffer, buffer.clone()) for name, buffer in own.items() if name not in lost}
-        with torch.no_grad(), torch.device(device):
+        others = {name: (buffer, buffer.clone()) for name, buffer in own.items() if name not in lost}
+        with torch.no_grad(), torch.device(device), kept(module.parameters()):
             hook()
-            for name, (buffer, value) in kept.items():
+            for name, (buffer, value) in others.items():
                 setattr(module, name, buffer.copy_(value))
         for name in lost:
             setattr(module, name, getattr(module, name).to(device))

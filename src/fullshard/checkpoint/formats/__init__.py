@@ -9,6 +9,8 @@
 | `hf` | safetensors files, and a folder of them with its index |
 | `names` | parameter names of other programs; parts of a source under other names |
 | `convert` | which format a path holds; any of them to any other, tensor by tensor |
+| `readings` | which stored tensors make which tensor of a model |
+| `pretrained` | a model on the meta device filled from a folder of safetensors |
 | `sharded` | from any of them into a sharded model, and from that to full files |
 """
 
@@ -39,6 +41,7 @@ from .names import (
     strip_wrappers,
 )
 from .pickle_tree import PickleRefused
+from .pretrained import load_pretrained
 from .sharded import export_full, load_full, load_into, save_full
 from .source import FlatParameterCheckpoint, ShardedTensorCheckpoint, Source, TensorInfo, nbytes_of
 from .torch_file import TorchSaveRefused, TorchSource
@@ -73,6 +76,7 @@ __all__ = [
     "llama",
     "load_full",
     "load_into",
+    "load_pretrained",
     "nbytes_of",
     "open_found",
     "open_source",

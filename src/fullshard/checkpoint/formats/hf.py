@@ -7,6 +7,7 @@ that package reads our files, and we read its.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
@@ -31,6 +32,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DEFAULT_MAX_NBYTES = 5_000_000_000  # of a file, as in `save_pretrained`
 _DTYPES = {code: name for name, code in DTYPE_NAMES.items()}
+# Bytes of each tensor that a fingerprint reads, and of a part after which its pages are given back.
+_SAMPLE, _LARGE = 512, 1 << 20
 
 
 # ---- one file ------------------------------------------------------------------------------------------------
@@ -111,13 +114,28 @@ class SafetensorsFile:
             # A private copy that nobody writes: torch requires writable memory.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._start = 8 + header_nbytes
+        self._header = text
         # In ascending order of offsets, each with its offset.
         self.tensors = self._read_header(text, nbytes - self._start)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A part of a tensor, the whole by default, in separate memory on the CPU."""
         info, offset = self.tensors[name]
-        return tensor_of(self._data, info, box, self._start + offset, row_major(info.shape))
+        made = tensor_of(self._data, info, box, self._start + offset, row_major(info.shape))
+        if made.nbytes >= _LARGE:
+            # What was read leaves the process's memory (not the system's cache): a load would seem to need the file's.
+            first = (self._start + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+            self._data.madvise(mmap.MADV_DONTNEED, first, self._start + offset + info.nbytes - first)
+        return made
+
+    def fingerprint(self) -> bytes:
+        """A digest of the header and of some bytes from the middle of each tensor: equal for equal files, and
+        different, all but surely, for other weights of the same model."""
+        digest = hashlib.sha256(self._header)
+        for info, offset in self.tensors.values():
+            middle = self._start + offset + info.nbytes // 2
+            digest.update(self._data[middle : min(middle + _SAMPLE, self._start + offset + info.nbytes)])
+        return digest.digest()
 
     def _read_header(self, text: bytes, data_nbytes: int) -> dict[str, tuple[TensorInfo, int]]:
         """The tensors with their offsets, checked to fill the data without gap or overlap."""
@@ -188,6 +206,11 @@ class HfSource(Source):
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         return self._where[key].read(key, box)
+
+    def fingerprint(self) -> str:
+        """A digest by which ranks compare their files; reads half a KiB of each tensor."""
+        files = {file.path: file for file in self._where.values()}
+        return hashlib.sha256(b"".join(sorted(file.fingerprint() for file in files.values()))).hexdigest()
 
     def value(self, key: str) -> Any:
         raise KeyError(key)
