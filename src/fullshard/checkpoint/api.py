@@ -55,8 +55,11 @@ def save(
 
     `state_dict`: nested dicts of tensors (DTensors: each rank's part; plain tensors: equal on all ranks that have
     them), of None, bool, int, float, str, lists, tuples and dicts of these, and of objects with `state_dict` and
-    `load_state_dict`. Keys may be on some ranks only. `no_dist`: this process alone, whatever groups exist.
-    `take_first`: key patterns (* matches anything) for which the lowest rank's state is saved if ranks differ.
+    `load_state_dict`. Keys may be on some ranks only. A tokenizer among them (any object with `save_pretrained`) is
+    stored as its files, like the configuration of a model of transformers whose state `get_state_dict` took; `load`
+    passes over them, and `fullshard checkpoint export --to hf` writes them. `no_dist`: this process alone, whatever
+    groups exist. `take_first`: key patterns (* matches anything) for which the lowest rank's state is saved if ranks
+    differ.
 
     Returns the directory of the new generation. An existing checkpoint is replaced atomically at the end; until then,
     and after any error, it is unchanged. Raises on all ranks: `CheckpointMismatch` for state that cannot be saved or
@@ -67,7 +70,7 @@ def save(
     found = _messenger(process_group, no_dist)
     background(found).settle(found, path)
     with found.telling(f"saving {path}"):
-        taken = snapshot(flatten(state_dict))
+        taken = snapshot(flatten(state_dict), companions=found.rank == 0)
     return SaveJob(path, found, first).run(taken)
 
 

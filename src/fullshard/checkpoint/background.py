@@ -72,7 +72,7 @@ class Background:
         try:
             with messenger.telling(f"saving {path}"):
                 tree = flatten(state_dict)
-            taken = snapshot(tree, copies.copy)
+            taken = snapshot(tree, copies.copy, companions=messenger.rank == 0)
             copies.finish()
         except (RuntimeError, MemoryError) as error:  # no memory for the copy: tell the other ranks
             taken = Snapshot([], {}, [f"its copy on the host: {error}"])

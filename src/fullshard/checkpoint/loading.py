@@ -22,6 +22,7 @@ from ..comm import Messenger
 from ..guard import shown_ranks
 from . import files
 from .agreement import Message, agree
+from .companions import ROOM
 from .directory import Pointer, open_folder, proven, read_current
 from .errors import CheckpointDamaged, CheckpointMismatch
 from .files import Folder, ReadFile, doing
@@ -185,7 +186,7 @@ class LoadJob:
         problems = dict.fromkeys(problem for message in messages for problem in message["problems"])
         unexpected = set(self._manifest.keys).difference(*(message["keys"] for message in messages))
         for key in sorted(unexpected):
-            if not matches(key, self.options.allow_unexpected):
+            if not matches(key, self.options.allow_unexpected) and not key.startswith(f"{ROOM}."):
                 problems[f"unexpected: {key}"] = None
         for key, ranks in asked_by_some(messages).items():
             if not matches(key, self.options.on_some_ranks):
@@ -407,8 +408,9 @@ def placed(parameter: Tensor, local: Tensor) -> Tensor:
 def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """What tensors that are tied have in common: where their rows on this rank are, and the shape."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    start = local.storage_offset() if local.layout is torch.strided else 0
-    return local.untyped_storage().data_ptr() if not local.is_meta else id(tensor), start, tuple(tensor.shape)
+    if local.is_meta or local.layout is not torch.strided:
+        return id(tensor), 0, tuple(tensor.shape)
+    return local.untyped_storage().data_ptr(), int(local.storage_offset()), tuple(tensor.shape)
 
 
 def _fits(held: Tensor, entry: TensorEntry) -> bool:

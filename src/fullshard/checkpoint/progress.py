@@ -17,18 +17,12 @@ def shown_progress(total_nbytes: int, title: str, *, lines: bool) -> Iterator[Ca
     """A function to call with the bytes of each finished tensor. On a terminal a bar, or a percentage if rich is
     missing; elsewhere, if `lines`, one line every ten seconds and one at the end."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
+        ends = (progress.TextColumn("{task.description}"), progress.TimeRemainingColumn())
+        with progress.Progress(ends[0], *columns, ends[1], console=Console(stderr=True)) as bar:
             task = bar.add_task(title, total=total_nbytes)
             yield lambda nbytes: bar.advance(task, nbytes)
         return

@@ -25,6 +25,7 @@ from ..guard import had_losses, loss_over, shown_ranks
 from ..layout import itemsize
 from . import files
 from .agreement import Message, agree
+from .companions import ROOM, TIED, files_of, tied_names
 from .directory import Saving
 from .errors import CheckpointMismatch
 from .files import Folder, WriteFile, doing
@@ -44,7 +45,7 @@ from .manifest import (
 )
 from .plan import FLATTENED, REMEDY, Box, Holdings, KeyPath, TensorSpec, choose_writers, key_of, merge, whole
 from .safetensors import FilePart, data_header, file_order
-from .state import Part, Tree, bytes_of, dtype_name, on_host, part_of
+from .state import Part, Tree, bytes_of, dtype_name, named_tensors, on_host, part_of
 from .wrapped import Kinds, Saved, is_wrapper, saved
 
 WRITER = f"fullshard {__version__}, torch {torch.__version__}"
@@ -60,8 +61,9 @@ class Snapshot(NamedTuple):
     problems: list[str]
 
 
-def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None) -> Snapshot:
-    """The leaves of `tree`, with tensors copied by `copy` if given. Problems of its contents are listed, not raised."""
+def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None, *, companions: bool = False) -> Snapshot:
+    """The leaves of `tree`, with tensors copied by `copy` if given; with `companions`, on one rank, also the files that
+    belong to its models. Problems of its contents are listed, not raised."""
     parts, problems = list[tuple[KeyPath, Part]](), list(tree.problems)
     values = {key: (leaf.path, encode(leaf.value)) for key, leaf in tree.values.items()}
     kinds = dict[type, Kinds | None]()
@@ -84,7 +86,20 @@ def snapshot(tree: Tree, copy: Callable[[Tensor], Tensor] | None = None) -> Snap
         for loss in dict.fromkeys(loss_over(mesh.mesh.flatten().tolist()) for mesh in meshes):
             if loss is not None:
                 problems.append(f"a model that was lost on a device: on {shown_ranks(loss.ranks)} {loss.text}; load it")
+    for path, owner in tree.owners if companions else ():
+        stored = files_of(owner)
+        for name, data in stored.items():
+            parts.append(((ROOM, *path, name), stored_part(data)))
+        if stored and isinstance(owner, torch.nn.Module):
+            tied: KeyPath = (ROOM, *path, TIED)
+            values[key_of(tied)] = (tied, encode(tied_names(named_tensors(owner), owner)))
     return Snapshot(parts, values, problems)
+
+
+def stored_part(data: bytes) -> Part:
+    """A file as a tensor of bytes."""
+    made = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return Part("uint8", (len(data),), whole((len(data),)), made)
 
 
 class SaveJob:

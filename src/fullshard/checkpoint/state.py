@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from .._torch import cut_dim, local_of, settled
 from ..layout import itemsize, known_dtypes
 from ..policy.arguments import expect_dict, expect_module, expect_optimizers, expect_state
+from .companions import ModelState, is_companion
 from .errors import CheckpointMismatch
 from .manifest import encode
 from .plan import Box, Cut, KeyPath, key_of, local_box, whole
@@ -51,7 +52,8 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
 
     Names are those of the plain model: without those of DistributedDataParallel, torch.compile and activation
     checkpointing. `load` fills an optimizer's state as the checkpoint has it, even if the optimizer has not stepped
-    yet; `set_state_dict` then loads it into the optimizer.
+    yet; `set_state_dict` then loads it into the optimizer. A save of the first one also stores the configuration of a
+    model of transformers (`companions`).
     """
     expect_module("model", model)
     optimizers = all_of(optimizers)
@@ -66,8 +68,9 @@ def get_state_dict(model: nn.Module, optimizers: Optimizers = ()) -> tuple[dict[
         for group in taken["param_groups"]:
             groups.append({**group, "params": [numbered[number] for number in group["params"]]})
     like: dict[str, Tensor] = {names[p]: p for optimizer in optimizers for p in _owned(optimizer)}
-    model_state = {_name_in(model, name): value for name, value in model.state_dict().items()}
-    return model_state, {"state": OpenState(state, like), "param_groups": groups}
+    named = {_name_in(model, name): value for name, value in model.state_dict().items()}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return ModelState(named, inner), {"state": OpenState(state, like), "param_groups": groups}
 
 
 def set_state_dict(
@@ -288,6 +291,8 @@ class Tree:
     stateful: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     # Optimizer states that accept everything stored for their parameters: (path, the state).
     open: list[tuple[KeyPath, OpenState]] = field(default_factory=list)
+    # Models, tokenizers and the like, whose files a save stores beside the state.
+    owners: list[tuple[KeyPath, Any]] = field(default_factory=list)
 
 
 class OpenState(dict[str, dict[str, Any]]):
@@ -307,7 +312,9 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
     tree = Tree()
 
     def descend(path: KeyPath, container: Any, name: str | int, value: Any) -> None:
-        if _is_stateful(value):
+        if is_companion(value):
+            tree.owners.append((path, value))
+        elif _is_stateful(value):
             if isinstance(value, torch.optim.Optimizer):
                 tree.problems.append(
                     f"{key_of(path)}: expected the state of an optimizer under the names of its parameters, found an "
@@ -319,6 +326,8 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
             except Exception as error:
                 tree.problems.append(f"{key_of(path)}: its state_dict() raised {type(error).__name__}: {error}")
                 return
+            if isinstance(value, nn.Module):
+                tree.owners.append((path, value))
             descend_all(path, state, list(state.items()))
             tree.stateful.append((value, state))
         elif isinstance(value, OpenState) or (
@@ -326,6 +335,8 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
         ):
             if isinstance(value, OpenState):
                 tree.open.append((path, value))
+            if isinstance(value, ModelState):
+                tree.owners.append((path, value.model))
             descend_all(path, value, list(value.items()))
         elif isinstance(value, list) and any(map(holds_tensor, value)):
             descend_all(path, value, list(enumerate(value)))
@@ -345,6 +356,8 @@ def flatten(state_dict: dict[str, Any]) -> Tree:
         else:
             (tree.tensors if isinstance(found.value, Tensor) else tree.values)[key] = found
 
+    if isinstance(state_dict, ModelState):
+        tree.owners.append(((), state_dict.model))
     descend_all((), state_dict, list(state_dict.items()))
     return tree
 

@@ -66,6 +66,7 @@ examples:
   fullshard checkpoint verify runs/x/checkpoints/step-100    read every byte, compare every checksum
   fullshard checkpoint convert outputs/checkpoint/step-1000 ours      from torchtitan, Composer, DCP
   fullshard checkpoint convert Llama-3.2-1B ours --names-from hf --names-to fullshard
+  fullshard checkpoint export runs/x/step-100 there --to hf  a folder that from_pretrained loads
   fullshard checkpoint export ours there --to hf --only 'model.*' --strip model. --names-from fullshard --names-to hf
   fullshard checkpoint export ours there --to dcp            a folder that torch.distributed.checkpoint loads
 
@@ -105,6 +106,12 @@ def _add_checkpoint(commands: Any) -> None:
     )
     export.add_argument(
         "--max-file-size", type=_size, default=5_000_000_000, metavar="SIZE", help="of hf files (default: 5GB)"
+    )
+    export.add_argument(
+        "--config",
+        type=Path,
+        metavar="FOLDER",
+        help="for hf: take config, generation config and tokenizer from FOLDER instead of the checkpoint",
     )
     for action in (inspect, verify, into, export):
         action.add_argument("--json", action="store_true", help="one JSON object on stdout, and no progress bar")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fullshard.checkpoint import formats
+from fullshard.checkpoint.companions import CONFIG, files_in
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from fullshard.checkpoint.progress import shown_progress
 from fullshard.train.metrics import in_units
@@ -82,15 +83,17 @@ def _inspect(arguments: argparse.Namespace) -> None:
         print(printable("\n".join(lines)))
 
 
-def _facts(found: formats.Found, source: formats.Source) -> dict[str, Any]:
-    dtypes = Counter(info.dtype for info in source.tensors.values())
+def _facts(found: formats.Found, source: formats.Source, *, written: bool = False) -> dict[str, Any]:
+    """`written`: without what a Hugging Face folder has once and the source twice."""
+    infos = [info for key, info in source.tensors.items() if not written or key not in source.tied]
+    dtypes = Counter(info.dtype for info in infos)
     return {
         "format": found.kind,
         "path": str(found.path),
         "says": found.says,
-        "num_tensors": len(source.tensors),
+        "num_tensors": len(infos),
         "num_values": len(source.values),
-        "nbytes": sum(formats.nbytes_of(info) for info in source.tensors.values()),
+        "nbytes": sum(map(formats.nbytes_of, infos)),
         "dtypes": dict(sorted(dtypes.items())),
         "files": source.num_files if isinstance(source, formats.HfSource) else None,
     }
@@ -122,21 +125,66 @@ def _convert(arguments: argparse.Namespace) -> None:
     target_format: formats.Format = arguments.to if arguments.action == "export" else "fullshard"
     names = None if arguments.optimizer_names is None else arguments.optimizer_names.read_text().split()
     with formats.open_found(found, allow_torch_save=arguments.allow_torch_save, optimizer_names=names) as opened:
-        choice = {"only": arguments.only, "skip": arguments.skip, "strip": arguments.strip}
+        choice = _choice(arguments, opened, target_format)
         source = formats.Chosen(opened, **choice, renaming=_renaming(arguments, found))
         if not arguments.json:
             print(printable(f"found {found.says}"), file=sys.stderr, flush=True)
-        facts = _facts(found, source)
+        facts = _facts(found, source, written=target_format == "hf")
         size = getattr(arguments, "max_file_size", 1)
+        companions = _companions(arguments, source, target_format)
         with _progress(facts["nbytes"], quiet=arguments.json) as progress:
-            files = formats.convert(source, arguments.target, target_format, max_file_nbytes=size, progress=progress)
+            files = formats.convert(
+                source, arguments.target, target_format, max_file_nbytes=size, progress=progress, companions=companions
+            )
+    missing = _missing(companions) if target_format == "hf" else []
     if arguments.json:
         to = {"format": target_format, "path": str(arguments.target)}
         said = {"ok": True, "from": facts, "to": to, "left_out": source.left_out, "files": [*map(str, files)]}
+        said["missing"] = missing
         print(json.dumps(said))
         return
     left_out = f", {source.left_out} entries left out" if source.left_out else ""
     print(printable(f"{arguments.target}: {_summary(facts)}{left_out}, as {target_format}, {len(files)} file(s)"))
+    for text in missing:
+        print(printable(f"missing: {text}"))
+
+
+def _choice(arguments: argparse.Namespace, source: formats.Source, target_format: str) -> dict[str, Any]:
+    """What to take: what was asked for, or the one model that the checkpoint says it has."""
+    chosen = {"only": arguments.only, "skip": arguments.skip, "strip": arguments.strip}
+    models: list[str] = getattr(source, "models", [])
+    if target_format == "hf" and not any(chosen.values()) and len(models) == 1 and models[0]:
+        chosen |= {"only": [f"{models[0]}.*"], "strip": f"{models[0]}."}
+    return chosen
+
+
+def _companions(arguments: argparse.Namespace, source: formats.Source, target_format: str) -> dict[str, bytes]:
+    folder = getattr(arguments, "config", None)
+    if folder is None:
+        return source.companions() if target_format in ("hf", "fullshard") else {}
+    if target_format != "hf":
+        raise ValueError(f"--config: expected --to hf, found --to {target_format}, which has no place for it")
+    found = files_in(folder)
+    if CONFIG not in found:
+        raise CheckpointNotFound(f"--config {folder}: expected a folder with {CONFIG}, found none there")
+    return source.companions() | found
+
+
+def _missing(companions: dict[str, bytes]) -> list[str]:
+    """What `from_pretrained` will miss in the folder, and what to give."""
+    texts = []
+    if CONFIG not in companions:
+        texts.append(
+            f"{CONFIG}, without which from_pretrained does not load the folder. Export again with --config FOLDER, the "
+            f"folder of the model that training began from; checkpoints store it when the state is that of "
+            f"fullshard.checkpoint.get_state_dict(model) and the model is one of transformers"
+        )
+    if not any(name.startswith(("tokenizer", "vocab", "spiece", "preprocessor", "processor")) for name in companions):
+        texts.append(
+            "a tokenizer, if the model reads text. Give --config FOLDER, or save it with the checkpoint: "
+            '{"model": ..., "tokenizer": tokenizer}'
+        )
+    return texts
 
 
 def _renaming(arguments: argparse.Namespace, found: formats.Found) -> formats.Renaming | None:

@@ -88,7 +88,7 @@ def _reset_adapters(layer: Any, configs: dict[str, Any]) -> None:
         ways = getattr(configs.get(name), "init_lora_weights", None)
         if not hasattr(layer, "reset_lora_parameters") or ways not in (True, False, "gaussian"):
             raise ValueError(
-                f"init: expected a LoRA adapter whose init_lora_weights is True, False or 'gaussian', found {name!r} in "
-                f"{type(layer).__name__} with {ways!r}; pass init=, a function that initialises the module it is given"
+                f"init: expected a LoRA adapter whose init_lora_weights is True, False or 'gaussian', found {name!r} "
+                f"in {type(layer).__name__} with {ways!r}; pass init=, a function that initialises its module"
             )
         layer.reset_lora_parameters(name, ways)

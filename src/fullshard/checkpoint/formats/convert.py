@@ -6,20 +6,21 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ..companions import ROOM, TIED
 from ..errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from ..manifest import encode
-from ..plan import KeyPath
-from ..saving import CheckpointWriter
+from ..plan import KeyPath, TensorSpec, key_of
+from ..saving import CheckpointWriter, stored_part
 from ..state import flatten, nested
 from .dcp import DcpSource, write_dcp
-from .hf import DEFAULT_MAX_NBYTES, INDEX, SINGLE, HfSource, entries_of, write_hf
+from .hf import DEFAULT_MAX_NBYTES, INDEX, SINGLE, HfSource, write_folder
 from .names import HINT, is_numbered_state
 from .source import OursSource, Source
 from .torch_file import TorchSource, write_torch
@@ -162,6 +163,7 @@ def convert(
     *,
     max_file_nbytes: int = DEFAULT_MAX_NBYTES,
     progress: Progress | None = None,
+    companions: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
     """Write all of `source` to `target`; returns the files written.
 
@@ -172,6 +174,7 @@ def convert(
     | `hf` | a folder with safetensors files of at most `max_file_nbytes`, without a model in it | the largest tensor |
     | `torch` | a file that `torch.load(weights_only=True)` reads, which must be new | the largest tensor |
 
+    `companions`: files for "hf" and "fullshard", by name; None: those of the source (config, tokenizer).
     Raises `CheckpointMismatch` with everything that the format cannot hold, before anything is written, and
     `FileExistsError`.
     """
@@ -186,11 +189,12 @@ def convert(
 
     match format:
         case "fullshard":
-            return write_ours(target, source, read)
+            return write_ours(target, source, read, source.companions() if companions is None else companions)
         case "dcp":
             return write_dcp(target, source, read)
         case "hf":
-            return write_hf(target, entries_of(source), read, max_nbytes=max_file_nbytes)
+            files = source.companions() if companions is None else companions
+            return write_folder(target, source, read, files, max_nbytes=max_file_nbytes)
         case "torch":
             return write_torch(target, source, read)
     raise ValueError(f"format: expected one of {', '.join(FORMATS)}, found {format!r}")
@@ -233,10 +237,19 @@ def regrouped(source: Source, values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
     return {leaf.path: leaf.value for leaf in tree.values.values()}
 
 
-def write_ours(folder: Path, source: Source, read: Callable[[str], Tensor]) -> list[Path]:
+def write_ours(
+    folder: Path, source: Source, read: Callable[[str], Tensor], companions: Mapping[str, bytes] | None = None
+) -> list[Path]:
     """Write all of `source` as a fullshard checkpoint, one tensor in memory at a time."""
     values = regrouped(source, {path: source.value(key) for key, path in source.values.items()})
-    with CheckpointWriter(folder, list(source.tensors.values()), values) as writer:
+    files = {(ROOM, name): stored_part(data) for name, data in (companions or {}).items()}
+    if files:
+        values[(ROOM, TIED)] = dict(source.tied)
+    specs = [TensorSpec(path, part.dtype, part.shape) for path, part in files.items()]
+    with CheckpointWriter(folder, [*source.tensors.values(), *specs], values) as writer:
         for key in source.tensors:
             writer.write(key, read(key))
+        for path, part in files.items():
+            assert part.local is not None
+            writer.write(key_of(path), part.local)
     return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..companions import write_files
 from ..errors import CheckpointDamaged, CheckpointNotFound
 from ..manifest import MAX_NBYTES, is_file_name, parse_json
 from ..plan import Box, are_sizes, row_major
@@ -323,5 +324,21 @@ def write_hf(
 
 
 def entries_of(source: Source) -> list[Entry]:
-    """The tensors of a source as entries of a file."""
-    return [Entry(key, dtype_of(info.dtype), info.shape) for key, info in source.tensors.items()]
+    """The tensors of a source as entries of a file; of tied ones the one that is kept."""
+    infos = source.tensors.items()
+    return [Entry(key, dtype_of(info.dtype), info.shape) for key, info in infos if key not in source.tied]
+
+
+def write_folder(
+    folder: Path,
+    source: Source,
+    read: Callable[[str], Tensor],
+    companions: Mapping[str, bytes],
+    *,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+) -> list[Path]:
+    """`write_hf` of a source, and `companions`, whose configuration gets the dtype of the weights."""
+    entries = entries_of(source)
+    written = write_hf(folder, entries, read, max_nbytes=max_nbytes)
+    dtype = next((dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point), None)
+    return written + write_files(folder, companions, dtype)

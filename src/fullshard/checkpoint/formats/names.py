@@ -154,6 +154,9 @@ class Chosen(Source):
                 self._take(key, path, strip, renaming)
         if self._wrong:
             raise CheckpointMismatch(f"{inner.path}: names do not fit", self._wrong)
+        self._model = strip.removesuffix(".") if strip else None
+        now = {old: new for new, old in self._inner_key.items()}
+        self.tied = {now[old]: now[kept] for old, kept in inner.tied.items() if old in now and kept in now}
 
     def _take(self, key: str, path: KeyPath, strip: str, renaming: Renaming | None) -> None:
         short = _without(path, strip)
@@ -217,6 +220,9 @@ class Chosen(Source):
         if not isinstance(value, list):
             return value
         return [self._names.get(name, name) if isinstance(name, str) else name for name in value]
+
+    def companions(self, model: str | None = None) -> dict[str, bytes]:
+        return self.inner.companions(self._model if model is None else model)
 
     def verify(self) -> list[str]:
         return self.inner.verify()

@@ -213,7 +213,7 @@ def _opened(path: Path) -> HfSource:
     found = detect(path)
     if found.kind != "hf":
         raise RefusedCheckpoint(
-            f"{path}: expected safetensors files, found {found.says}; use fullshard.checkpoint.load for a checkpoint of "
-            f"ours, and fullshard.checkpoint.formats.load_into for other formats"
+            f"{path}: expected safetensors files, found {found.says}; use fullshard.checkpoint.load for one of ours, "
+            f"and fullshard.checkpoint.formats.load_into for other formats"
         )
     return HfSource(found.path)

@@ -183,7 +183,7 @@ def _targets(
 
 def _pretrained_in(model: nn.Module) -> tuple[Any, str]:
     """The outermost model of transformers in `model`, and the prefix of its names there."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     for name, module in model.named_modules() if kind is not None else ():
         if isinstance(module, kind):
             plain = plain_name(f"{name}.") if name else ""
@@ -193,7 +193,7 @@ def _pretrained_in(model: nn.Module) -> tuple[Any, str]:
 
 def _adapter_names(model: nn.Module) -> set[str]:
     """Parameters that PEFT put beside those of the base model."""
-    kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    kind: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
     found = set()
     for prefix, module in model.named_modules() if kind is not None else ():
         if isinstance(module, kind):
@@ -203,7 +203,7 @@ def _adapter_names(model: nn.Module) -> set[str]:
 
 
 def _ignored(inner: Any, model: nn.Module, what: str) -> Callable[[str], bool]:
-    """The keys that transformers itself passes over, stored or not: its lists, and buffers that older versions stored."""
+    """The keys that transformers itself passes over: its lists, and buffers that older versions stored."""
     patterns = set(getattr(inner, f"_keys_to_ignore_on_load_{what}", None) or ())
     if what == "unexpected" and inner is not None:
         patterns |= {r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}

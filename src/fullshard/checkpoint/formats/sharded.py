@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from ...comm import alone, messenger, whole_of
 from ..agreement import Message, agree
+from ..companions import files_of, tied_names
 from ..errors import CheckpointError, CheckpointMismatch
 from ..loading import LoadJob, LoadOptions, Rename, write
 from ..manifest import Manifest, TensorEntry, ValueEntry, encode
 from ..plan import Box, key_of, matches, whole
-from ..state import Optimizers, flatten, get_state_dict, set_state_dict
+from ..state import Optimizers, flatten, get_state_dict, named_tensors, set_state_dict
 from .convert import open_source, reason, regrouped
-from .hf import DEFAULT_MAX_NBYTES, entries_of, write_hf
+from .hf import DEFAULT_MAX_NBYTES, write_folder
 from .names import HINT, Chosen, Renaming
 from .source import LeavesSource, Source, place
 from .torch_file import write_torch
@@ -116,8 +117,16 @@ class StateSource(LeavesSource):
         tree = flatten(state_dict)
         if tree.problems:
             raise CheckpointMismatch("exporting: expected tensors and plain values, found", tree.problems)
+        self._owners = [owner for _, owner in tree.owners]
+        for path, owner in tree.owners:
+            prefix = key_of((*path, ""))
+            names = tied_names(named_tensors(owner), owner) if isinstance(owner, nn.Module) else {}
+            self.tied = {**self.tied, **{prefix + name: prefix + kept for name, kept in names.items()}}
         leaves = [*tree.tensors.values(), *tree.values.values()]
         super().__init__(Path("the state dict"), [(leaf.path, leaf.value) for leaf in leaves])
+
+    def companions(self, model: str | None = None) -> dict[str, bytes]:
+        return {name: data for owner in self._owners for name, data in files_of(owner).items()}
 
     @torch.no_grad()
     def read(self, key: str, box: Box | None = None) -> Tensor:
@@ -132,15 +141,18 @@ def export_full(
     format: Literal["hf", "torch"],
     *,
     renaming: Renaming | None = None,
+    tokenizer: Any = None,
     max_file_nbytes: int = DEFAULT_MAX_NBYTES,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the full tensors of a sharded state dict: "hf", a folder of safetensors files; "torch", a file for
     `torch.load`.
 
-    Every rank of `process_group` calls it; the first writes. Tensors are gathered one by one and not kept: no rank ever
-    holds more than the largest. On an error, which all ranks raise, no file looks complete: `CheckpointMismatch` for
-    names without a rule and for entries that the format cannot hold, `CheckpointIOError`.
+    Every rank of `process_group` calls it; the first writes. "hf" also writes the configuration of a model of
+    transformers whose state `get_state_dict` took, and the files of `tokenizer`; of tied parameters it writes one.
+    Tensors are gathered one by one and not kept: no rank ever holds more than the largest. On an error, which all ranks
+    raise, no file looks complete: `CheckpointMismatch` for names without a rule and for entries that the format cannot
+    hold, `CheckpointIOError`.
     """
     messages = messenger(process_group)
     what = f"exporting to {target}"
@@ -155,7 +167,7 @@ def export_full(
 
     agree(messages, what, check, lambda found: _same_keys(what, [one["keys"] for one in found]))
     source = chosen[0]
-    left = list(source.tensors)
+    left = [key for key in source.tensors if format != "hf" or key not in source.tied]
 
     def read(key: str) -> Tensor:
         left.remove(key)
@@ -164,7 +176,8 @@ def export_full(
     def gather() -> Message:
         try:
             if messages.rank == 0 and format == "hf":
-                write_hf(Path(target), entries_of(source), read, max_nbytes=max_file_nbytes)
+                companions = source.companions() | (files_of(tokenizer) if tokenizer is not None else {})
+                write_folder(Path(target), source, read, companions, max_nbytes=max_file_nbytes)
             elif messages.rank == 0:
                 write_torch(Path(target), source, read)
         finally:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..api import open_checkpoint, verify
+from ..companions import ROOM, TIED, files_beside, owner_of, stored_files
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from ..plan import Box, KeyPath, TensorSpec, key_of, whole
-from ..state import dtype_name, dtype_of
+from ..state import bytes_of, dtype_name, dtype_of
 
 TensorInfo = TensorSpec  # a tensor that a source has
 
@@ -32,6 +33,12 @@ class Source(ABC):
     path: Path
     tensors: Mapping[str, TensorInfo]  # by flat key
     values: Mapping[str, KeyPath]  # entries that are not tensors, by flat key
+    tied: Mapping[str, str] = {}  # {key of a tensor: key of another that is the same parameter}
+
+    def companions(self, model: str | None = None) -> dict[str, bytes]:
+        """The files that `from_pretrained` needs beside weights, by name; of several models in a state dict, those of
+        the one under the key `model`. Here: the files beside the checkpoint, if a `config.json` is one of them."""
+        return files_beside(self.path)
 
     @abstractmethod
     def read(self, key: str, box: Box | None = None) -> Tensor:
@@ -100,8 +107,23 @@ class OursSource(Source):
         self.path = path
         self._checkpoint = open_checkpoint(path)
         manifest = self._checkpoint.manifest
-        self.tensors = {key: entry.spec for key, entry in manifest.tensors.items()}
-        self.values = {key: entry.path for key, entry in manifest.values.items()}
+        tensors = {key: entry.spec for key, entry in manifest.tensors.items()}
+        values = {key: entry.path for key, entry in manifest.values.items()}
+        self.tensors = {key: spec for key, spec in tensors.items() if spec.path[0] != ROOM}
+        self.values = {key: each for key, each in values.items() if each[0] != ROOM}
+        paths = {key: spec.path for key, spec in tensors.items()} | values
+        self._stored = {key: each for key, each in paths.items() if each[0] == ROOM}
+        # The keys of the models in the state dict.
+        self.models = sorted(owner_of(each) for each in self._stored.values() if each[-1] == TIED)
+        self.tied = {}
+        for key, stored in self._stored.items():
+            prefix = key_of((*stored[1:-1], ""))
+            for name, kept in self.value(key).items() if stored[-1] == TIED else ():
+                self.tied[prefix + name] = prefix + kept
+
+    def companions(self, model: str | None = None) -> dict[str, bytes]:
+        stored = stored_files(self._stored, model)
+        return super().companions() | {name: bytes(bytes_of(self.read(key))) for name, key in stored.items()}
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         return self._checkpoint.tensor(key, box)
