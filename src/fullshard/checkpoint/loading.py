@@ -151,7 +151,9 @@ class LoadJob:
         wanted, manifest = self._wanted, self._manifest
         self._stored = stored_in(manifest)
         wanted.problems += self._tree.problems
-        missing: list[tuple[Leaf, str]] = []
+        stored = {leaf.key: self.options.stored_key(leaf.key) for leaf in self._tree.tensors.values()}
+        # Of tied weights one name is enough. A rank without rows cannot tell them apart; the others can.
+        filled = {_memory_of(t.value) for t in self._tree.tensors.values() if stored[t.key] in manifest.tensors}
         for leaf in [*self._tree.tensors.values(), *self._tree.values.values()]:
             if any(leaf.path[: len(path)] == path for path, _ in self._tree.open):
                 continue
@@ -166,12 +168,9 @@ class LoadJob:
                 self._match_tensor(leaf.key, leaf.value, manifest.tensors[key])
             elif key in manifest.values:
                 self._match_value(leaf, manifest.values[key].value)
+            elif isinstance(leaf.value, Tensor) and _memory_of(leaf.value) in filled:
+                continue
             elif not matches(leaf.key, self.options.allow_missing):
-                missing.append((leaf, key))
-        filled = {_memory_of(tensor) for tensor in wanted.held} if missing else set()
-        for leaf, key in missing:
-            # Of tied weights one name is enough. A rank without rows cannot tell; the others do.
-            if not isinstance(leaf.value, Tensor) or _memory_of(leaf.value) not in filled:
                 wanted.problems.append(f"missing: {leaf.key}" + ("" if key == leaf.key else f" (as {key})"))
         for path, state in self._tree.open:
             self._match_open(path, state)

@@ -37,6 +37,8 @@ def foreign_initialisers(top: nn.Module) -> dict[nn.Module, Callable[[], object]
             return
         if model is not None and module not in found:
             found[module] = lambda: _init_weights(model, module)
+        elif model is None and _peft_configs(module):
+            found[module] = _nothing  # owns nothing, and answers for the model inside
         for child in module.children():
             walk(child, model)
 

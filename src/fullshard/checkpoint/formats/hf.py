@@ -124,10 +124,13 @@ class SafetensorsFile:
         info, offset = self.tensors[name]
         made = tensor_of(self._data, info, box, self._start + offset, row_major(info.shape))
         if made.nbytes >= _LARGE:
-            # What was read leaves the process's memory (not the system's cache): a load would seem to need the file's.
-            first = (self._start + offset) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._data.madvise(mmap.MADV_DONTNEED, first, self._start + offset + info.nbytes - first)
+            self._release()
         return made
+
+    def _release(self) -> None:
+        """What was read leaves the process's memory, not the system's cache: else a load grows by the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED)
 
     def fingerprint(self) -> bytes:
         """A digest of the header and of some bytes from the middle of each tensor: equal for equal files, and
@@ -136,6 +139,7 @@ class SafetensorsFile:
         for info, offset in self.tensors.values():
             middle = self._start + offset + info.nbytes // 2
             digest.update(self._data[middle : min(middle + _SAMPLE, self._start + offset + info.nbytes)])
+        self._release()
         return digest.digest()
 
     def _read_header(self, text: bytes, data_nbytes: int) -> dict[str, tuple[TensorInfo, int]]:

@@ -178,8 +178,10 @@ class _PretrainedJob:
                 if part.local is None or part.box is None or not part.local.numel():
                     continue
                 for number, reading in enumerate(target.readings):
-                    rows = reading.read(self._source, part.box, part.local.dtype)
-                    self._take(target, part.local, rows, first=not number)
+                    # No name for the rows: they would live on while the next ones are read.
+                    self._take(
+                        target, part.local, reading.read(self._source, part.box, part.local.dtype), first=not number
+                    )
                 advance(part.nbytes)
         return {}
 
