@@ -40,6 +40,8 @@ parser.add_argument("--model", type=Path, help="a folder with config.json and sa
 parser.add_argument("--out", type=Path, default=Path("runs/finetune_llama"))
 parser.add_argument("--steps", type=int, default=6)
 arguments = parser.parse_args()
+if (arguments.out / "trained").exists():
+    parser.error(f"{arguments.out / 'trained'} exists: give another --out")
 distributed.init_process_group("gloo")
 rank, world = distributed.get_rank(), distributed.get_world_size()
 if rank == 0 and arguments.model is None:

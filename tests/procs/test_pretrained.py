@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -312,3 +314,43 @@ def minilm() -> Path:
 def test_the_real_weights_of_a_sentence_encoder(tmp_path: Path) -> None:
     for found in pool(2).run(_minilm, str(tmp_path), timeout=TIMEOUT):
         assert all(found.values()), found
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_llama.py"
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(900)
+def test_the_example_trains_the_real_weights_of_a_tied_llama(tmp_path: Path) -> None:
+    """SmolLM2, 135 million parameters: the first loss is that of one process, and what comes out is loaded."""
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + [str(EXAMPLE), "--out", str(tmp_path), "--steps", "3"],
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step")]
+    before, after, missing, tokens = pool(1).run(_trained, str(tmp_path), timeout=600)[0]
+    assert len(losses) == 3 and losses[0] == pytest.approx(before, abs=1e-4)  # printed with four digits
+    assert after < before and not missing and tokens > 128
+
+
+def _trained(rank: int, folder: str) -> tuple[float, float, bool, int]:
+    """Loss of the first batch before and after training, whether a name is stored twice, tokens of the text."""
+    offline()
+    import pydoc_data.topics
+
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(folder) / "trained")
+    text = "\n".join(pydoc_data.topics.topics[name] for name in ("with", "try", "for", "while"))
+    tokens = torch.tensor(tokenizer(text)["input_ids"])
+    batch, losses = tokens[:128].view(2, 64), []
+    for name in ("smollm2", "trained"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / name)
+        with torch.no_grad():
+            losses.append(float(model(input_ids=batch, labels=batch).loss))
+    with HfSource(Path(folder) / "trained") as source:
+        return losses[0], losses[1], "lm_head.weight" in source.tensors, len(tokens)
