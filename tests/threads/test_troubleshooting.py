@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
@@ -43,11 +44,13 @@ CPU = torch.device("cpu")
 
 # What a reader has imported.
 NAMES: dict[str, Any] = {
-    "Counter": Counter, "DTensor": DTensor, "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "ColwiseParallel": ColwiseParallel, "Counter": Counter, "DTensor": DTensor,
+    "MixedPrecisionPolicy": MixedPrecisionPolicy, "RowwiseParallel": RowwiseParallel,
     "StateDictOptions": StateDictOptions, "checkpoint": checkpoint, "device": CPU, "dist": dist,
     "fullshard": fullshard, "fully_shard": fully_shard, "get_model_state_dict": get_model_state_dict,
     "get_optimizer_state_dict": get_optimizer_state_dict, "init_device_mesh": init_device_mesh, "os": os,
-    "partial": functools.partial, "set_model_state_dict": set_model_state_dict,
+    "parallelize_module": parallelize_module, "partial": functools.partial,
+    "set_model_state_dict": set_model_state_dict,
     "set_optimizer_state_dict": set_optimizer_state_dict, "torch": torch,
 }  # fmt: skip
 
@@ -182,6 +185,21 @@ def _(rank: int, title: str) -> None:
     row["model"] = build()
     row.mend()
     assert len(fullshard.report(row["model"]).units) == 4
+
+
+@symptom("Tensor parallelism comes too late")
+def _(rank: int, title: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    row = Row(title, model=model, mesh=mesh)
+    with pytest.raises(ValueError, match="expected tensor parallelism before fully_shard, .* up .* the unit Block"):
+        row.see()
+    row["model"] = build()
+    row.mend()
+    weight = row["model"].layers[0].up.weight
+    assert weight.device_mesh.mesh_dim_names == ("dp", "tp")
 
 
 @symptom("Units are too small")
