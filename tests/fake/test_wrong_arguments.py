@@ -187,6 +187,19 @@ FUNCTIONS: dict[str, Call] = {
             "filler": _is(1, " ".join(_kinds())),
         },
     ),
+    "load_pretrained": (
+        fullshard.load_pretrained,
+        {
+            "model": MODEL._replace(taken="module"),
+            "path": FOLDER,
+            "allow_missing": _is((), "list"),
+            "allow_unexpected": _is((), "list"),
+            "init": _is(None, CALLABLE),
+            "seed": _is(0, "3 -1"),
+            "progress": FLAG,
+            "process_group": MAYBE,
+        },
+    ),
     "mark_initialized": (fullshard.mark_initialized, {"module": MODEL}),
     "mark_restored": (fullshard.mark_restored, {"model": MODEL, "source": _is("", "text")}),
     "materialize": (

@@ -14,6 +14,15 @@ from torch import Tensor, nn
 
 from ...api import allocate, forget_values, mark_restored, materialize
 from ...comm import Messenger, messenger
+from ...policy.arguments import (
+    expect,
+    expect_callable,
+    expect_flag,
+    expect_group,
+    expect_keys,
+    expect_module,
+    expect_whole,
+)
 from ..agreement import Message, agree
 from ..errors import CheckpointMismatch, CheckpointNotFound
 from ..plan import matches
@@ -73,8 +82,16 @@ def load_pretrained(
     `CheckpointDamaged`, `CheckpointIOError`. Names, shapes and sizes of files are checked before anything is changed;
     after a later error what was to be loaded counts as uninitialised, and a forward refuses it.
     """
+    expect_module("model", model)
+    fits = isinstance(path, (str, os.PathLike)) and bool(str(path))
+    expect("path", fits, "the path of a folder or a file", path, "pass a string or a Path")
+    missing, unexpected = expect_keys("allow_missing", allow_missing), expect_keys("allow_unexpected", allow_unexpected)
+    expect_callable("init", init, "a function of a module or None", or_none=True)
+    expect_whole("seed", seed)
+    expect_flag("progress", progress)
+    expect_group("process_group", process_group)
     found = messenger(process_group)
-    job = _PretrainedJob(model, Path(path), found, tuple(allow_missing), tuple(allow_unexpected))
+    job = _PretrainedJob(model, Path(path), found, missing, unexpected)
     job.run(progress=progress and found.rank == 0)
     materialize(model, init=init, seed=seed)
     return model
