@@ -80,6 +80,12 @@ def test_optimizer() -> None:
 
 
 @pytest.mark.slow
+def test_operations() -> None:
+    results = _last_line("benchmarks.operations")["results"]
+    assert set(results) == {"mul_", "add", "detach", "AdamW step", "AdamW step, foreach"}  # type: ignore[call-overload]
+
+
+@pytest.mark.slow
 def test_bytes() -> None:
     for result in _last_line("benchmarks.bytes", "--worlds", "1", "2")["results"]:
         assert set(result["ways"]) == {"fsdp2", "gloo plan", "NCCL plan"}

@@ -61,6 +61,14 @@ def gradient_full_tensor(training: Training) -> None:
     training.weight.grad.full_tensor()
 
 
+def parameter_full_tensor(training: Training) -> None:
+    training.weight.full_tensor()
+
+
+def value_full_tensor(training: Training) -> None:
+    training.model.state_dict()["0.weight"].full_tensor()
+
+
 def state_full_tensor(training: Training) -> None:
     training.optimizer.state[training.weight]["exp_avg"].full_tensor()
 
@@ -88,6 +96,8 @@ def broadcast_to(training: Training) -> None:
 
 Call = Callable[[Training], None]
 CALLS: dict[str, tuple[Call, str]] = {
+    "full_tensor of a parameter": (parameter_full_tensor, "in parameter_full_tensor"),
+    "full_tensor of a value of a state dict": (value_full_tensor, "in value_full_tensor"),
     "full_tensor": (gradient_full_tensor, "in gradient_full_tensor"),
     "full_tensor of state": (state_full_tensor, "in state_full_tensor"),
     "norm": (gradient_norm, "in gradient_norm"),
@@ -96,7 +106,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "all_gather_object": (object_gather, "in object_gather"),
     "broadcast": (broadcast_to, "in broadcast_to"),
 }
-QUICK = ("full_tensor", "all_reduce")
+QUICK = ("full_tensor of a parameter", "all_reduce")
 
 
 def _told(do: Callable[[], None]) -> tuple[str, float]:
@@ -143,7 +153,7 @@ def _compare(names: tuple[str, ...]) -> None:
 
 
 @behaviour(
-    "a rank that is alone in a collective of torch's (`grad.full_tensor()`, all_reduce) is named to the others",
+    "a rank that is alone in a collective of torch's (`p.full_tensor()`, all_reduce) is named to the others",
     area="failures",
     torch="none",
     reason="torch hangs until the time limit of the process group",

@@ -296,7 +296,7 @@ def test_a_program_without_any_start_is_forgotten_now_and_then() -> None:
     """A gather by hand that is repeated for ever, without a step or an evaluation."""
     order = Order(limit=100)
     for place in range(1000):
-        order.enter(action("full", place))
+        order.enter(action("open", place))
         assert len(order._new) <= 100
 
 
@@ -467,9 +467,9 @@ def test_what_is_said_about_units_in_another_order() -> None:
         (action("reduce", 1), action("reduce", 1, sizes="float16*3"), "the same dtype, requires_grad"),
         (action("reduce", 1), action("reduce", 1, "added"), "call zero_grad() on all ranks alike"),
         (action("reduce", 1, "added"), action("reduce", 1, "cleared"), "call zero_grad() on all ranks alike"),
-        (action("unshard", 1), action("full", 0), "call them on all ranks"),
-        (action("open", 0, sizes="4*ab"), action("reduce", 2), "call them on all ranks"),
-        (action("full", 0), action("full", 0, sizes="3x2"), "the same parameters in the same order"),
+        (action("unshard", 1), action("open", 0), "enter it on all ranks"),
+        (action("open", 0, sizes="4*ab"), action("reduce", 2), "enter it on all ranks"),
+        (action("open", 0), action("open", 0, sizes="3*cd"), "the same parameters in the same order"),
         (action("form", 0), action("unshard", 0), "the same models in the same order"),
     ],
 )

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.api.optimizer import ELEMENTWISE
 from fullshard.engine import state_dict
-from fullshard.param import ShardedParameter
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import FULLSHARD, Implementation
@@ -187,7 +186,7 @@ def test_hooks_schedulers_closures_and_plain_parameters_see_what_they_always_see
 
         def note(name: str) -> Any:
             def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                assert {type(p) for p in optimizer.state} <= {ShardedParameter, nn.Parameter}
+                assert {type(p) for p in optimizer.state} <= {DTensor, nn.Parameter}
                 assert sum(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"]) == 6
                 seen.append(name)
 

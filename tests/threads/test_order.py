@@ -154,19 +154,6 @@ def gradients_of_one_unit_taken_away(t: Training, odd: bool) -> None:
     t.backward()
 
 
-def full_value_on_one_rank(t: Training, odd: bool) -> None:
-    for _ in range(2):  # in the second one buffers are compared
-        t.step()
-    if odd:
-        {name: value.full_tensor() for name, value in t.model.state_dict().items()}
-    t.step()
-
-
-def full_values_of_other_parameters(t: Training, odd: bool) -> None:
-    t.step()
-    t.model.layers[2 if odd else 1].weight.full_tensor()
-
-
 def full_params_on_one_rank(t: Training, odd: bool) -> None:
     t.step()
     if odd:
@@ -185,12 +172,7 @@ DIVERGENCES: dict[Callable[[Training, bool], None], tuple[str, str]] = {
     loss_that_reaches_less: ("layers.0: expected all ranks to gather", "make all ranks run the same modules"),
     less_is_trained: ("layers.2: expected all ranks to reduce", "the same dtype, requires_grad"),
     other_dtype: ("layers.1: expected all ranks to gather", "the same dtype, requires_grad"),
-    full_value_on_one_rank: ("layers.0.weight: expected all ranks to gather", "call them on all ranks"),
-    full_values_of_other_parameters: (
-        "layers.2.weight: expected all ranks to",
-        "the same parameters in the same order",
-    ),
-    full_params_on_one_rank: ("root: expected all ranks to gather", "call them on all ranks"),
+    full_params_on_one_rank: ("root: expected all ranks to gather", "enter it on all ranks"),
     gradients_left_standing: ("layers.3: expected all ranks to reduce", "call zero_grad() on all ranks alike"),
     gradients_of_one_unit_taken_away: ("layers.2: expected all ranks to reduce", "call zero_grad() on all ranks alike"),
 }

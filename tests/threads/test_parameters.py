@@ -19,7 +19,7 @@ from fullshard import RanksDisagree, full_params, fully_shard
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.models import seeded
-from tests.harness.threads import WORLD, run_ranks, several
+from tests.harness.threads import WORLD, run_ranks
 from tests.threads.test_order import Asked, Training, ask_always
 
 
@@ -53,99 +53,68 @@ def rows(value: Tensor, like: Any) -> DTensor:
 # ---- p.data = ... --------------------------------------------------------------------------------------------------
 
 
-def assigned(p: nn.Parameter) -> None:
-    p.data = p.data * 0.5
-
-
-def in_place(p: nn.Parameter) -> None:
-    p.data *= 0.5
-
-
-def of_the_parameter_itself(p: nn.Parameter) -> None:
-    p.data = p * 0.5
-
-
 @behaviour(
-    "a value that is assigned to the .data of a sharded parameter is what the model computes with: {how}",
+    "a value that is assigned to the .data of a sharded parameter is refused by name, not lost: {value}",
     area="parameters",
     torch="none",
     reason="torch's DTensor keeps its own rows and says nothing",
 )
-@pytest.mark.parametrize("how", ["assigned", "in place", "of the parameter itself"])
+@pytest.mark.parametrize("value", ["a product of it", "a plain tensor", "another dtype", "another placement"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_assigned_data(how: str, kept: bool) -> None:
-    """As in plain training, in steps and evaluations; also where full parameters stay after a forward. The value is
-    copied: the tensor that was assigned is nobody's afterwards."""
-    act: Callable[[nn.Parameter], None] = globals()[how.replace(" ", "_")]
-
-    def train(model: Any) -> list[Tensor]:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        found = []
-        for step in range(3):
-            for p in (model.layers[0].weight, model.head.bias):
-                with torch.no_grad():
-                    act(p)
-            with torch.no_grad():
-                found.append(model(BATCH))
-            for p in model.head.parameters():
-                with torch.no_grad():
-                    act(p)
-            loss = model(BATCH * (1 + step)).square().sum()
-            loss.backward()
-            found.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    plain = train(seeded(Model))
+def test_assigned_data_is_refused(value: str, kept: bool) -> None:
+    """At the next forward, state dict or `full_params`, also where full parameters stay after a forward; the parameter
+    is what it was, and trains on."""
+    values: dict[str, Callable[[Any], Tensor]] = {
+        "a product of it": lambda p: p.data * 0.5,
+        "a plain tensor": lambda p: torch.zeros(5, 5),
+        "another dtype": lambda p: p.data.double(),
+        "another placement": lambda p: distribute_tensor(torch.zeros(5, 5), p.device_mesh, [Replicate()]),
+    }
+    looks: tuple[Callable[[Any], Any], ...] = (
+        lambda model: model(BATCH),
+        lambda model: model.state_dict(),
+        lambda model: full_params(model).__enter__(),
+    )
 
     def job(rank: int) -> None:
-        model = sharded(reshard_after_forward=not kept)
-        value: Any = rows(torch.ones(3), model.head.bias)
-        with torch.no_grad():
-            standing = model.head.bias.detach().clone()
-            model.head.bias.data = value
-            value.zero_()
-            assert model.head.bias.full_tensor().tolist() == [1.0] * 3
-            model.head.bias.data = standing
-        for mine, wanted in zip(train(model), plain, strict=True):
-            tolerance.assert_close(mine, wanted)
+        model, other = sharded(reshard_after_forward=not kept), sharded(reshard_after_forward=not kept)
+        for step in range(2):
+            for look in looks:
+                p = model.layers[1].weight
+                p.data = values[value](p)
+                with pytest.raises(
+                    RuntimeError, match=r"(^|\.)weight: expected values that .*\.data.*p\.copy_"
+                ) as error:
+                    look(model)
+                assert str(error.value).startswith("layers.1.") or not step
+                for each in (model, other):
+                    with torch.no_grad():
+                        each(BATCH)
+            for each in (model, other):
+                each(BATCH).square().sum().backward()
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local()) and mine.dtype is torch.float32
 
     run_ranks(WORLD, job)
 
 
-def test_data_that_is_not_placed_as_the_parameter_is_refused_at_once() -> None:
+@behaviour(
+    "`p.data *= x` of a sharded parameter, which writes its rows, is what the model computes with",
+    area="parameters",
+    torch="equal",
+)
+def test_data_written_in_place() -> None:
+    """And what has the rows of the parameter anyway may be assigned."""
+
     def job(rank: int) -> None:
-        model = sharded()
-        model(BATCH).sum().backward()
-        p = model.layers[1].weight
-        before = p.to_local().clone()
-        whole = distribute_tensor(torch.zeros(5, 5), p.device_mesh, [Replicate()])
-        for value in (torch.zeros(5, 5), torch.zeros(2, 5), rows(torch.zeros(7, 5), p), whole):
-            with pytest.raises(
-                RuntimeError, match=r"^layers\.1\.weight: expected a DTensor of shape \(5, 5\).*p\.copy_"
-            ):
-                p.data = value
-        assert torch.equal(p.to_local(), before)
-        # What is no parameter is torch's.
-        alias = p.detach()
-        alias.data = torch.zeros(5, 5)
-        assert torch.equal(p.to_local(), before)
-
-    run_ranks(several(), job)
-
-
-def test_data_of_another_dtype_converts_the_unit() -> None:
-    def job(rank: int) -> None:
-        model, other = sharded(), sharded()
-        for p in model.layers[1].parameters():
-            p.data = p.data.double()
-        other.layers[1].double()
-        for each in (model, other):
-            each.layers[1].register_forward_pre_hook(lambda _, args: (args[0].double(),))
-            each.layers[1].register_forward_hook(lambda _, args, output: output.float())
-        assert torch.equal(model(BATCH), other(BATCH))
-        assert model.layers[1].weight.dtype is model.layers[1].weight.to_local().dtype is torch.float64
+        model, plain = sharded(), seeded(Model)
+        for _ in range(2):
+            for each in (model, plain):
+                each.layers[1].weight.data *= 0.5
+                each.head.bias.data = each.head.bias.data
+            with torch.no_grad():
+                tolerance.assert_close(model(BATCH), plain(BATCH))
 
     run_ranks(WORLD, job)
 
@@ -162,7 +131,8 @@ def test_copies_and_pickles_are_dtensors() -> None:
         p.mark = "mine"
         assert isinstance(p, nn.Parameter) and isinstance(p, DTensor)
         made = copy.deepcopy([p, p])
-        assert made[0] is made[1] and type(made[0]) is DTensor and isinstance(made[0], nn.Parameter)
+        assert made[0] is made[1] and isinstance(made[0], nn.Parameter)
+        assert {type(value) for value in (p, p.detach(), p.data, made[0])} == {DTensor}
         assert made[0].mark == "mine" and torch.equal(made[0].to_local(), p.to_local()) and made[0].requires_grad
         file = io.BytesIO()
         torch.save({"p": p, "again": p, "detached": p.detach()}, file)
@@ -198,8 +168,9 @@ def test_what_replaces_a_parameter_is_one_again(how: str) -> None:
         else:
             model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
         model(BATCH.double() if how == "to" else BATCH)
+        model.layers[0].weight.data = torch.zeros(5, 5)
         with pytest.raises(RuntimeError, match=r"^layers\.0\.weight: expected"):
-            model.layers[0].weight.data = torch.zeros(5, 5)
+            model(BATCH.double() if how == "to" else BATCH)
 
     run_ranks(WORLD, job)
 
@@ -210,9 +181,7 @@ def test_who_keeps_a_parameter_keeps_no_model() -> None:
         kept, gone = model.layers[0].weight, weakref.ref(model.layers[1])
         del model
         gc.collect()
-        assert gone() is None
-        with pytest.raises(RuntimeError, match=r"weight: expected a DTensor"):
-            kept.data = torch.zeros(5, 5)
+        assert gone() is None and kept.to_local().shape == (5, 5)
 
     run_ranks(1, job)
 
@@ -240,30 +209,19 @@ USES = (
 )
 
 
-@behaviour(
-    "a sharded weight beside a plain tensor, outside of its module's forward, is refused by name: {what}",
-    area="errors",
-    torch="none",
-    reason="DTensor's error names no parameter",
-)
-@pytest.mark.parametrize("what", USES)
-def test_a_sharded_weight_beside_a_plain_tensor_is_refused_by_name(what: str) -> None:
+def test_a_sharded_weight_beside_a_plain_tensor_is_refused() -> None:
+    """By DTensor, in its words: no operation passes through code of ours (ADR 0016)."""
+
     def job(rank: int) -> None:
         model = sharded()
-        x, w, F = torch.ones(5, 5), model.layers[1].weight, nn.functional
-        with pytest.raises(
-            RuntimeError, match=r"weight: expected it to be used inside the forward.*full_params"
-        ) as one:
-            eval(what, {"x": x, "w": w, "F": F, "torch": torch})
-        assert "mixed torch.Tensor and DTensor" in str(one.value.__cause__)
+        x, F = torch.ones(5, 5), nn.functional
         model(BATCH)
-        with pytest.raises(RuntimeError, match=r"^layers\.1\.weight: expected it"):
-            eval(what, {"x": x, "w": w, "F": F, "torch": torch})
-        with full_params(model):
-            eval(what, {"x": x, "w": model.layers[1].weight, "F": F, "torch": torch})
-        # Of a DTensor that is nobody's parameter it is what DTensor says.
-        with pytest.raises(RuntimeError, match=r"^aten.*mixed torch.Tensor and DTensor"):
-            _ = x + (w + w)
+        w = model.layers[1].weight
+        for use in USES:
+            with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+                eval(use, {"x": x, "w": w, "F": F, "torch": torch})
+            with full_params(model):
+                eval(use, {"x": x, "w": model.layers[1].weight, "F": F, "torch": torch})
         # With a number, and with its like, it is what DTensor makes of it.
         assert torch.equal((2 * w - w / 0.5 + 1).full_tensor(), torch.ones(5, 5))
         assert type(w + w) is DTensor and w.__add__("no") is NotImplemented
@@ -274,7 +232,8 @@ def test_a_sharded_weight_beside_a_plain_tensor_is_refused_by_name(what: str) ->
 # ---- gathers by hand -----------------------------------------------------------------------------------------------
 
 
-def test_full_tensors_on_all_ranks_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_params_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full tensors, which are DTensor's, ask nothing."""
     asked = Asked(monkeypatch)
 
     def job(rank: int) -> list[int]:
@@ -291,24 +250,6 @@ def test_full_tensors_on_all_ranks_ask_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     for counts in run_ranks(WORLD, job):
         assert counts[2] == counts[-1] and (counts[0] > 0 or WORLD == 1)
-
-
-def test_what_sends_nothing_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch)
-
-    def job(rank: int) -> None:
-        model = sharded()
-        if rank == 0:  # one rank alone, before and behind a forward
-            model.layers[0].weight.redistribute(placements=model.layers[0].weight.placements)
-            model.layers[0].weight.to_local()
-        model(BATCH)
-        before = asked.count
-        if rank == 0:
-            model.layers[0].weight.redistribute(placements=model.layers[0].weight.placements)
-            assert model.state_dict()["layers.0.weight"].to_local() is not None
-        assert asked.count == before
-
-    run_ranks(WORLD, job)
 
 
 def test_a_replica_may_gather_by_itself() -> None:
@@ -338,7 +279,8 @@ def test_behind_a_failure_all_may_gather_first() -> None:
                 training.step()
         broken.remove()
         training.optimizer.zero_grad()
-        before = [p.full_tensor() for p in training.model.parameters()]
+        with full_params(training.model):
+            before = [p.clone() for p in training.model.parameters()]
         training.step()
         after = [p.full_tensor() for p in training.model.parameters()]
         assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -357,9 +299,9 @@ def test_guard_off_compares_no_gathers_by_hand(monkeypatch: pytest.MonkeyPatch) 
 
     def job(rank: int) -> int:
         model = sharded()
-        model.layers[1].weight.full_tensor()
+        with full_params(model):
+            pass
         model(BATCH)
-        model.layers[1].weight.full_tensor()
         with full_params(model):
             pass
         return asked.count
@@ -367,15 +309,15 @@ def test_guard_off_compares_no_gathers_by_hand(monkeypatch: pytest.MonkeyPatch) 
     assert set(run_ranks(WORLD, job)) == {0}
     monkeypatch.delenv("FULLSHARD_GUARD")
 
-    def alone(rank: int) -> None:
+    def apart(rank: int) -> None:
         model = sharded()
-        with pytest.raises(RanksDisagree, match=r"weight|Model|root"):
-            model.head.weight.full_tensor() if rank else model.head.bias.full_tensor()
+        with pytest.raises(RanksDisagree, match=r"root|layers"), full_params(model if rank else model.layers[0]):
+            pass
 
-    run_ranks(2, alone)
+    run_ranks(2, apart)
 
 
-def test_a_weight_of_another_unit_in_a_forward_is_refused_by_name() -> None:
+def test_a_weight_of_another_unit_in_a_forward_is_refused() -> None:
     """The usual way to get there: an output layer that uses the embedding's weight by itself."""
 
     class Reads(nn.Module):
@@ -394,7 +336,7 @@ def test_a_weight_of_another_unit_in_a_forward_is_refused_by_name() -> None:
         fully_shard(model.embedding)
         fully_shard(model)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"^embedding\.weight: expected it .*register_fsdp_forward_method"):
+            with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
                 model(torch.zeros(2, dtype=torch.long))
 
     run_ranks(WORLD, job)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import threading
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -466,3 +467,57 @@ def test_copies_of_parameters_and_refusals_of_copies_of_models(impl: Implementat
             assert weight.to_local().abs().sum() > 0, "the copy shares memory"
 
     run(rank_main, impl)
+
+
+class Slow(nn.Linear):
+    """Its state dict is under way while a step goes on."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.running, self.read, self.go_on = (threading.Event() for _ in range(3))
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_to_state_dict(*args, **kwargs)
+        if self.running.is_set():
+            self.read.set()
+            assert self.go_on.wait(20)
+
+
+@behaviour(
+    "`state_dict()` in another thread gives shards while a step swaps parameters, and leaves modules alone: {keeps}",
+    area="state",
+    torch="none",
+    reason="torch's reshards what the step computes with",
+)
+@pytest.mark.parametrize("keeps", ["values", "keep_vars=True"])
+def test_another_thread_takes_a_state_dict_while_a_step_swaps_parameters(keeps: str) -> None:
+    """What it read was full; until it is done the layer was reshared, and computed with again by a backward."""
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Slow(4, 4), nn.Linear(4, 4)))
+        plain = [p.detach().clone() for p in model.parameters()]
+        for layer in model:
+            impl.fully_shard(layer)
+        impl.fully_shard(model)
+        shards, slow, taken = dict(model.named_parameters()), model[1], {}
+        thread = threading.Thread(target=lambda: taken.update(model.state_dict(keep_vars=keeps != "values")))
+
+        def begin(*_: object) -> None:
+            if not slow.running.is_set():
+                assert not isinstance(slow.weight, DTensor)
+                slow.running.set()
+                thread.start()
+                assert slow.read.wait(20)
+
+        slow.register_forward_hook(begin, prepend=True)
+        loss = model(torch.ones(2, 4)).sum()
+        assert isinstance(slow.weight, DTensor)
+        slow.go_on.set()
+        thread.join(20)
+        for (name, value), whole in zip(taken.items(), plain, strict=True):
+            assert isinstance(value, DTensor) and torch.equal(value.full_tensor(), whole), name
+            assert (value is shards[name]) == (keeps != "values"), name
+        loss.backward()
+        assert all(p is shards[name] and p.grad is not None for name, p in model.named_parameters())
+
+    run(rank_main, FULLSHARD)

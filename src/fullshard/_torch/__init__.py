@@ -88,7 +88,6 @@ from .dtensor import (
     dtensor_like,
     dtensor_without_data,
     flattened_axes,
-    is_view_of_its_input,
     local_of,
     root_mesh,
     same_spec,
@@ -119,6 +118,7 @@ from .modules import (
     publish_state,
     published_state,
     refuse_distribution,
+    run_first,
     swappable,
 )
 
@@ -147,7 +147,6 @@ __all__ = [
     "gradient_versions",
     "hand_over_hooks",
     "in_transform",
-    "is_view_of_its_input",
     "issued_by_group",
     "keeping_versions",
     "keeps_graph",
@@ -166,6 +165,7 @@ __all__ = [
     "queue_backward_callback",
     "refuse_distribution",
     "root_mesh",
+    "run_first",
     "same_group",
     "same_spec",
     "saved_tensor_hooks_allowed",

@@ -95,10 +95,3 @@ def strided_shard(dim: int, pieces: int) -> Placement:
 def cut_dim(placement: Placement) -> int | None:
     """The dim that `placement` shards, strided or not; None if it is no shard."""
     return int(placement.dim) if isinstance(placement, (Shard, _StridedShard)) else None
-
-
-def is_view_of_its_input(operation: Any) -> bool:
-    """Whether the ATen `operation` returns a view of its first argument (`t`, `view`, `detach`) without writing it."""
-    returned = operation._schema.returns
-    info = returned[0].alias_info if len(returned) == 1 else None
-    return info is not None and not info.is_write

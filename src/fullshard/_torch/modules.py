@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.utils.hooks import RemovableHandle
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -75,6 +76,11 @@ def refuse_distribution(module: nn.Module, text: str) -> None:
 def applied_apis(module: nn.Module) -> tuple[str, ...]:
     """The composable APIs applied to `module`, of fullshard or torch: "fully_shard", "replicate", ..."""
     return tuple(module.__dict__.get(REGISTRY_KEY, ()))
+
+
+def run_first(module: nn.Module, state_dict_hook: RemovableHandle) -> None:
+    """Move a state dict post-hook of `module` before those that were registered earlier."""
+    module._state_dict_hooks.move_to_end(state_dict_hook.id, last=False)  # type: ignore[attr-defined]
 
 
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:

@@ -187,26 +187,26 @@ def fully_shard(
     inner = [module for _, module in modules]
     with unchanged_on_error(inner, ignored):
         move_unsharded(modules, ignored, device)
-        with validate.marked_owner(found, name):
-            unit = Unit(
-                roots,
-                parts,
-                device=device,
-                policy=mp_policy,
-                reshard_after_forward=reshard,
-                note_values=guarded is not None and guarded.settings.mode == "full",
-            )
-            unit.settings.ignored_names = ignored_names(roots, ignored)
-            own_parameters(unit)
-            UnitHooks(unit)
-            hook_state_dict(unit)
-            validate.mark_managed(unit, inner)
-            validate.refuse_parallelism(modules, found, name)
-            publish(unit, inner)
-            for root in roots:
-                root.__class__ = sharded_class(type(root))
+        unit = Unit(
+            roots,
+            parts,
+            device=device,
+            policy=mp_policy,
+            reshard_after_forward=reshard,
+            note_values=guarded is not None and guarded.settings.mode == "full",
+        )
+        unit.settings.ignored_names = ignored_names(roots, ignored)
+        own_parameters(unit)
+        UnitHooks(unit)
+        hook_state_dict(unit)
+        validate.mark_managed(unit, inner)
+        validate.refuse_parallelism(modules, found, name)
+        publish(unit, inner)
+        for root in roots:
+            root.__class__ = sharded_class(type(root))
     # From here on nothing raises: this is noted of parameters, which an error above leaves on the modules.
     validate.note_memory(unit, spans)
+    validate.mark_owner(found, name)
     note_replaced(unit, found)
     return module
 

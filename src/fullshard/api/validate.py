@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -400,18 +399,10 @@ def mark_managed(unit: Unit, managed: Iterable[nn.Module]) -> None:
         module.__dict__[_AROUND] = unit
 
 
-@contextmanager
-def marked_owner(found: Sequence[Found], module_name: str) -> Iterator[None]:
-    """Record on the original parameters the unit that shards them, to detect ties across units; undone if the block
-    raises."""
+def mark_owner(found: Iterable[Found], module_name: str) -> None:
+    """Record on the original parameters the unit that sharded them, to detect ties across units."""
     for item in found:
         setattr(item.parameter, _OWNER, (module_name, item.name))
-    try:
-        yield
-    except BaseException:
-        for item in found:
-            delattr(item.parameter, _OWNER)
-        raise
 
 
 def check_sharded(modules: object, what: str, unit: Callable[[nn.Module], Any]) -> list[Any]:

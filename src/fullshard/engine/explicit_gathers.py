@@ -1,12 +1,11 @@
-"""Explicit gathers: `full_params`, and `full_tensor()` or `redistribute()` of a sharded parameter.
+"""What a user does with sharded parameters by hand, as the ranks compare it: `full_params`, and steps of optimizers.
 
-DTensor sends these over the process groups of the mesh, which hang if a rank does not take part. So each is compared
-before it is sent, like the messages of a step (order.py): a gather that one rank makes alone raises on all ranks. The
-steps of an optimizer are reported to the order of the ranks that share its parameters.
+`full_params` is compared before it is sent, like the messages of a step (order.py): one that a rank enters alone raises
+on all ranks. The steps of an optimizer are reported to the order of the ranks that share its parameters, as long as it
+holds them, even after their model is gone: garbage collection differs between ranks.
 
-This works as long as a parameter is held, even after its model is gone: garbage collection differs between ranks.
-
-Only gathers over all ranks of an order are compared. On 2-D meshes each replica may gather independently.
+`full_tensor()` and `redistribute()` of a parameter are DTensor's, over the user's process group (ADR 0016): a rank
+that is alone in one is named to those that wait for it (guard/diagnosis.py).
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import current_backward
 from ..guard import Action, Scope, is_current, scope_of
-from ..param import Owner, ShardedParam, claim
+from ..param import Owner, claim
 from .misuse import clean_name, parameter_names
 from .optimizer_steps import tell_each_step
 from .order import changes_parameters, compare, note_stepped
@@ -40,35 +39,16 @@ class _Formed:
 
 
 class _Owned(Owner):
-    """The owner of one parameter of a unit. Holds the unit weakly: holding a parameter must not hold the model."""
+    """The owner of one parameter. Knows no unit: holding a parameter must not hold the model."""
 
-    def __init__(self, unit: Unit, position: int, param: ShardedParam) -> None:
-        # To clean up after a failed step before the gather.
-        self._unit = weakref.ref(unit)
-        self.ranks = unit.links[position].everyone
-        self.dotted = param.name
-        self.formed: _Formed | None = None
-
-    def name(self) -> str:
-        return self.dotted
-
-    def around(self) -> str:
-        unit = self._unit()
-        return "its module" if unit is None else f"{unit.record.name} ({type(unit.module).__name__})"
-
-    def before_messages(self, parameter: DTensor, axes: Sequence[int]) -> None:
-        scope = scope_of(self.ranks)
-        if scope is not None and set(scope.ranks) <= _ranks_over(parameter, axes):
-            shape = "x".join(map(str, parameter.shape)) or "1"
-            thread = None if self.formed is None else self.formed.thread
-            _compare(self._unit(), scope, thread, Action("full", 0, 0, self.dotted, shape))
+    formed: _Formed | None = None
 
 
 def own_parameters(unit: Unit) -> None:
     """Attach an owner to each sharded parameter of `unit`."""
     for position, group in enumerate(unit.groups):
         for param in group.params:
-            param.owner = _Owned(unit, position, param)
+            param.owner = _Owned(param.name, unit.links[position].everyone)
             claim(param.sharded, param.owner)
 
 
@@ -79,7 +59,7 @@ def own_by_root(root: AnyRoot, *, compares_order: bool) -> None:
     formed = _Formed(root.thread, root.scopes)
     for param, name in names.items():
         if isinstance(param.owner, _Owned):
-            param.owner.dotted, param.owner.formed = name, formed
+            param.owner.name, param.owner.formed = name, formed
     if compares_order:
         tell_each_step(_optimizer_stepped)
 
@@ -88,7 +68,8 @@ def _optimizer_stepped(optimizer: Optimizer) -> None:
     roots: dict[_Formed, None] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner = parameter.__dict__.get(Owner.ATTRIBUTE)
+            # `Owner.of`, without a call for each parameter in each step.
+            owner = getattr(parameter.untyped_storage(), Owner.ATTRIBUTE, None) if type(parameter) is DTensor else None
             if isinstance(owner, _Owned) and owner.formed is not None:
                 roots[owner.formed] = None
     thread = threading.get_ident()
@@ -119,16 +100,6 @@ def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
         _compare(here[0], scope, thread, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
         if scope.loss is not None:
             raise lost_error(scope)
-
-
-def _ranks_over(parameter: DTensor, axes: Sequence[int]) -> set[int]:
-    """The ranks with which this one exchanges messages over these axes of the parameter's mesh."""
-    mesh = parameter.device_mesh
-    place = mesh.get_coordinate()
-    if place is None:
-        return set()
-    ranks: Tensor = mesh.mesh[tuple(slice(None) if axis in axes else place[axis] for axis in range(mesh.ndim))]
-    return set(ranks.flatten().tolist())
 
 
 def _compare(unit: Unit | None, scope: Scope, thread: int | None, action: Action) -> None:

@@ -25,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .._torch.modules import outside_graphs
 from ..comm import settle_uploads, uploading
-from ..param import name_mixed
 
 Check = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 C = TypeVar("C", bound=Check)
@@ -63,15 +62,9 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         check(optimizer, args, kwargs)
     if uploading:
         settle_uploads()
-    # The many operations of a step skip the check for mixed tensors, which they cannot trip (ADR 0010). Only in the
-    # main thread: the flag is global, and a step in another thread must not change the errors of the main program. A
-    # step that raises leaves names out of these errors until the next step ends.
-    if threading.current_thread() is threading.main_thread():
-        name_mixed(False)
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name_mixed(True)
     thread = threading.get_ident()
     _steps[thread] += 1
     for function in _told:

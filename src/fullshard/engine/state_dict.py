@@ -1,7 +1,8 @@
 """State dict hooks: saving and loading sharded parameters.
 
-Saving sends no message and changes nothing: modules show the sharded parameters only while the state dict is taken.
-(FSDP2 reshards instead. A rank that takes a state dict alone then needs an extra all-gather, and the run hangs.)
+Saving sends no message and changes nothing, so another thread may do it while a step runs: where a full parameter stood
+on a module, its value in the dict is replaced by the sharded one. (FSDP2 reshards instead. A rank that takes a state
+dict alone then needs an extra all-gather, and the run hangs.)
 
 Loading keeps the parameter *objects*, also with `assign=True`, so existing optimizers and ties stay valid. A sharded
 parameter accepts a plain full tensor: each rank takes its part. A DTensor sharded along another dim of the same mesh is
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch import dtensor_like, hand_over_hooks, local_of
+from .._torch import dtensor_like, hand_over_hooks, local_of, run_first
 from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_loaded
 from .misuse import dotted_name, first_few
 from .optimizer_facts import units_restored
@@ -153,7 +154,9 @@ def hook_state_dict(unit: Unit) -> None:
         hooks = _ModuleHooks(unit, places)
         module.register_state_dict_pre_hook(hooks.before_saving)
         # torch puts a mark on this hook, which a bound method cannot carry.
-        module.register_state_dict_post_hook(partial(hooks.after_saving))
+        saved = module.register_state_dict_post_hook(partial(hooks.after_saving))
+        # Hooks that users registered before see the shards, too.
+        run_first(module, saved)
         module.register_load_state_dict_pre_hook(hooks.before_loading)
         module.register_load_state_dict_post_hook(hooks.after_loading)
 
@@ -171,26 +174,27 @@ class _ModuleHooks:
     def __init__(self, unit: Unit, places: list[_Place]) -> None:
         self._unit = unit
         self._places = places
-        # While saving: parameters hidden by shards. While loading: parameters before the load.
-        self._hidden: list[tuple[Slot, nn.Parameter]] = []
+        # While loading: parameters before the load.
         self._before: list[tuple[Slot, nn.Parameter | None]] = []
         # While loading: prefix of the keys, and the full tensors in the dict.
         self._prefix = ""
         self._values: dict[str, Tensor] = {}
 
     def before_saving(self, *_: object) -> None:
-        self._hidden = []
-        for place in self._places:
-            slot, param = place.slot, place.param
-            standing = slot.get()
-            if standing is not None and (standing is param.full or standing is param.kept):
-                self._hidden.append((slot, standing))
-                slot.put(param.sharded)
+        if self._unit.opened is None:
+            for group in self._unit.groups:
+                group.refuse_assigned_data()
 
-    def after_saving(self, *_: object) -> None:
-        hidden, self._hidden = self._hidden, []
-        for slot, standing in hidden:
-            slot.put(standing)
+    def after_saving(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+        for place in self._places:
+            key, param = prefix + place.slot.name, place.param
+            value = state_dict.get(key)
+            if not isinstance(value, Tensor):
+                continue
+            if value is param.full or value is param.kept:  # keep_vars=True
+                state_dict[key] = param.sharded
+            elif any(_share_memory(value, shown) for shown in (param.full, param.kept) if shown is not None):
+                state_dict[key] = param.sharded.detach()
 
     def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         if self._unit.opened is not None:
@@ -252,6 +256,15 @@ class _ModuleHooks:
             value = values.get(place.slot.name)
             if value is not None and value.shape == place.param.sharded.shape:
                 note_loaded(place.param, value)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether they are plain tensors, or DTensors, on one storage, be it allocated or not."""
+    if isinstance(a, DTensor) is not isinstance(b, DTensor):
+        return False
+    if isinstance(a, DTensor):
+        a, b = local_of(a), local_of(b)
+    return a.untyped_storage() is b.untyped_storage()
 
 
 def _sharded_as(parameter: DTensor, value: Tensor, device: torch.device) -> DTensor:

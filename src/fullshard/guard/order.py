@@ -36,7 +36,7 @@ FLAGS = (
 )
 _STARTS = ("stepped", "eval", "train")
 # Gathers by the program itself, outside of the units' own messages.
-_BY_HAND = ("full", "open")
+_BY_HAND = "open"
 # How many different scripts are kept per start.
 _VARIANTS = 8
 
@@ -294,7 +294,6 @@ def _phrase(action: Action) -> str:
         "reduce": "reduce the gradients of",
         "form": "run the model",
         "count": "count the batches that are left for",
-        "full": "gather the full value of",
         "open": "enter full_params of",
     }.get(action.kind, action.kind)
     when = ""
@@ -324,14 +323,13 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
     both = [usual, *others]
     if len({action.kind == "count" for action in both}) > 1:
         return "some ranks are at the next turn of fullshard.joined: leave it on all ranks in the same turn"
-    by_hand = [action.kind in _BY_HAND for action in both]
+    by_hand = [action.kind == _BY_HAND for action in both]
     if all(by_hand) and others:
         return "gather the same parameters in the same order on all ranks"
     if any(by_hand):
         return (
-            "some ranks gather parameters by hand where others do not (full_params; full_tensor() or redistribute() of "
-            "a parameter): every rank takes part in these, so call them on all ranks, and use what comes of them on "
-            "those that need it"
+            "some ranks gather parameters by hand where others do not (full_params): every rank takes part in that, so "
+            "enter it on all ranks, and use what comes of it on those that need it"
         )
     if len({"eval" in action.flags for action in both}) > 1:
         return (

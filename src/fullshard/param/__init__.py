@@ -1,6 +1,6 @@
 """The tensors of parameters: shards, full parameters, gradients, and which of them is on the modules.
 
-`sharded` (one parameter; gradients that are pending or kept for a rollback), `parameter` (the class that users hold),
+`sharded` (one parameter; gradients that are pending or kept for a rollback), `owner` (whose a parameter is),
 `group` (parameters that travel together), `placement` (meshes and DTensor specs), `swap` (module slots, and the memory
 of full parameters), `initial` (values and digests that ranks compare; memory that nobody has written yet), `extension`
 (tensors with their own all-gather).
@@ -23,10 +23,8 @@ from .initial import note_initial as note_initial
 from .initial import note_loaded as note_loaded
 from .initial import poison as poison
 from .initial import written_before as written_before
-from .parameter import Owner as Owner
-from .parameter import ShardedParameter as ShardedParameter
-from .parameter import claim as claim
-from .parameter import name_mixed as name_mixed
+from .owner import Owner as Owner
+from .owner import claim as claim
 from .placement import FullMesh as FullMesh
 from .placement import NormMesh as NormMesh
 from .placement import Placing as Placing

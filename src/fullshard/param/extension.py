@@ -30,7 +30,7 @@ from .._torch import keeping_versions, local_of, settled
 from ..layout import contiguous_stride
 from ..policy import Precision
 from .group import DtypeChanged, ParamGroup
-from .parameter import claim
+from .owner import claim
 from .placement import Placing
 from .sharded import ShardedParam
 from .swap import Found, OwnedMemory, TrackedMemory
@@ -111,7 +111,7 @@ class ExtensionGroup(ParamGroup):
         self._outputs, self._signature, self._is_made = [], (), False
         self._set_full(nn.Parameter(torch.empty(0), requires_grad=param.sharded.requires_grad))
         self.trainable = ()
-        self._shards, self._locals = [param.sharded], [param.local]
+        self._note_shards()
         self._slot_shards = self.swap.spread(self._shards)
 
     def _set_full(self, full: nn.Parameter) -> None:

@@ -38,7 +38,7 @@ from ..layout import (
 )
 from ..policy import Precision
 from .initial import poison
-from .parameter import claim, set_data
+from .owner import claim
 from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
 from .sharded import ShardedParam, class_of, full_of
 from .swap import Found, OwnedMemory, SharedMemory, Swap
@@ -159,9 +159,7 @@ class ParamGroup:
                 self.full_ids.add(id(view))
         self.memory.release()
         self.trainable: tuple[int, ...] = ()
-        # Flat lists, because they are compared and swapped several times per step.
-        self._shards = [param.sharded for param in self.params]
-        self._locals = [param.local for param in self.params]
+        self._note_shards()
         self.fulls = [param.full for param in self.params]
         self._slot_shards = self.swap.spread(self._shards)
         self._slot_fulls = self.swap.spread(self.fulls)
@@ -218,22 +216,33 @@ class ParamGroup:
         )
 
     def refuse_assigned_data(self) -> None:
-        """Raise `RuntimeError` when a plain tensor was assigned to the `.data` of a sharded parameter, and repair the
+        """Raise `RuntimeError` when a tensor was assigned to the `.data` of a sharded parameter, and repair the
         parameter. torch allows the assignment, but the DTensor keeps its rows, so the value would be lost."""
-        if not any(map(Tensor.data_ptr, self._shards)):
+        # The assignment brings the other tensor's storage. `p.data *= 2` brings back the same one: it wrote the rows.
+        if all(map(operator.is_, map(Tensor.untyped_storage, self._shards), self._storages)):
             return
-        # A DTensor itself has no memory, so its data pointer is its storage offset alone.
-        assigned = [p for p in self.params if p.sharded.data_ptr() != p.sharded.storage_offset() * p.local.itemsize]
-        if not assigned:
-            return
-        for param in assigned:
-            set_data(param.sharded, dtensor_like(param.sharded, param.local))
-        names = [param.name for param in assigned]
-        raise RuntimeError(
-            f"{', '.join(names)}: expected values that are written into the sharded parameter, found a plain tensor "
-            f"assigned to its .data, which a DTensor ignores; its values are unchanged. Use load_state_dict, or "
-            f"p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) under torch.no_grad()"
-        )
+        names = []
+        for param, storage in zip(self.params, self._storages, strict=True):
+            p = param.sharded
+            # After torch.utils.swap_tensors the rows are others, too, and `rebase` takes them.
+            if p.untyped_storage() is not storage and local_of(p) is param.local:
+                Tensor.data.__set__(p, dtensor_like(p, param.local))  # type: ignore[attr-defined]
+                claim(p, param.owner)
+                names.append(param.name if param.owner is None else param.owner.name)
+        self._note_shards()
+        if names:
+            raise RuntimeError(
+                f"{', '.join(names)}: expected values that are written into the sharded parameter, found a tensor "
+                f"assigned to its .data, which a DTensor ignores; its values are unchanged. Use "
+                f"p.copy_(value) under torch.no_grad(), with distribute_tensor(value, p.device_mesh, p.placements) for "
+                f"a plain value, load_state_dict, or module.to() for another dtype or device"
+            )
+
+    def _note_shards(self) -> None:
+        """The parameters, their rows and their storages, as flat lists: they are compared several times per step."""
+        self._shards = [param.sharded for param in self.params]
+        self._locals = [param.local for param in self.params]
+        self._storages = [shard.untyped_storage() for shard in self._shards]
 
     def rebase(self) -> None:
         """Make a new flat buffer from the tensors with which users replaced our views, and make those views of it.

@@ -35,7 +35,7 @@ from .._torch import (
     version_of,
 )
 from ..layout import ShardLayout
-from .parameter import Owner
+from .owner import Owner
 from .placement import Spec
 from .swap import Slot
 

@@ -220,10 +220,6 @@ def all_reduce_of_all(run: Run) -> None:
     run.kept["under way"] = work
 
 
-def other_full_tensor(run: Run) -> None:
-    parameter(run, f"layers.{run.rank}.up.weight").full_tensor()
-
-
 def full_params_of_all(run: Run) -> None:
     if run.ours:
         with fullshard.full_params(run.model):

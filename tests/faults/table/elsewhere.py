@@ -19,6 +19,33 @@ def _elsewhere(name: str, does: str, step: int, event: str, action: Action, *wor
 
 
 ELSEWHERE = (
+    _elsewhere("full_tensor", "rank 1 alone asks for a full tensor", 1, "step", do.full_tensor, "full_tensor"),
+    _elsewhere(
+        "full_state",
+        "rank 1 alone makes full tensors of its state dict",
+        1,
+        "step",
+        do.full_state,
+        "full_tensor",
+        fast=True,
+    ),
+    _elsewhere(
+        "full_tensor_first",
+        "rank 1 alone asks for a full tensor before the first step",
+        -1,
+        "ready",
+        do.full_tensor,
+        "full_tensor",
+    ),
+    _elsewhere(
+        "full_tensor_of_three",
+        "rank 1 of three asks for a full tensor between forward and backward",
+        1,
+        "loss",
+        do.full_tensor,
+        "full_tensor",
+        setup=Setup(world=3),
+    ),
     _elsewhere(
         "gradient_full_tensor",
         "rank 1 alone asks for the full tensor of a gradient",
