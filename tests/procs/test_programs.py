@@ -3,6 +3,7 @@ FSDP2 come to, bit by bit, or the table there says why not."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -24,7 +25,9 @@ each_program = pytest.mark.parametrize(
 
 
 def _run(name: str, impl: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """`programs.run`; what the table says that it warns of has to be warned of, and nothing else."""
+    """`programs.run`, every command checked against the rules. What the table says that it warns of has to be warned
+    of, and nothing else."""
+    os.environ["FULLSHARD_CHECK"] = "1"
     text = PROGRAMS[name].warns if impl == "fullshard" else ""
     with warnings.catch_warnings(record=bool(text)) as caught:
         if impl == "torch":
