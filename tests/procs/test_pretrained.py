@@ -53,8 +53,13 @@ def built(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
     config, sizes, model = MODELS[kind]
-    made: Any = seeded(lambda: getattr(transformers, model)(getattr(transformers, config)(**sizes)))
-    return made.to(dtype).eval()
+    made: Any = seeded(lambda: fresh(getattr(transformers, model), getattr(transformers, config)(**sizes), dtype))
+    return made
+
+
+def fresh(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """As `AutoModel.from_config(config, dtype=dtype)`: rotary frequencies stay float32, as in `from_pretrained`."""
+    return kind._from_config(config, dtype=dtype).eval()
 
 
 def sharded(model: Any, *, recompute: bool = False) -> Any:
@@ -71,7 +76,7 @@ def sharded(model: Any, *, recompute: bool = False) -> Any:
 
 def on_meta(like: Any) -> Any:
     with torch.device("meta"):
-        return type(like)(like.config).to(like.dtype).eval()
+        return fresh(type(like), like.config, like.dtype)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
