@@ -156,9 +156,7 @@ SLOW = [
     torch="none",
     reason="with torch the rank with more pieces waits for ever",
 )
-@pytest.mark.parametrize(
-    ("way", "options", "world"), [*WAYS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
-)
+@pytest.mark.parametrize(("way", "options", "world"), WAYS)
 def test_as_one_process_on_all_samples(way: str, options: dict[str, Any], world: int) -> None:
     expected, losses = _plain(world)
     for found, _ in (ranks := run_ranks(world, _balanced, world, way, options)):
@@ -167,6 +165,14 @@ def test_as_one_process_on_all_samples(way: str, options: dict[str, Any], world:
     for step, loss in enumerate(losses):
         total = sum(mine[step] for _, mine in ranks) / factor
         assert total == pytest.approx(loss, rel=tolerance.figure(256, len(COUNTS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "options", "world"), SLOW)
+def test_in_every_way(way: str, options: dict[str, Any], world: int) -> None:
+    expected, _ = _plain(world)
+    for found, _ in run_ranks(world, _balanced, world, way, options):
+        assert_same_training(found, expected)
 
 
 @pytest.mark.parametrize("reduce", ["last", "each"])
