@@ -19,7 +19,7 @@ from .._torch import (
     version_of,
 )
 from .._torch.modules import outside_graphs
-from ..param import ExtensionGroup, ShardedParam
+from ..param import ExtensionGroup, ShardedParam, holds_bits
 from .staleness import sum_of_bits
 from .unit import Unit
 
@@ -158,13 +158,21 @@ def refuse_writes(unit: Unit, before: State) -> None:
     written = [a != b for a, b in zip(versions, now, strict=True)]
     if sums is not None and not in_transform():
         written = [was or a != b for was, a, b in zip(written, sums, _sums(unit), strict=True)]
-    names = [param.name for param, was in zip(_params(unit), written, strict=True) if was]
-    if names:
+    params = [param for param, was in zip(_params(unit), written, strict=True) if was]
+    if params:
+        remedy = (
+            "write the sharded parameter between steps, or under fullshard.full_params(model, writeback=True), or keep "
+            "state that forward changes in a buffer"
+        )
+        if holds_bits(params[0].sharded):
+            remedy = (
+                "bitsandbytes packs 4-bit weights anew in eval() on this CPU: call model.train() to train, or set "
+                "support_avx512bf16_for_cpu = False on each Linear4bit before its first forward"
+            )
         raise RuntimeError(
-            f"{unit.record.name}: expected a forward that only reads its parameters, found {', '.join(names)} written: "
-            f"a full parameter is a gathered copy, and the write is lost when it is freed; write the sharded parameter "
-            f"between steps, or under fullshard.full_params(model, writeback=True), or keep state that forward "
-            f"changes in a buffer"
+            f"{unit.record.name}: expected a forward that only reads its parameters, found "
+            f"{', '.join(param.name for param in params)} written: a full parameter is a gathered copy, and the write "
+            f"is lost when it is freed; {remedy}"
         )
 
 
