@@ -1,8 +1,8 @@
 """QLoRA: a base in 4 bits, cut over the ranks, and adapters in bfloat16 that train on it.
 
-torchrun --standalone --nproc-per-node 2 examples/qlora.py [folder of a model]
+    torchrun --standalone --nproc-per-node 2 examples/qlora.py [folder of a model] [folder for the adapters]
 
-Without a folder it makes a small Llama. Needs transformers, peft and bitsandbytes (`pip install "fullshard[packages]"`).
+Without the first folder it makes a small Llama. Needs transformers, peft and bitsandbytes: the extra `packages`.
 """
 
 import sys
@@ -36,7 +36,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 torch.manual_seed(0)  # the same initial values on every rank
 with tempfile.TemporaryDirectory() as made:
     model = AutoModelForCausalLM.from_pretrained(
-        sys.argv[1] if len(sys.argv) > 1 else small_model(made),
+        sys.argv[1] if sys.argv[1:] and sys.argv[1] else small_model(made),
         dtype=torch.bfloat16,
         device_map={"": "cpu"},
         quantization_config=BitsAndBytesConfig(

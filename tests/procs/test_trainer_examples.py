@@ -15,11 +15,13 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _run(name: str | Path) -> str:
+def _run(name: str | Path, *arguments: str) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run([*torchrun, EXAMPLES / name], capture_output=True, text=True, env=environment, timeout=110)
+    ended = subprocess.run(
+        [*torchrun, EXAMPLES / name, *arguments], capture_output=True, text=True, env=environment, timeout=110
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -68,6 +70,16 @@ def test_they_come_to_what_torch_s_fsdp2_comes_to(name: str, tmp_path: Path) -> 
     assert losses[0] == losses[1] and len(losses[0]) >= 1
 
 
-@pytest.mark.parametrize("name", ["hf_trainer.py", "lightning_trainer.py"])
+def test_adapters_learn_on_a_base_in_4_bits(tmp_path: Path) -> None:
+    printed = _run("qlora.py", "", str(tmp_path / "adapter"))
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", printed, re.M)]
+    assert len(losses) == 4 and losses[-1] < losses[0] < 5.5  # it begins at log(256), about 5.5
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sum("lora_" in name for name in saved) == 2 * 3 * 7 and any("lm_head" in name for name in saved)
+
+
+@pytest.mark.parametrize("name", ["hf_trainer.py", "lightning_trainer.py", "qlora.py"])
 def test_they_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 80
