@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, checkpoint, fully_shard
+from fullshard.checkpoint import CheckpointMismatch
 from tests.harness.behaviours import behaviour
 from tests.harness.models import adamw, assert_same_training, collect, seeded
 from tests.harness.threads import WORLD, run_ranks, several
@@ -235,9 +236,17 @@ def _saving(rank: int, models: list[nn.Sequential], others: list[nn.Sequential],
             parameter.zero_()
     wanted, _ = checkpoint.get_state_dict(other)
     checkpoint.load({"model": wanted}, checkpoint_id=folder)
+    checkpoint.set_state_dict(other, model_state_dict=wanted)
     for name, parameter in other.named_parameters():
         full: Any = parameter.full_tensor()  # type: ignore[attr-defined]
         assert torch.equal(full, trained.params[name]), name
+    x = torch.ones(1, WIDTH)
+    assert torch.equal(other(x), ours(x))
+    # The mean of the statistics is in a copy alone, which nobody can write back.
+    name = next(name for name in wanted if "bitsandbytes__" in name)
+    wanted[name] = wanted[name].clone().roll(1)
+    with pytest.raises(CheckpointMismatch, match=f"{name}: its module saves it and does not load it"):
+        checkpoint.set_state_dict(other, model_state_dict=wanted)
 
 
 def test_weights_and_their_statistics_are_saved(tmp_path: Path) -> None:

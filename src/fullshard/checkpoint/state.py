@@ -94,15 +94,51 @@ def set_state_dict(
         expect_state("optim_state_dict", optim_state_dict, {"state", "param_groups"})
     loads = [] if optim_state_dict is None else _optimizer_loads(model, all_of(optimizers), optim_state_dict)
     if model_state_dict is not None:
-        raw = {_name_in(model, name): name for name in model.state_dict()}
+        here = model.state_dict()
+        raw = {_name_in(model, name): name for name in here}
         problems = [f"missing: {name}" for name in sorted(raw.keys() - model_state_dict.keys())]
         problems += [f"unexpected: {name}" for name in sorted(model_state_dict.keys() - raw.keys())]
         if problems:
             raise CheckpointMismatch("set_state_dict: expected the state of this model, found", problems)
-        model.load_state_dict({raw[name]: value for name, value in model_state_dict.items()})
+        given = {raw[name]: value for name, value in model_state_dict.items()}
+        added = _added_by_modules(model, here)
+        again = model.state_dict() if added else {}
+        for name in added:
+            # A view of what the module has is written; a copy of it would have no effect.
+            if again[name].data_ptr() != here[name].data_ptr() and not torch.equal(
+                given[name].to(here[name]), here[name]
+            ):
+                problems.append(f"{name}: its module saves it and does not load it, and has other values")
+        if problems:
+            raise CheckpointMismatch("set_state_dict: expected state that this model loads, found", problems)
+        with torch.no_grad():
+            for name in added:
+                here[name].copy_(given.pop(name))
+        model.load_state_dict(given)
     for optimizer, state in loads:
         optimizer.load_state_dict(state)
         _keep_dtypes(optimizer, state)
+
+
+def _added_by_modules(model: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Tensors in its state dict that its modules add when they save, and that nobody loads: bitsandbytes' statistics of
+    4-bit weights."""
+    modules = {
+        plain_name(f"{name}.").rstrip("."): module for name, module in model.named_modules(remove_duplicate=False)
+    }
+    known = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    found = []
+    for name, value in state.items():
+        plain = owner = plain_name(name)
+        while owner and owner not in modules:
+            owner = owner.rpartition(".")[0]
+        loads: Any = type(modules[owner])._load_from_state_dict
+        if plain in known or "_extra_state" in plain or loads is not nn.Module._load_from_state_dict:
+            continue
+        if isinstance(value, Tensor):
+            found.append(name)
+    return found
 
 
 def parameter_names(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, str]:
