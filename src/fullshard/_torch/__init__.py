@@ -29,6 +29,7 @@
     Tensor._dtensor__new__                      a DTensor subclass with a shape and no data             2.13
                                                 (PendingGrad)
     Module._non_persistent_buffers_set          which buffers a state dict leaves out                   2.13
+    Module._load_from_state_dict                which modules save more than they load (checkpoint/state.py) 2.13
     Module._buffers                             buffers registered as None, which forward may fill      2.13
     DeviceMesh._concatenate, ._flatten,         parameters with several parallel dims: concatenate and  2.13
     ._get_root_mesh                             flatten axes, check for a common root mesh
@@ -113,6 +114,7 @@ from .groups import (
 from .modules import (
     applied_apis,
     buffers_of,
+    loads_as_torch,
     mark_managed,
     non_persistent_buffers,
     publish_state,
@@ -151,6 +153,7 @@ __all__ = [
     "keeping_versions",
     "keeps_graph",
     "known_groups",
+    "loads_as_torch",
     "local_of",
     "mark_managed",
     "nccl_watchdog",

@@ -116,3 +116,8 @@ def outside_graphs(function: F) -> F:
     """
     wrapped: F = torch.compiler.disable(function, reason="fullshard: messages and memory are no part of a graph")
     return wrapped
+
+
+def loads_as_torch(module: nn.Module) -> bool:
+    """Whether `module` loads its own parameters and buffers, as torch does, and nothing else."""
+    return type(module)._load_from_state_dict is nn.Module._load_from_state_dict

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._torch import cut_dim, local_of, settled
+from .._torch import cut_dim, loads_as_torch, local_of, settled
 from ..layout import itemsize, known_dtypes
 from ..policy.arguments import expect_dict, expect_module, expect_optimizers, expect_state
 from .companions import ModelState, is_companion
@@ -133,8 +133,7 @@ def _added_by_modules(model: nn.Module, state: dict[str, Any]) -> list[str]:
         plain = owner = plain_name(name)
         while owner and owner not in modules:
             owner = owner.rpartition(".")[0]
-        loads: Any = type(modules[owner])._load_from_state_dict
-        if plain in known or "_extra_state" in plain or loads is not nn.Module._load_from_state_dict:
+        if plain in known or "_extra_state" in plain or not loads_as_torch(modules[owner]):
             continue
         if isinstance(value, Tensor):
             found.append(name)
