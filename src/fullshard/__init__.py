@@ -26,6 +26,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadPolicy",
     "PeerFailed",
+    "Program",
     "RanksDisagree",
     "Replay",
     "ReplayError",

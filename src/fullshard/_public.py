@@ -45,3 +45,4 @@ from .policy import CPUOffloadPolicy as CPUOffloadPolicy
 from .policy import DataParallelMeshDims as DataParallelMeshDims
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .policy import OffloadPolicy as OffloadPolicy
+from .program import Program as Program

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import __version__
+from fullshard.cli import verify
 from fullshard.train import cli as train
 
 STYLES = ("fullshard", "hf", "titan")  # name styles of a Llama's parameters, as in `fullshard.checkpoint`
@@ -30,13 +31,14 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     top = argparse.ArgumentParser(
         prog="fullshard",
-        description="Train models that are sharded over processes, and manage checkpoints.",
+        description="Train sharded models, prove that this equals plain training, and manage checkpoints.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"fullshard {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_commands(commands)
+    verify.add_command(commands)
     _add_checkpoint(commands)
     return top
 
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return its exit code."""
     arguments = parser().parse_args(argv)
     try:
+        if arguments.command == "verify":
+            return verify.run(arguments)
         if arguments.command != "checkpoint":
             return train.run(arguments)
         from fullshard.cli import checkpoint

@@ -270,9 +270,9 @@ def compute_dtype(keys: PrecisionKeys) -> torch.dtype:
     return _DTYPES[keys.param] or torch.float32
 
 
-def adamw(model: nn.Module, keys: OptimizerKeys) -> torch.optim.AdamW:
-    """AdamW over the sharded parameters; matrices are decayed, norm weights are not."""
-    parameters = list(model.parameters())
+def adamw(parameters: Iterable[nn.Parameter], keys: OptimizerKeys) -> torch.optim.AdamW:
+    """AdamW over the parameters of a model; matrices are decayed, norm weights are not."""
+    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": keys.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -29,7 +29,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
     tokenizer = _tokenizer(config, world, corpus, run_dir)
     split = data.tokenize(corpus, tokenizer, config.data.validation_fraction)
     model = sharded_model(config, tokenizer.vocab, world.mesh, world.device)
-    optimizer = adamw(model, config.optimizer)
+    optimizer = adamw(model.parameters(), config.optimizer)
     trainer = Trainer(config, world, model, optimizer, split, tokenizer)
     found = report(model, optimizer)
     console.say(

@@ -1,0 +1,74 @@
+"""`fullshard verify`: sharded training equals plain training, on the user's own model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BUILTIN = "fullshard.train.program:program"
+_EXAMPLES = """\
+examples:
+  fullshard verify                                          the trainer's model, on two processes
+  fullshard verify train.toml                               the model of a config of the trainer
+  fullshard verify verify_me:program                        your model: a function that returns a fullshard.Program
+  fullshard verify verify_me:program --strategies zero3+bf16 zero3+hsdp=2+micro=2 --nproc 4
+  fullshard verify verify_me:program --against torch        the same for torch's FSDP2, beside
+  fullshard verify verify_me:program --html equal.html      a page with pictures
+
+A strategy is made of the words zero3, zero2, hsdp=N, bf16, offload, micro=N, recompute, with + between them.
+
+exit codes: 0 equal; 1 different; 2 could not run
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add `verify` to the parser of the command line."""
+    verify = commands.add_parser(
+        "verify",
+        help="prove on your model that sharded training equals plain training",
+        description="Train a few steps sharded, take each step again in one process, and name the first difference.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.add_argument("program", nargs="?", default=BUILTIN, metavar="MODULE:FUNCTION | CONFIG.toml")
+    verify.add_argument("--strategies", nargs="+", metavar="STRATEGY", help="default: six of them")
+    verify.add_argument("--nproc", type=int, default=2, metavar="N", help="processes (default: 2)")
+    verify.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each strategy (default: 3)")
+    verify.add_argument("--against", choices=("torch",), help="verify torch's FSDP2 too, with the same strategies")
+    verify.add_argument("--device", default="cpu", help="cpu (default), or cuda with one device for each process")
+    verify.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    verify.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; its exit code."""
+    from fullshard.program import ProgramError
+    from fullshard.verify import page
+    from fullshard.verify.run import is_verified, say, verify
+    from fullshard.verify.strategy import DEFAULT, parse_strategy
+
+    try:
+        strategies = [parse_strategy(text) for text in arguments.strategies or DEFAULT]
+        for name, value in (("--nproc", arguments.nproc), ("--steps", arguments.steps)):
+            if value < 1:
+                raise ValueError(f"{name} {value}: expected at least 1")
+        entry = f"{BUILTIN}:{arguments.program}" if arguments.program.endswith(".toml") else arguments.program
+        results = verify(
+            entry,
+            strategies,
+            world=arguments.nproc,
+            steps=arguments.steps,
+            libraries=("fullshard", "torch") if arguments.against else ("fullshard",),
+            device=arguments.device,
+            tell=say,
+        )
+    except (ProgramError, ValueError) as error:
+        print(f"fullshard verify: {error}", file=sys.stderr)
+        return 2
+    if arguments.html is not None:
+        arguments.html.write_text(page.page(arguments.program, results))
+    print(json.dumps(page.as_json(arguments.program, results)) if arguments.json else page.table(results))
+    return is_verified(results)

@@ -1,0 +1,122 @@
+"""`Program`: a model, its loss and its batches, as the commands that look at a user's model take them.
+
+# verify_me.py
+def program() -> fullshard.Program:
+    return fullshard.Program(model=Net, loss=lambda model, batch: model(batch).square().mean(), batch=my_batch)
+
+$ fullshard verify verify_me:program
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ProgramError(Exception):
+    """An entry point that cannot be used; the message is one line for the user."""
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def shard_blocks(model: nn.Module, fully_shard: Callable[..., Any]) -> None:
+    """Shard the blocks of `model`, then the rest: the classes that Hugging Face names in `_no_split_modules`, else the
+    members of the `ModuleList` or `Sequential` with the most parameters."""
+    for block in blocks_of(model):
+        fully_shard(block)
+    fully_shard(model)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that `shard_blocks` shards, in the order of `model.modules()`."""
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in named and module is not model]
+    if blocks:
+        return blocks
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
+    return [child for child in largest or () if next(child.parameters(), None) is not None and child is not model]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a command needs to train a few steps of a model.
+
+    model: builds the plain model, not sharded, on the CPU; called after `torch.manual_seed`, in several processes.
+    loss: (model, batch) -> a scalar tensor, the mean over the batch; it calls the model as training does.
+    batch: (index) -> the batch of that number: equal for equal numbers, in every process. Each rank, micro-batch and
+        step takes another number, from 0. Tensors in it, also inside of dicts, lists and tuples, are moved to the
+        device.
+    shard: (model, fully_shard) -> None, applies `fully_shard` as the user's program does, to inner modules first;
+        options that it passes go before those of the command. Default: `shard_blocks`.
+    optimizer: (parameters) -> the optimizer. Default: AdamW with a learning rate of 1e-3.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    batch: Callable[[int], Any]
+    shard: Callable[[nn.Module, Callable[..., Any]], object] = shard_blocks
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
+
+
+def find_program(entry: str) -> Program:
+    """The program of `entry`, "module:function": what the function returns. "module:function:text" calls it with that
+    text. The current directory is searched first. Raises `ProgramError`."""
+    module_name, _, name = entry.partition(":")
+    name, _, text = name.partition(":")
+    if not module_name or not name:
+        raise ProgramError(f"{entry}: expected module:function, such as verify_me:program for verify_me.py")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.partition(".")[0] and error.name != module_name:
+            raise ProgramError(
+                f"{entry}: {module_name} needs the module {error.name}, which is not installed"
+            ) from error
+        raise ProgramError(
+            f"{entry}: found no module {module_name} in {os.getcwd()} or among installed ones"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ProgramError(f"{entry}: {module_name} has no {name}")
+        found = getattr(found, part)
+    made = found
+    if callable(found):
+        try:
+            inspect.signature(found).bind(*[text] * bool(text))
+        except TypeError as error:
+            given = f"the text {text!r}" if text else "no argument"
+            raise ProgramError(f"{entry}: expected a function that takes {given}: {error}") from error
+        made = found(*[text] * bool(text))
+    if not isinstance(made, Program):
+        raise ProgramError(
+            f"{entry}: expected a function that returns a fullshard.Program, found one that returns a "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with its tensors on `device`."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return type(batch)({key: to_device(value, device) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,53 @@
+"""The trainer's model, loss and data as a `Program`, for `fullshard verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard.program import Program, ProgramError
+from fullshard.train import data
+from fullshard.train.config import ConfigError, load_config
+from fullshard.train.model import Llama, adamw, llama_shape
+
+# Of a batch: few, because every step is taken twice, once in one process.
+_WINDOWS, _TOKENS = 2, 128
+
+
+def program(path: str = "") -> Program:
+    """The program of a config of the trainer (`path`; "": its defaults), with batches of two windows of at most 128
+    tokens. Raises `ProgramError` for a config that is not valid."""
+    try:
+        config = load_config(Path(path) if path else None)
+        corpus = data.check_data(config.data)
+        tokenizer: data.Tokenizer = data.ByteTokenizer()
+        if config.data.tokenizer == "bpe":
+            tokenizer = data.BPETokenizer(data.train_bpe(corpus.documents, config.data.bpe_vocab))
+    except ConfigError as error:
+        raise ProgramError(str(error)) from error
+    tokens = data.tokenize(corpus, tokenizer, config.data.validation_fraction).train
+    length = min(config.training.sequence_length, _TOKENS)
+
+    def build() -> nn.Module:
+        model = Llama(llama_shape(config, tokenizer.vocab))
+        model.init_weights(config.training.seed)
+        return model
+
+    def batch(index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        starts = torch.randint(len(tokens) - length - 1, (_WINDOWS,), generator=generator)
+        return data.windows(tokens, starts.tolist(), length)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return adamw(parameters, config.optimizer)
+
+    return Program(build, loss, batch, optimizer=optimizer)

@@ -1,0 +1,15 @@
+"""Equality of sharded and plain training, on the user's own model.
+
+strategy     one way to shard, as text
+subject      what each rank of a sharded training writes down
+reference    the same steps by plain torch in one process
+rounding     how far two correct computations may be apart
+comparison   the first difference, and its likely cause
+run          starts the processes | page: tables, JSON, HTML
+"""
+
+from .comparison import Difference as Difference
+from .comparison import Result as Result
+from .run import verify as verify
+from .strategy import Strategy as Strategy
+from .strategy import parse_strategy as parse_strategy

@@ -1,0 +1,170 @@
+"""Results as a table for the terminal, as JSON, and as one HTML page with pictures and no other files."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fullshard import __version__
+
+from .comparison import Result
+from .rounding import RISK
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line a setting; then the differences, failures and notes in full."""
+    rows = [("strategy", "library", "ranks", "result", "compared", "same bits", "worst error / allowed")]
+    for result in results:
+        setting = result.setting
+        worst = max((error / allowed for error, allowed in result.errors.values() if allowed), default=0.0)
+        counted = (str(result.compared), f"{100 * result.same_bits / max(result.compared, 1):.0f} %", f"{worst:.2g}")
+        rows.append(
+            (str(setting.strategy), setting.library, str(setting.world), result.verdict)
+            + (("-", "-", "-") if result.failure else counted)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for result in results:
+        text = [result.failure, str(result.difference) if result.difference else "", *result.notes]
+        lines += [f"{result.setting.strategy} ({result.setting.library}): {line}" for line in text if line]
+    return "\n".join(lines)
+
+
+def as_json(entry: str, results: Sequence[Result]) -> dict[str, Any]:
+    """What `fullshard verify --json` prints."""
+    found = []
+    for result in results:
+        setting = result.setting
+        found.append(
+            {
+                "library": setting.library,
+                "strategy": str(setting.strategy),
+                "world": setting.world,
+                "steps": setting.steps,
+                "device": setting.device,
+                "verdict": result.verdict,
+                "difference": _finite(asdict(result.difference)) if result.difference else None,
+                "failure": result.failure or None,
+                "compared": result.compared,
+                "same_bits": result.same_bits,
+                "noise": result.noise,
+                "notes": result.notes,
+                "losses": result.losses,
+                "reference_losses": result.reference_losses,
+                "gradient_errors": {name: {"error": e, "allowed": a} for name, (e, a) in result.errors.items()},
+            }
+        )
+    versions = {"fullshard": __version__, "torch": torch.__version__}
+    return {"entry": entry, "versions": versions, "risk": RISK, "results": found}
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+# ---- HTML ------------------------------------------------------------------------------------------------------------
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+table { border-collapse: collapse; } td, th { padding: .25rem .8rem .25rem 0; text-align: left; }
+.equal { color: #14713d; } .different, .failed { color: #b3261e; font-weight: 600; }
+svg { max-width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #444; }
+figcaption { color: #555; } figure { margin: 1rem 0 2rem; }
+"""
+
+
+def page(entry: str, results: Sequence[Result]) -> str:
+    """A page that needs no other file."""
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>fullshard verify {html.escape(entry)}</title>",
+        f"<style>{_STYLE}</style><h1>{html.escape(entry)}</h1>",
+        f"<p>Sharded training against plain training of the same model, step by step. fullshard {__version__}, torch "
+        f"{html.escape(torch.__version__)}. Tolerances are derived from dtypes and lengths of sums before the run; "
+        f"rounding alone exceeds one with probability {RISK:g}.</p>",
+        "<table><tr><th>library<th>strategy<th>ranks<th>result<th>compared<th>same bits</tr>",
+    ]
+    for result in results:
+        setting = result.setting
+        parts.append(
+            f"<tr><td>{setting.library}<td>{setting.strategy}<td>{setting.world}<td class={result.verdict}>"
+            f"{result.verdict}<td>{result.compared}<td>{result.same_bits}</tr>"
+        )
+    parts.append("</table>")
+    for result in results:
+        parts.append(
+            f"<h2>{html.escape(result.setting.name)}: <span class={result.verdict}>{result.verdict}</span></h2>"
+        )
+        texts = [result.failure, str(result.difference) if result.difference else "", *result.notes]
+        parts += [f"<p>{html.escape(text)}</p>" for text in texts if text]
+        if result.losses:
+            parts.append(_figure(_losses(result), "Mean loss of each step: sharded (dots) over plain (line)."))
+        if result.errors:
+            text = (
+                "Largest error of each parameter's gradients, relative to the largest element; a line: what is allowed."
+            )
+            parts.append(_figure(_errors(result), text))
+    return "\n".join(parts) + "\n"
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
+
+
+def _losses(result: Result) -> str:
+    width, height, left, top = 560, 200, 60, 14
+    values = [v for v in (*result.losses, *result.reference_losses) if math.isfinite(v)] or [0.0]
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high) or 1.0
+    steps = max(len(result.losses) - 1, 1)
+
+    def at(step: int, value: float) -> tuple[float, float]:
+        return left + step * (width - left - 20) / steps, top + (high - value) / span * (height - top - 34)
+
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(i, v) for i, v in enumerate(result.reference_losses)))
+    dots = "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#c2410c"/>'
+        for x, y in (at(i, v) for i, v in enumerate(result.losses) if math.isfinite(v))
+    )
+    ticks = "".join(
+        f'<text x="{at(i, low)[0]:.1f}" y="{height - 4}" text-anchor="middle">step {i}</text>'
+        for i in range(len(result.losses))
+    )
+    scale = (
+        f'<text x="{left - 8}" y="{top + 4}" text-anchor="end">{high:.4g}</text>'
+        f'<text x="{left - 8}" y="{height - 30}" text-anchor="end">{low:.4g}</text>'
+    )
+    curve = f'<polyline points="{line}" fill="none" stroke="#1d4ed8" stroke-width="2"/>'
+    return f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img">{scale}{ticks}{curve}{dots}</svg>'
+
+
+def _errors(result: Result) -> str:
+    """Bars on a logarithmic scale, the 40 largest first."""
+    rows = sorted(result.errors.items(), key=lambda item: -item[1][0])[:40]
+    least = 1e-18
+    most = max(max(error, allowed) for _, (error, allowed) in rows)
+    low, high = math.log10(least), math.log10(max(most, 1e-3)) + 0.3
+    width, left, line = 700, 260, 17
+
+    def x(value: float) -> float:
+        value = min(value, 10**high) if math.isfinite(value) else 10**high
+        return left + (math.log10(max(value, least)) - low) / (high - low) * (width - left - 80)
+
+    parts = []
+    for i, (name, (error, allowed)) in enumerate(rows):
+        y = 6 + i * line
+        color = "#b3261e" if allowed and error > allowed else "#1d4ed8"
+        short = name if len(name) < 40 else "…" + name[-39:]
+        parts.append(
+            f'<text x="{left - 8}" y="{y + 10}" text-anchor="end">{html.escape(short)}</text>'
+            f'<rect x="{left}" y="{y}" width="{max(x(error) - left, 1):.1f}" height="{line - 5}" fill="{color}"/>'
+            f'<text x="{x(error) + 5:.1f}" y="{y + 10}">{error:.1e}</text>'
+            f'<line x1="{x(allowed):.1f}" x2="{x(allowed):.1f}" y1="{y - 2}" y2="{y + line - 3}" stroke="#111"/>'
+        )
+    height = 6 + len(rows) * line
+    return f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img">{"".join(parts)}</svg>'

@@ -1,0 +1,151 @@
+"""Each recorded step, taken again by plain torch in one process, from the state in which the sharded training began it.
+
+Every phase starts from equal input: forward and backward from the recorded parameters, the optimizer from the recorded
+gradients. So errors do not add up over steps, and a difference names its phase.
+
+In mixed precision the parameters are cast as `MixedPrecisionPolicy` promises (seed 001): the model computes with copies
+in bfloat16, floating inputs of each sharded module are cast, gradients are summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.program import Program, to_device
+
+from .subject import SEED, Before, Setting, Step, batch_index, buffers_of, generators, named, seed_of, ties_of
+
+
+class Expected(NamedTuple):
+    """What a step must give. `parts`: by rank and micro-batch, each gradient before the reduction, divided as the mean
+    divides it; the expected gradient is their sum."""
+
+    losses: list[list[Tensor]]
+    generators: list[list[str]]
+    buffers: list[dict[str, Tensor]]
+    parts: list[list[dict[str, Tensor | None]]]
+    parameters: dict[str, Tensor]
+    state: dict[str, dict[str, Any]]
+
+    def gradient(self, name: str) -> Tensor | None:
+        """In float64."""
+        found = [part for rank in self.parts for micro in rank if (part := micro[name]) is not None]
+        return torch.stack([part.double() for part in found]).sum(0) if found else None
+
+    def sizes(self, name: str) -> Tensor:
+        """The sum of the sizes of what the gradient is a sum of, in float64."""
+        found = [part for rank in self.parts for micro in rank if (part := micro[name]) is not None]
+        return torch.stack([part.double().abs() for part in found]).sum(0)
+
+
+class Reference:
+    """The plain model of a program. `replay(step)` in the order of the steps."""
+
+    def __init__(self, program: Program, setting: Setting, device: torch.device) -> None:
+        self.program, self.setting, self.device = program, setting, device
+        self.computing, self.stepped = self._build(), self._build()
+        self.ties = ties_of(self.computing)
+        self.initial = {name: p.detach().to("cpu", copy=True) for name, p in named(self.stepped)}
+        self.initial_buffers = buffers_of(self.computing)
+        self.trainable = {name for name, p in named(self.computing) if p.requires_grad}
+        self.optimizer = program.optimizer(self.stepped.parameters())
+        if setting.strategy.bf16:
+            self._compute_in(torch.bfloat16)
+
+    def _build(self) -> nn.Module:
+        torch.manual_seed(SEED)
+        return self.program.model().to(self.device).train()
+
+    def _compute_in(self, dtype: torch.dtype) -> None:
+        for parameter in self.computing.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+        units: list[nn.Module] = []
+        self.program.shard(self.computing, lambda module, **_: units.append(module))
+        for module in units:
+            module.forward = _casting(module.forward, dtype)
+
+    @torch.no_grad()
+    def load(self, parameters: dict[str, Tensor]) -> None:
+        """Put recorded parameters into both models."""
+        for model in (self.computing, self.stepped):
+            for name, parameter in named(model):
+                parameter.copy_(parameters[name])
+
+    def replay(self, step: int, buffers: list[dict[str, Tensor]], found: Step) -> Expected:
+        """Take `step` from the loaded parameters, with `buffers` of each rank from before it. `found`: rank 0's record,
+        whose gradients the optimizer takes."""
+        losses, states, parts, after = [], [], [], []
+        for rank in range(self.setting.world):
+            self.put_buffers(buffers[rank])
+            rows = [self.forward(step, micro, rank) for micro in range(self.setting.strategy.micro)]
+            losses.append([loss for loss, _, _ in rows])
+            states.append([state for _, state, _ in rows])
+            parts.append([part for _, _, part in rows])
+            after.append(buffers_of(self.computing))
+        for name, parameter in named(self.stepped):
+            gradient = found.gradients[name]
+            parameter.grad = None if gradient is None else gradient.to(self.device, parameter.dtype)
+        self.optimizer.step()
+        parameters = {name: p.detach().to("cpu", copy=True) for name, p in named(self.stepped)}
+        state = {name: dict(self.optimizer.state[p]) for name, p in named(self.stepped) if p in self.optimizer.state}
+        return Expected(losses, states, after, parts, parameters, state)
+
+    def forward(self, step: int, micro: int, rank: int) -> tuple[Tensor, str, dict[str, Tensor | None]]:
+        """One forward and backward: the loss, the generators' states after it, and the gradients."""
+        index = batch_index(self.setting, step, micro, rank)
+        batch = to_device(self.program.batch(index), self.device)
+        torch.manual_seed(seed_of(index))
+        loss = self.program.loss(self.computing, batch)
+        (loss / self.setting.strategy.micro).backward()
+        state = generators(self.device)
+        parts: dict[str, Tensor | None] = {}
+        for name, parameter in named(self.computing):
+            gradient, parameter.grad = parameter.grad, None
+            # Each is rounded in the dtype of the gradient; the mean over the ranks is taken of exact values.
+            parts[name] = None if gradient is None else gradient.detach().cpu().double() / self.setting.world
+        return loss.detach().cpu(), state, parts
+
+    @torch.no_grad()
+    def put_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Put recorded buffers into the model that computes."""
+        for name, buffer in self.computing.named_buffers():
+            buffer.copy_(buffers[name])
+
+    @torch.no_grad()
+    def resume(self, found: Step) -> None:
+        """Take over what the sharded training has after its step: parameters, and the optimizer's state."""
+        self.load(found.parameters)
+        for name, parameter in named(self.stepped):
+            for key, value in found.state.get(name, {}).items():
+                own = self.optimizer.state[parameter].get(key)
+                if isinstance(own, Tensor) and isinstance(value, Tensor):
+                    own.copy_(value)
+                else:
+                    self.optimizer.state[parameter][key] = value
+
+
+def read_before(folder: Path, rank: int) -> Before:
+    return Before(*torch.load(folder / "before" / f"rank-{rank}.pt", weights_only=False))
+
+
+def read_step(folder: Path, step: int, rank: int) -> Step:
+    return Step(*torch.load(folder / f"step-{step}" / f"rank-{rank}.pt", weights_only=False))
+
+
+def _casting(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda *args, **kwargs: forward(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return type(value)(_cast(item, dtype) for item in value) if type(value) in (list, tuple) else value

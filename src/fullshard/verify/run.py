@@ -1,0 +1,134 @@
+"""`verify`: train each setting sharded, in processes of their own, and compare it with the reference."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fullshard.program import Program, ProgramError, find_program
+
+from .comparison import Comparison, Result
+from .strategy import Strategy
+from .subject import Setting, run_rank
+
+
+def verify(
+    entry: str,
+    strategies: Sequence[Strategy],
+    *,
+    world: int = 2,
+    steps: int = 3,
+    libraries: Sequence[str] = ("fullshard",),
+    device: str = "cpu",
+    tell: Callable[[str], object] = lambda _: None,
+) -> list[Result]:
+    """Compare sharded training of the program `entry` with plain training; one result for each library and strategy.
+
+    world: processes, all on this machine; a strategy with `hsdp` needs a multiple of its replicas.
+    tell: called with a line of text at each stage.
+
+    Writes 24 bytes for each parameter and step to the temporary folder of the system, and removes them. Raises
+    `ProgramError` for a program that plain torch cannot train.
+    """
+    program = find_program(entry)
+    _try(program, entry)
+    settings = [Setting(entry, library, s, world, steps, device) for library in libraries for s in strategies]
+    for setting in settings:
+        if world % setting.strategy.replicas:
+            raise ProgramError(
+                f"{setting.strategy}: expected a world that {setting.strategy.replicas} divides, found {world}"
+            )
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="fullshard-verify-") as folder:
+        while len(results) < len(settings):
+            left = settings[len(results) :]
+            folders = [Path(folder, str(len(results) + i)) for i in range(len(left))]
+            for made in folders:
+                made.mkdir(exist_ok=True)
+            tell(f"training {len(left)} setting(s) on {world} processes")
+            _launch(left, folders, Path(folder))
+            for setting, records in zip(left, folders, strict=True):
+                failed = sorted(records.glob("failed-*.txt"))
+                if failed or len(list(records.glob("done-*"))) < world:
+                    results.append(Result(setting, failure=_told(failed)))
+                    break  # the processes ended there: the rest is started anew
+                tell(f"comparing {setting.name}")
+                results.append(Comparison(program, setting, records, _reference_device(device)).run())
+    return results
+
+
+def _try(program: Program, entry: str) -> None:
+    """One forward and backward of the plain model, before any process is started."""
+    try:
+        torch.manual_seed(0)
+        model = program.model()
+        loss = program.loss(model, program.batch(0))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ProgramError(f"{entry}: expected a loss of one element, found {what}")
+        loss.backward()
+    except ProgramError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise ProgramError(
+            f"{entry}: the plain model cannot take a step with batch 0: {type(error).__name__}: {text}"
+        ) from error
+
+
+def _reference_device(device: str) -> torch.device:
+    return torch.device(device, 0) if device != "cpu" else torch.device("cpu")
+
+
+def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> None:
+    world = settings[0].world
+    agent_log = logging.getLogger("torch.distributed.elastic")
+    agent_log.addHandler(logging.NullHandler())
+    agent_log.propagate = False
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // world, 1)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(folder / f"rendezvous-{uuid.uuid4().hex}"),
+        rdzv_configs={"store_type": "file"},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+    )
+    with contextlib.suppress(ChildFailedError):
+        elastic_launch(config, run_rank)(settings, [str(each) for each in folders])
+
+
+def _told(failed: list[Path]) -> str:
+    """The first line of the failure that is a cause: not of a rank that only lost its peers."""
+    texts = [path.read_text() for path in failed]
+    causes = [text for text in texts if not text.startswith("PeerFailed")]
+    return (causes or texts or ["a process ended without a word"])[0].splitlines()[0]
+
+
+def is_verified(results: Sequence[Result]) -> int:
+    """The exit code: 0 equal, 1 different, 2 something could not run."""
+    if any(result.failure for result in results):
+        return 2
+    return int(any(result.difference is not None for result in results))
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"fullshard verify: {text}", file=sys.stderr, flush=True)

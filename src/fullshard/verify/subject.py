@@ -1,0 +1,215 @@
+"""Training of a sharded model, written down step by step so that `reference.py` can take each step again.
+
+    folder/0/            what was there before the first step; `rank-0.pt` also holds every full parameter
+    folder/step-0/       what one step used and made: losses, generators and buffers of each rank; full gradients,
+                         parameters and optimizer state by rank 0
+
+Nothing of it goes through the library that is verified but the training itself: full tensors are DTensor's own, and
+ranks write files instead of sending messages. For fullshard and for torch's FSDP2 alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.program import Program, blocks_of, find_program, to_device
+
+from .strategy import Strategy
+
+SEED = 1234
+# Of names, what wrappers around modules add.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class Setting(NamedTuple):
+    """One run. `library`: "fullshard" or "torch"."""
+
+    entry: str
+    library: str
+    strategy: Strategy
+    world: int
+    steps: int
+    device: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.library} {self.strategy} world={self.world}"
+
+
+class Before(NamedTuple):
+    """Of one rank before the first step. `ties`: names of parameters that are one."""
+
+    buffers: dict[str, Tensor]
+    ties: list[tuple[str, ...]]
+    parameters: dict[str, Tensor]
+
+
+class Step(NamedTuple):
+    """Of one rank in one step. Of each micro-batch: the loss and a digest of the generators' states afterwards.
+    `buffers`: after the step. The rest: full tensors on rank 0, None of absent gradients; empty elsewhere."""
+
+    losses: list[Tensor]
+    generators: list[str]
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    state: dict[str, dict[str, Any]]
+
+
+def seed_of(index: int) -> int:
+    """The seed of the generators before the forward with batch `index`, for dropout."""
+    return SEED + 1 + index
+
+
+def batch_index(setting: Setting, step: int, micro: int, rank: int) -> int:
+    """The number of the batch that a rank takes."""
+    return (step * setting.strategy.micro + micro) * setting.world + rank
+
+
+def clean(name: str) -> str:
+    """The name in the plain model."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its name in the plain model."""
+    for name, parameter in model.named_parameters():
+        yield clean(name), parameter
+
+
+def ties_of(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each parameter that has several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(clean(name))
+    return sorted(tuple(names) for names in found.values() if len(names) > 1)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers on the host."""
+    return {clean(name): _host(buffer) for name, buffer in model.named_buffers()}
+
+
+def generators(device: torch.device) -> str:
+    """A digest of the states of the generators that a forward may use."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return hashlib.blake2s(b"".join(bytes(state.tolist()) for state in states)).hexdigest()
+
+
+def run_rank(settings: list[Setting], folders: list[str]) -> None:
+    """One rank of several sharded trainings, one after the other; writes their records. torchrun's environment names
+    the rank."""
+    kind = settings[0].device
+    device = torch.device("cpu")
+    if kind != "cpu":
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        for setting, folder in zip(settings, folders, strict=True):
+            try:
+                _train(find_program(setting.entry), setting, device, Path(folder))
+            except BaseException as error:
+                text = traceback.format_exc()
+                Path(folder, f"failed-{dist.get_rank()}.txt").write_text(f"{type(error).__name__}: {error}\n{text}")
+                raise
+            Path(folder, f"done-{dist.get_rank()}").touch()
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(program: Program, setting: Setting, device: torch.device, folder: Path) -> None:
+    rank, strategy = dist.get_rank(), setting.strategy
+    torch.manual_seed(SEED)
+    model: Any = program.model().to(device)
+    model.train()
+    if strategy.recompute:
+        for block in blocks_of(model):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    shard(program, model, setting, _mesh(setting, device))
+    optimizer = program.optimizer(model.parameters())
+    full = _full if rank == 0 else _taking_part
+    before = Before(buffers_of(model), ties_of(model), {name: full(p) for name, p in named(model)})
+    _write(folder / "before", rank, before)
+    for step in range(setting.steps):
+        losses, states = [], []
+        for micro in range(strategy.micro):
+            model.set_requires_gradient_sync(micro == strategy.micro - 1)
+            index = batch_index(setting, step, micro, rank)
+            batch = to_device(program.batch(index), device)
+            torch.manual_seed(seed_of(index))
+            loss = program.loss(model, batch)
+            (loss / strategy.micro).backward()
+            losses.append(_host(loss))
+            states.append(generators(device))
+        gradients = {name: None if p.grad is None else full(p.grad) for name, p in named(model)}
+        optimizer.step()
+        parameters = {name: full(p) for name, p in named(model)}
+        state = {
+            name: {key: full(v) for key, v in optimizer.state[p].items()}
+            for name, p in named(model)
+            if p in optimizer.state
+        }
+        made = (gradients, parameters, state) if rank == 0 else ({}, {}, {})
+        _write(folder / f"step-{step}", rank, Step(losses, states, buffers_of(model), *made))
+        optimizer.zero_grad()
+
+
+def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
+    """Apply the program's `shard` with `fully_shard` of the library, under the strategy's options."""
+    library: Any
+    if setting.library == "torch":
+        import torch.distributed.fsdp as library
+    else:
+        import fullshard as library
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": setting.strategy.reshard}
+    if setting.strategy.bf16:
+        options["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if setting.strategy.offload:
+        options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=setting.device != "cpu")
+    program.shard(model, lambda module, **given: library.fully_shard(module, **{**options, **given}))
+
+
+def _mesh(setting: Setting, device: torch.device) -> DeviceMesh:
+    replicas = setting.strategy.replicas
+    if replicas > 1:
+        shape = (replicas, setting.world // replicas)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (setting.world,), mesh_dim_names=("shard",))
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return _host(value.full_tensor())
+    return _host(value) if isinstance(value, Tensor) else value
+
+
+def _taking_part(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value.full_tensor()  # collective
+
+
+def _write(folder: Path, rank: int, record: NamedTuple) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(tuple(record), folder / f"rank-{rank}.pt")

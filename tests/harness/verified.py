@@ -1,0 +1,168 @@
+"""A program for `fullshard verify`, faults of the engine that it must find, and its parts run on the pool."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.program import Program, find_program
+from fullshard.verify.comparison import Comparison, Result
+from fullshard.verify.strategy import parse_strategy
+from fullshard.verify.subject import Setting, _train
+from tests.harness.device_faults import SeededFault, seeded
+from tests.harness.pool import pool
+
+ENTRY = "tests.harness.verified:program"
+
+
+class Counted(nn.Module):
+    """A norm, and a running mean of what it saw: a buffer that each rank updates from its own batches."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.float().mean((0, 1)), 0.1)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """A tied embedding, dropout, a buffer, uneven and even rows, a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(38, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Dropout(0.1), nn.Linear(33, 16)) for _ in range(2)
+        )
+        self.norm = Counted(16)
+        self.head = nn.Linear(16, 38, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0][0].bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def batch(index: int) -> Tensor:
+    return torch.randint(0, 38, (4, 9), generator=torch.Generator().manual_seed(index))
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def program() -> Program:
+    return Program(Net, loss, batch)
+
+
+class Case(NamedTuple):
+    """A fault of the engine, the strategy that runs it, and what must be said of it."""
+
+    fault: SeededFault
+    strategy: str
+    phase: str
+    cause: str
+    world: int = 2
+
+
+_RECEIVE = "param.group:ParamGroup.receive"
+_TAKE = "param.group:ParamGroup.take_gradients"
+_FRESH, _REDUCED = "else param.fresh)", "param.reduced = part if"
+_THEN = "vars(self).setdefault('then', [view.clone() for view in staging.views[: len(self._destinations)]])"
+_RANK = "__import__('torch').distributed.get_rank()"
+
+FAULTS: dict[str, Case] = {
+    "the result is doubled": Case(
+        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part * 2 if"), "zero3", "backward", "2 times too large"
+    ),
+    "the divisor is too large": Case(
+        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part / 2 if"), "zero2", "backward", "2 times too small"
+    ),
+    "the result is zero": Case(
+        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part * 0 if"), "zero3", "backward", "it is zero"
+    ),
+    "a reduction is dropped": Case(
+        SeededFault(_RECEIVE, "part is None:", "part is None or param.name.endswith('norm.norm.bias'):"),
+        "zero3",
+        "backward",
+        "no gradient: it was dropped",
+    ),
+    "a rank sends zeros": Case(
+        SeededFault(_TAKE, _FRESH, f"else param.fresh * (0 == {_RANK}))"),
+        "zero3",
+        "backward",
+        "the part of rank 1 is missing",
+    ),
+    "a rank sends too much": Case(
+        SeededFault(_TAKE, _FRESH, f"else param.fresh * (1 + {_RANK}))"),
+        "zero3+bf16",
+        "backward",
+        "the part of rank 1 was added twice",
+    ),
+    "held gradients are dropped": Case(
+        SeededFault(_TAKE, "if with_held", "if False"), "zero3+micro=2", "backward", "micro-batch 0 is missing"
+    ),
+    "held gradients are added twice": Case(
+        SeededFault(_TAKE, "param.sum_with_held() if", "param.sum_with_held() + param.live_held() if"),
+        "zero2+micro=2",
+        "backward",
+        "micro-batch 0 was added twice",
+    ),
+    "the result is rounded": Case(
+        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part.bfloat16().to(part.dtype) if"),
+        "zero3+bf16",
+        "backward",
+        "numbers of bfloat16",
+    ),
+    "replicas are not summed": Case(
+        SeededFault("comm.replicate:StagedReduction._advanced", "if replicate is not None and", "if False and"),
+        "zero3+hsdp=2",
+        "backward",
+        "no all-reduce over the replicas",
+        4,
+    ),
+    "random numbers are drawn": Case(
+        SeededFault(_RECEIVE, "param = self.params[i]", "param = self.params[i]; __import__('torch').rand(1)"),
+        "zero3",
+        "generators",
+        "other random numbers",
+    ),
+    "weights are stale": Case(
+        SeededFault("comm.gather:PlannedGather.complete", "staging.views[: len(self._destinations)]", _THEN),
+        "zero3",
+        "forward",
+        "stale weights",
+    ),
+}
+
+
+def _record(rank: int, setting: Setting, folder: str, fault: SeededFault | None) -> None:
+    # Each rank's own statistics are compared; that nothing averages them is not the question here.
+    warnings.filterwarnings("ignore", "buffers differ between ranks")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    with seeded(fault) if fault is not None else nullcontext():
+        _train(find_program(setting.entry), setting, torch.device("cpu"), Path(folder))
+
+
+def record(folder: Path, strategy: str, world: int = 2, fault: SeededFault | None = None, **options: Any) -> Setting:
+    """Train on the pool and write the records to `folder`."""
+    setting = Setting(ENTRY, options.get("library", "fullshard"), parse_strategy(strategy), world, 2, "cpu")
+    pool(world).run(_record, setting, str(folder), fault)
+    return setting
+
+
+def compare(folder: Path, setting: Setting) -> Result:
+    """Compare the records in `folder`."""
+    return Comparison(program(), setting, folder, torch.device("cpu")).run()

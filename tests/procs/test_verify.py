@@ -1,0 +1,323 @@
+"""`fullshard verify`: what is sound is equal, and each fault is found and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.cli import main
+from fullshard.verify import page
+from fullshard.verify.reference import read_before, read_step
+from fullshard.verify.subject import Setting
+from tests.harness.verified import FAULTS, compare, record
+
+SOUND = ["zero3", "zero2", "zero3+bf16", "zero2+bf16+micro=2", "zero3+recompute+bf16", "zero3+offload", "zero3+micro=3"]
+
+
+@pytest.mark.parametrize("strategy", SOUND)
+def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy))
+    assert result.verdict == "equal", result.difference
+    assert result.compared > 100 and result.noise == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("zero3", 1), ("zero3", 3), ("zero3+hsdp=2", 4), ("zero2+hsdp=2+micro=2", 4)]
+)
+def test_other_worlds(strategy: str, world: int, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy, world))
+    assert result.verdict == "equal", result.difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SOUND)
+def test_torch_is_a_subject_too(strategy: str, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy, library="torch"))
+    assert result.verdict == "equal", result.difference
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_engine_is_found_and_named(name: str, tmp_path: Path) -> None:
+    case = FAULTS[name]
+    result = compare(tmp_path, record(tmp_path, case.strategy, case.world, case.fault))
+    assert result.difference is not None
+    assert (result.difference.phase, result.verdict) == (case.phase, "different")
+    assert case.cause in result.difference.cause, result.difference
+
+
+# ---- records that were changed ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Setting]:
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, record(folder, "zero3")
+
+
+def _swap(value: torch.Tensor) -> torch.Tensor:
+    first, second = value.chunk(2)
+    return torch.cat([second, first])
+
+
+def _not_stepped(value: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value[:5] = before[:5]
+    return value
+
+
+# What is changed in rank 0's record of the first step, and what must be said: phase, name, cause.
+CHANGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str, str, str]] = {
+    "shards in each other's place": (
+        lambda step, before: step["gradients"].update(
+            {"embedding.weight": _swap(step["gradients"]["embedding.weight"])}
+        ),
+        "backward",
+        "embedding.weight",
+        "shards of rank 0 and rank 1",
+    ),
+    "rows off by one": (
+        lambda step, before: step["gradients"].update(
+            {"blocks.1.0.weight": step["gradients"]["blocks.1.0.weight"].roll(1, 0)}
+        ),
+        "backward",
+        "blocks.1.0.weight",
+        "off by one",
+    ),
+    "a gradient that nobody made": (
+        lambda step, before: step["gradients"].update({"blocks.0.0.bias": torch.ones(33)}),
+        "backward",
+        "blocks.0.0.bias",
+        "no rank produced",
+    ),
+    "one element": (
+        lambda step, before: step["gradients"]["blocks.0.3.weight"].view(-1)[7].add_(1e-3),
+        "backward",
+        "blocks.0.3.weight",
+        "unknown",
+    ),
+    "a parameter that is not stepped": (
+        lambda step, before: step["parameters"].update({"norm.norm.weight": before["parameters"]["norm.norm.weight"]}),
+        "optimizer step",
+        "norm.norm.weight",
+        "was not stepped",
+    ),
+    "rows that are not stepped": (
+        lambda step, before: step["parameters"].update(
+            {
+                "embedding.weight": _not_stepped(
+                    step["parameters"]["embedding.weight"], before["parameters"]["embedding.weight"]
+                )
+            }
+        ),
+        "optimizer step",
+        "embedding.weight",
+        "of rank 0, were not stepped",
+    ),
+    "half of the update": (
+        lambda step, before: step["parameters"].update(
+            {"norm.norm.bias": (step["parameters"]["norm.norm.bias"] + before["parameters"]["norm.norm.bias"]) / 2}
+        ),
+        "optimizer step",
+        "norm.norm.bias",
+        "0.5 times the expected",
+    ),
+    "a moment": (
+        lambda step, before: step["state"]["norm.norm.bias"]["exp_avg_sq"].mul_(1.01),
+        "optimizer state",
+        "norm.norm.bias.exp_avg_sq",
+        "unknown",
+    ),
+    "an entry of the state": (
+        lambda step, before: step["state"]["norm.norm.bias"].pop("exp_avg_sq"),
+        "optimizer state",
+        "norm.norm.bias",
+        "where one process has",
+    ),
+    "a stale buffer": (
+        lambda step, before: step["buffers"].update({"norm.mean": before["buffers"]["norm.mean"]}),
+        "buffers",
+        "norm.mean",
+        "stale buffer",
+    ),
+    "another batch": (
+        lambda step, before: step["losses"].__setitem__(0, step["other losses"][0]),
+        "forward",
+        "loss",
+        "the batch of rank 1",
+    ),
+    "initial values": (
+        lambda step, before: before["parameters"].update(
+            {"embedding.weight": _swap(before["parameters"]["embedding.weight"])}
+        ),
+        "initial values",
+        "embedding.weight",
+        "shards of rank 0 and rank 1",
+    ),
+    "a broken tie": (
+        lambda step, before: before["ties"].clear(),
+        "initial values",
+        "embedding.weight",
+        "a tie was broken",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_found_and_named(name: str, trained: tuple[Path, Setting], tmp_path: Path) -> None:
+    folder, setting = trained
+    change, phase, where, cause = CHANGES[name]
+    step, before = read_step(folder, 0, 0)._asdict(), read_before(folder, 0)._asdict()
+    change(step | {"other losses": read_step(folder, 0, 1).losses}, before)
+    for part in ("before", "step-0", "step-1"):
+        (tmp_path / part).mkdir()
+        for rank in range(2):
+            (tmp_path / part / f"rank-{rank}.pt").write_bytes((folder / part / f"rank-{rank}.pt").read_bytes())
+    torch.save(tuple(step.values()), tmp_path / "step-0" / "rank-0.pt")
+    torch.save(tuple(before.values()), tmp_path / "before" / "rank-0.pt")
+    found = compare(tmp_path, setting).difference
+    assert found is not None
+    assert (found.phase, found.name) == (phase, where), found
+    assert cause in found.cause, found
+
+
+def test_the_page_and_the_json(trained: tuple[Path, Setting]) -> None:
+    result = compare(*trained)
+    text = page.page("a:b", [result])
+    assert text.count("<svg") == 2 and "src=" not in text and "href=" not in text
+    found = json.loads(json.dumps(page.as_json("a:b", [result]), allow_nan=False))["results"][0]
+    assert found["verdict"] == "equal" and found["losses"] == found["reference_losses"]
+    assert set(found["gradient_errors"]) == {
+        n for n, g in read_step(trained[0], 0, 0).gradients.items() if g is not None
+    }
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+PROGRAMS = """
+import torch
+from torch import nn
+
+import fullshard
+
+
+def batch(index):
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(index))
+    return x, x.sum(1, keepdim=True)
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def build():
+    return nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Linear(64, 1))
+
+
+def program(text=""):
+    if text == "wide":
+        return fullshard.Program(build, lambda model, batch: model(batch[0]), batch)
+    if text == "shapes":
+        return fullshard.Program(build, loss, lambda index: (torch.zeros(8, 3), torch.zeros(8, 1)))
+    if text == "late":
+        return fullshard.Program(build, loss, lambda index: batch(index) if index < 2 else 1 / 0)
+    if text == "one step":
+        # Takes its second step twice.
+        class Twice(torch.optim.SGD):
+            def step(self):
+                for _ in range(1 + isinstance(self.param_groups[0]["params"][0], torch.distributed.tensor.DTensor)):
+                    super().step()
+
+        return fullshard.Program(build, loss, batch, optimizer=lambda parameters: Twice(parameters, lr=0.1))
+    return fullshard.Program(build, loss, batch)
+
+
+class Broken:
+    pass
+"""
+
+
+def _run(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    (folder / "programs_here.py").write_text(PROGRAMS)
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard", "verify", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.hang_after(240)
+def test_the_command_says_equal_different_and_could_not_run(tmp_path: Path) -> None:
+    code, out, err = _run(
+        tmp_path, "programs_here:program", "--strategies", "zero3", "zero2+bf16", "--html", "page.html"
+    )
+    assert code == 0 and out.count(" equal ") == 2, out + err
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    code, out, err = _run(tmp_path, "programs_here:program:one step", "--strategies", "zero3", "--json", "--steps", "1")
+    (found,) = json.loads(out)["results"]
+    assert code == 1 and found["verdict"] == "different", out + err
+    assert found["difference"]["phase"] == "optimizer step" and found["difference"]["cause"].startswith(
+        "the update is 2 "
+    )
+    code, out, err = _run(tmp_path, "programs_here:program:late", "--strategies", "zero3", "zero2", "--steps", "2")
+    assert code == 2 and out.count("failed") == 2 and "ZeroDivisionError: division by zero" in out, out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("programs_here",), "expected module:function"),
+        (("not_here:program",), "found no module not_here"),
+        (("programs_here:nothing",), "programs_here has no nothing"),
+        (("programs_here:batch",), "expected a function that takes no argument"),
+        (("programs_here:Broken",), "returns a Broken"),
+        (("programs_here:program:wide",), "expected a loss of one element, found a tensor of shape (8, 1)"),
+        (("programs_here:program:shapes",), "the plain model cannot take a step with batch 0: RuntimeError"),
+        (("programs_here:program", "--strategies", "zero4"), "expected words of zero3"),
+        (("programs_here:program", "--strategies", "hsdp=2", "--nproc", "3"), "that 2 divides, found 3"),
+        (("programs_here:program", "--nproc", "0"), "--nproc 0: expected at least 1"),
+        (("no.toml",), "no.toml"),
+    ],
+)
+def test_what_cannot_run_is_said_in_one_line(
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "programs_here.py").write_text(PROGRAMS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "programs_here", raising=False)
+    assert main(["verify", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(400)
+def test_the_trainer_s_model_and_a_llama_of_hugging_face(tmp_path: Path) -> None:
+    code, out, err = _run(tmp_path)
+    assert code == 0 and out.count(" equal ") == 6, out + err
+    pytest.importorskip("transformers")
+    for name in ("verify_llama.py", "verify_plain.py"):
+        (tmp_path / name).write_text((Path(__file__).parents[2] / "examples" / name).read_text())
+    code, out, err = _run(tmp_path, "verify_plain:program", "--strategies", "zero3+bf16+offload")
+    assert code == 0 and out.count(" equal ") == 1, out + err
+    code, out, err = _run(
+        tmp_path, "verify_llama:program", "--against", "torch", "--strategies", "zero3", "zero3+bf16+micro=2"
+    )
+    assert code == 0 and out.count(" equal ") == 4, out + err
