@@ -46,6 +46,7 @@
     torch.autograd.profiler._is_profiler_enabled  profiler ranges cost five microseconds each, so they  2.13
                                                 are made only while a profiler is active
     OpOverload._schema                          which operations of a sharded parameter return a view   2.13
+    torch.testing._internal.distributed.fake_pg layouts at any world size in one process (fake.py)      2.13
     module._is_fsdp_managed_module,             attributes that dynamo and transformers check           2.13
     ._fsdp_use_orig_params
 
@@ -98,6 +99,7 @@ from .dtensor import (
     strided_shard,
     take_spec,
 )
+from .fake import fake_group
 from .groups import (
     NcclWatchdog,
     Recorded,
@@ -145,6 +147,7 @@ __all__ = [
     "default_store",
     "dtensor_like",
     "dtensor_without_data",
+    "fake_group",
     "flattened_axes",
     "gradient_versions",
     "hand_over_hooks",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import __version__
-from fullshard.cli import verify
+from fullshard.cli import doctor, verify
 from fullshard.train import cli as train
 
 STYLES = ("fullshard", "hf", "titan")  # name styles of a Llama's parameters, as in `fullshard.checkpoint`
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train.add_commands(commands)
     verify.add_command(commands)
+    doctor.add_command(commands)
     _add_checkpoint(commands)
     return top
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "verify":
             return verify.run(arguments)
+        if arguments.command == "doctor":
+            return doctor.run(arguments)
         if arguments.command != "checkpoint":
             return train.run(arguments)
         from fullshard.cli import checkpoint

@@ -248,16 +248,20 @@ def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.de
         model = Llama(llama_shape(config, vocab))
     if config.training.recompute == "block":
         recompute_blocks(model.layers)
-    keys = config.precision
-    policy = MixedPrecisionPolicy(param_dtype=_DTYPES[keys.param], reduce_dtype=_DTYPES[keys.reduce])
+    policy = precision_policy(config.precision)
     shard = partial(fully_shard, mesh=mesh, reshard_after_forward=_RESHARD[config.parallelism.reshard_after_forward])
     for block in model.layers:
         shard(block, mp_policy=policy)
     # Only the root has an output dtype: the results of blocks are read by the next block, in the compute dtype.
-    shard(model, mp_policy=replace(policy, output_dtype=_DTYPES[keys.output]))
+    shard(model, mp_policy=replace(policy, output_dtype=_DTYPES[config.precision.output]))
     model.to_empty(device=device)
     model.init_weights(config.training.seed)
     return model
+
+
+def precision_policy(keys: PrecisionKeys) -> MixedPrecisionPolicy:
+    """The policy of the blocks."""
+    return MixedPrecisionPolicy(param_dtype=_DTYPES[keys.param], reduce_dtype=_DTYPES[keys.reduce])
 
 
 def as_fsdp(model: nn.Module) -> FSDPModule:

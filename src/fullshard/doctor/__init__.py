@@ -1,0 +1,14 @@
+"""What a look at the machine, the model and its wrapping shows before a launch.
+
+facts       what was looked at, as data
+machine     of this machine | model: of the model, plain and sharded over a fake group | folder: of the checkpoints
+probe       short measurements: a step, messages between processes
+checks      the table of checks: facts -> what is wrong
+diagnosis   the findings as a table and as JSON
+examine     collects the facts
+"""
+
+from .checks import CHECKS as CHECKS
+from .diagnosis import Diagnosis as Diagnosis
+from .diagnosis import Finding as Finding
+from .examine import examine as examine
