@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,6 +147,80 @@ FAULTS: dict[str, Case] = {
         "stale weights",
     ),
 }
+
+
+# ---- one parameter's gradients ---------------------------------------------------------------------------------------
+
+
+class GradientFault(NamedTuple):
+    """What goes wrong with the gradients of the parameter `name`."""
+
+    kind: str
+    name: str
+
+
+def _rows_rolled(part: Tensor) -> Tensor:
+    return part.roll(1, 0)
+
+
+def _one_element(part: Tensor) -> Tensor:
+    part = part.clone()
+    if part.numel():
+        part.view(-1)[part.numel() // 2] += part.abs().max() / 100
+    return part
+
+
+# What becomes of this rank's rows of the result, where it has rows.
+RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "doubled": lambda part: part * 2,
+    "halved": lambda part: part / 2,
+    "zero": torch.zeros_like,
+    "negative": torch.neg,
+    "rows in another place": _rows_rolled,
+    "one element": _one_element,
+    "a percent too large": lambda part: part * 1.01,
+    "rounded to bfloat16": lambda part: part.bfloat16().to(part.dtype),
+}
+# What becomes of what rank 1 sends.
+SENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "rank 1 sends zeros": torch.zeros_like,
+    "rank 1 sends twice as much": lambda gradient: gradient * 2,
+    "rank 1 sends the negative": torch.neg,
+    "rank 1 sends other rows": _rows_rolled,
+}
+TRAINABLE = [name for name, parameter in Net().named_parameters() if parameter.requires_grad]
+GRADIENT_FAULTS = [GradientFault(kind, name) for kind in (*RESULTS, *SENT) for name in TRAINABLE]
+_HERE = "__import__('tests.harness.verified', fromlist=['verified'])"
+# The fault of this process.
+_fault: list[GradientFault] = []
+
+
+def of_result(part: Tensor, param: Any) -> Tensor:
+    """Called with each result in a training that is faulty."""
+    (fault,) = _fault
+    return RESULTS[fault.kind](part) if fault.kind in RESULTS and param.owner.name == fault.name else part
+
+
+def of_sent(gradient: Tensor, param: Any) -> Tensor:
+    """Called with each gradient before it is sent in a training that is faulty."""
+    (fault,) = _fault
+    is_it = gradient is not None and fault.kind in SENT and param.owner.name == fault.name
+    return SENT[fault.kind](gradient) if is_it and torch.distributed.get_rank() == 1 else gradient
+
+
+def _record_gradient_fault(rank: int, setting: Setting, folder: str, fault: GradientFault) -> None:
+    _fault[:] = [fault]
+    result = SeededFault(_RECEIVE, _REDUCED, f"param.reduced = {_HERE}.of_result(part, param) if")
+    sent = SeededFault(_TAKE, _FRESH, f"else {_HERE}.of_sent(param.fresh, param))")
+    with seeded(result), seeded(sent):
+        _record(rank, setting, folder, None)
+
+
+def record_gradient_fault(folder: Path, fault: GradientFault, strategy: str = "zero3", world: int = 2) -> Setting:
+    """Train on the pool with `fault`."""
+    setting = Setting(ENTRY, "fullshard", parse_strategy(strategy), world, 1, "cpu")
+    pool(world).run(_record_gradient_fault, setting, str(folder), fault)
+    return setting
 
 
 def _record(rank: int, setting: Setting, folder: str, fault: SeededFault | None) -> None:

@@ -226,6 +226,13 @@ def program(text=""):
         return fullshard.Program(build, lambda model, batch: model(batch[0]), batch)
     if text == "shapes":
         return fullshard.Program(build, loss, lambda index: (torch.zeros(8, 3), torch.zeros(8, 1)))
+    if text == "unsharded":
+        return fullshard.Program(build, loss, batch, shard=lambda model, fully_shard: None)
+    if text == "precision":
+        policy = fullshard.MixedPrecisionPolicy(torch.bfloat16)
+        return fullshard.Program(build, loss, batch, shard=lambda model, shard: shard(model, mp_policy=policy))
+    if text == "wrong shard":
+        return fullshard.Program(build, loss, batch, shard=lambda model, fully_shard: fully_shard(model.nothing))
     if text == "late":
         return fullshard.Program(build, loss, lambda index: batch(index) if index < 2 else 1 / 0)
     if text == "one step":
@@ -285,6 +292,9 @@ def test_the_command_says_equal_different_and_could_not_run(tmp_path: Path) -> N
         (("programs_here:Broken",), "returns a Broken"),
         (("programs_here:program:wide",), "expected a loss of one element, found a tensor of shape (8, 1)"),
         (("programs_here:program:shapes",), "the plain model cannot take a step with batch 0: RuntimeError"),
+        (("programs_here:program:unsharded",), "found no call"),
+        (("programs_here:program:precision",), "expected the strategy to choose the precision"),
+        (("programs_here:program:wrong shard",), "shard cannot be applied to the model: AttributeError"),
         (("programs_here:program", "--strategies", "zero4"), "expected words of zero3"),
         (("programs_here:program", "--strategies", "hsdp=2", "--nproc", "3"), "that 2 divides, found 3"),
         (("programs_here:program", "--nproc", "0"), "--nproc 0: expected at least 1"),

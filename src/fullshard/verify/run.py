@@ -10,6 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -69,7 +70,8 @@ def verify(
 
 
 def _try(program: Program, entry: str) -> None:
-    """One forward and backward of the plain model, before any process is started."""
+    """One forward and backward of the plain model, and its `shard` without sharding, before any process is started."""
+    doing = "the plain model cannot take a step with batch 0"
     try:
         torch.manual_seed(0)
         model = program.model()
@@ -78,13 +80,21 @@ def _try(program: Program, entry: str) -> None:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ProgramError(f"{entry}: expected a loss of one element, found {what}")
         loss.backward()
+        doing = "shard cannot be applied to the model"
+        given: list[dict[str, Any]] = []
+        program.shard(program.model(), lambda module, **options: given.append(options))
     except ProgramError:
         raise
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0]
+        raise ProgramError(f"{entry}: {doing}: {type(error).__name__}: {text}") from error
+    if not given:
+        raise ProgramError(f"{entry}: expected shard to call the fully_shard that it is given, found no call")
+    if any("mp_policy" in options for options in given):
         raise ProgramError(
-            f"{entry}: the plain model cannot take a step with batch 0: {type(error).__name__}: {text}"
-        ) from error
+            f"{entry}: expected the strategy to choose the precision, which the plain model must follow, found "
+            f"mp_policy among the options that shard passes; leave it out, and ask for zero3+bf16"
+        )
 
 
 def _reference_device(device: str) -> torch.device:

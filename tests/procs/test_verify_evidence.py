@@ -1,0 +1,67 @@
+"""The evidence for `fullshard verify`: a hundred seeded faults are found, a hundred sound settings equal.
+
+`make test` runs a sample, `make test-full` all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from fullshard.verify.reference import read_step
+from fullshard.verify.rounding import sums
+from tests.harness.verified import ENTRY, GRADIENT_FAULTS, GradientFault, compare, record, record_gradient_fault
+
+assert len(GRADIENT_FAULTS) >= 100
+
+
+def _sampled(cases: list[object], every: int) -> list[object]:
+    """All but each `every`-th are slow."""
+    marked = [pytest.param(case, id=str(i)) for i, case in enumerate(cases)]
+    return [
+        p if i % every == 0 else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for i, p in enumerate(marked)
+    ]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    record(folder, "zero3")
+    return folder
+
+
+@pytest.mark.parametrize("fault", _sampled([*GRADIENT_FAULTS], 13))
+def test_a_seeded_fault_is_found_and_its_parameter_is_named(fault: GradientFault, sound: Path, tmp_path: Path) -> None:
+    setting = record_gradient_fault(tmp_path, fault)
+    # Independently of the comparison: it moves that gradient, and no other, beyond what rounding explains.
+    ours, theirs = read_step(tmp_path, 0, 0).gradients, read_step(sound, 0, 0).gradients
+    for name, gradient in ours.items():
+        other = theirs[name]
+        if gradient is None or other is None:
+            assert gradient is other is None
+            continue
+        moved = (gradient - other).abs().max().item() / other.abs().max().item()
+        allowed = sums(gradient.dtype, 1024, gradient.numel())
+        assert (moved > allowed) == (name == fault.name), (name, moved, allowed)
+    found = compare(tmp_path, setting).difference
+    assert found is not None
+    assert (found.step, found.phase, found.name, found.others) == (0, "backward", fault.name, 0), found
+
+
+WORDS = itertools.product(
+    ("zero3", "zero2"), ("", "bf16"), ("", "offload"), ("", "micro=2"), ("", "recompute"), (1, 2, 3)
+)
+SETTINGS = [("+".join(filter(None, words)), world) for *words, world in WORDS]
+SETTINGS += [
+    (f"{level}+hsdp=2{extra}", 4) for level in ("zero3", "zero2") for extra in ("", "+bf16", "+micro=2", "+offload")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world"), SETTINGS, ids=[f"{s}-{w}" for s, w in SETTINGS])
+def test_a_sound_setting_is_equal(strategy: str, world: int, tmp_path: Path) -> None:
+    assert len(SETTINGS) >= 100 and ENTRY
+    result = compare(tmp_path, record(tmp_path, strategy, world))
+    assert result.verdict == "equal", result.difference
