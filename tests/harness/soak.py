@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import mmap
 import os
 import sys
 import tempfile
@@ -293,6 +294,13 @@ def _explode(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
     return out
 
 
+def _resident(nbytes: int) -> mmap.mmap:
+    """Memory that no allocator had before: one that has much to give out again would hide it."""
+    pages = mmap.mmap(-1, nbytes)
+    pages.write(bytes(nbytes))
+    return pages
+
+
 class Leak:
     """Lets something grow with every turn, on purpose: one of `LEAKS`, all of them, or nothing ("")."""
 
@@ -301,7 +309,7 @@ class Leak:
         self._kept: list[Any] = []
         self._end = threading.Event()
         leaks: dict[str, Callable[[], object]] = {
-            "memory": lambda: self._kept.append(b"x" * (4 << 20)),
+            "memory": lambda: self._kept.append(_resident(4 << 20)),
             "descriptor": lambda: self._kept.append(open(os.devnull)),
             "thread": lambda: threading.Thread(target=self._end.wait, daemon=True).start(),
             "tensor": lambda: self._kept.append(torch.ones(3)),

@@ -56,7 +56,7 @@ def trainer_of(rank: int, config: Config) -> Trainer:
     tokenizer = ByteTokenizer()
     split = tokenize(read_corpus(config.data), tokenizer, config.data.validation_fraction)
     model = sharded_model(config, tokenizer.vocab, mesh, world.device)
-    return Trainer(config, world, model, adamw(model, config.optimizer), split, tokenizer)
+    return Trainer(config, world, model, adamw(model.parameters(), config.optimizer), split, tokenizer)
 
 
 def trained(rank: int, config: Config, sign: float = 0.0, divisor: float = 0.0) -> Run:

@@ -413,6 +413,6 @@ def test_a_guarded_block_in_threads() -> None:
 
 
 def test_a_guard_is_of_sharded_models() -> None:
-    with pytest.raises(ValueError, match="expected a model that fully_shard was applied to, found a Linear"):
+    with pytest.raises(ValueError, match="guarded: expected models with sharded modules, found a value of type Linear"):
         with guard(nn.Linear(2, 2)):
             pass

@@ -407,7 +407,8 @@ def placed(parameter: Tensor, local: Tensor) -> Tensor:
 def _memory_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """What tensors that are tied have in common: where their rows on this rank are, and the shape."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    if local.is_meta or local.layout is not torch.strided:
+    # A tensor around tensors has no memory of its own.
+    if local.is_meta or local.layout is not torch.strided or hasattr(type(local), "__tensor_flatten__"):
         return id(tensor), 0, tuple(tensor.shape)
     return local.untyped_storage().data_ptr(), int(local.storage_offset()), tuple(tensor.shape)
 
