@@ -156,19 +156,16 @@ class MessageReduce:
         return views
 
     def split(self, mean: Tensor, complete: bool) -> tuple[list[Tensor | None], HostCopy | None]:
-        """The parameters' shards of the reduced chunk, and flags of those that some rank had; see `without_absent`."""
-        return self.without_absent([mean.as_strided(*part) for part in self.parts], mean, complete)
+        """The parameters' shards of the reduced chunk, and flags of those that some rank had; see `without_absent`.
+        `complete`: this rank had all gradients, so all are present."""
+        parts: list[Tensor | None] = [mean.as_strided(shape, stride, offset) for shape, stride, offset in self.parts]
+        return (parts, None) if complete else self.without_absent(parts, mean)
 
-    def without_absent(
-        self, parts: list[Tensor | None], chunk: Tensor, complete: bool
-    ) -> tuple[list[Tensor | None], HostCopy | None]:
-        """`parts` of a reduced chunk, None where no rank had a gradient. `complete`: this rank had all gradients, so
-        all are present.
+    def without_absent(self, parts: list[Tensor | None], chunk: Tensor) -> tuple[list[Tensor | None], HostCopy | None]:
+        """`parts` of a reduced chunk, None where no rank had a gradient.
 
-        On a device the host does not wait to know which are: with gradients missing on this rank, all parts are
-        returned, and the flags that say which of them some rank had."""
-        if complete:
-            return parts, None
+        On a device the host does not wait to know which are: all parts are returned, and the flags that say which of
+        them some rank had."""
         start = self.layout.grad_present_offset
         present = chunk[start : start + self._all_present]
         if self.device.type != "cpu":

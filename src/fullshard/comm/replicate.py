@@ -37,7 +37,7 @@ class Chunks(Protocol):
     def split(self, mean: Tensor, complete: bool) -> tuple[list[Tensor | None], HostCopy | None]: ...
 
     def without_absent(
-        self, parts: list[Tensor | None], chunk: Tensor, complete: bool
+        self, parts: list[Tensor | None], chunk: Tensor
     ) -> tuple[list[Tensor | None], HostCopy | None]: ...
 
 
@@ -164,7 +164,7 @@ class StagedReduction:
         kept = total.to(self._after.dtypes.reduce, copy=self._first.reuses)
         segments = self._chunks.layout.pack.segments
         parts: list[Tensor | None] = [kept.narrow(0, s.offset, s.padded_numel) for s in segments]
-        return self._chunks.without_absent(parts, kept, self._complete)
+        return (parts, None) if self._complete else self._chunks.without_absent(parts, kept)
 
     def _finished(self, total: Tensor) -> Tensor:
         after = self._after
