@@ -136,6 +136,9 @@ class Root:
 
         Returns whether this is a new use, not recomputation in backward; and whether another forward of `unit` is
         running."""
+        if in_transform():
+            with without_transforms():
+                return self.pre_forward(unit, running, in_method=in_method)
         self._backward.settle()
         if not self._agreed and not self.provisional:
             # If a peer failed since, wait for all ranks to meet.
@@ -447,6 +450,10 @@ def root_of(unit: Unit) -> Root:
     root = formed(unit)
     if root is not None and not root.provisional:
         return root
+    if in_transform():
+        # What is made here stays: tensors of a transform would have no memory, and end with it.
+        with without_transforms():
+            return root_of(unit)
     if len(unit.modules) > 1:
         raise RuntimeError(
             f"expected a single module as the root, found the list {[type(m).__name__ for m in unit.modules]} passed "
@@ -480,6 +487,9 @@ def early_root_of(unit: Unit) -> Root:
     root = formed(unit)
     if root is not None:
         return root
+    if in_transform():
+        with without_transforms():
+            return early_root_of(unit)
     _refuse_meta(unit.module, [unit])
     return Root([unit], [unit.record.name], provisional=True)
 
