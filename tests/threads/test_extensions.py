@@ -6,12 +6,14 @@ a plain tensor in the compute dtype, or a `Quantized` that holds the int8 itself
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
@@ -449,3 +451,138 @@ def test_a_refused_call_leaves_the_model_as_it_was() -> None:
         assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
 
     run_ranks(WORLD, rank_main)
+
+
+# ---- methods of one tensor -------------------------------------------------------------------------------------------
+
+
+def _send_half(self: Tensor, mesh: Any, size: Any, stride: Any, module: Any, mp_policy: Any) -> Any:
+    rows = -(-size[0] // mesh.size())
+    return (nn.functional.pad(self.to(torch.bfloat16), (0, 0, 0, rows - self.shape[0])),), size[0]
+
+
+def _receive_half(self: Tensor, outputs: Any, rows: int, dtype: Any, *, out: Any = None) -> Any:
+    (arrived,) = outputs
+    full = arrived[:rows].to(dtype, copy=True)
+    if out is None:
+        return full, (full,)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(full)
+    return None
+
+
+def _set_methods(tensor: Any) -> None:
+    tensor.fsdp_pre_all_gather = MethodType(_send_half, tensor)
+    tensor.fsdp_post_all_gather = MethodType(_receive_half, tensor)
+
+
+class _Halves(nn.Module):
+    """Plain training with the first and the third of three weights rounded to bfloat16 where they are used."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, rows), nn.Linear(rows, 4), nn.Linear(4, 4)])
+        self.rounds = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.Linear)
+            weight = layer.weight
+            if self.rounds and index != 1:
+                weight = weight + (weight.detach().to(torch.bfloat16).to(weight.dtype) - weight.detach())
+            x = nn.functional.linear(x, weight, layer.bias).tanh()
+        return x
+
+
+@behaviour("extension methods set on a local tensor after fully_shard", area="extensions")
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("rows", [4, 5])
+@for_each_implementation
+def test_methods_of_one_local_tensor(rows: int, offload: bool, impl: Implementation) -> None:
+    """Before the first forward, on two of the parameters that were sharded together."""
+    models = [seeded(lambda: _Halves(rows)) for _ in range(WORLD)]
+    plain = seeded(lambda: _Halves(rows))
+    plain.rounds = True
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        reference.zero_grad()
+        torch.stack([plain(inputs(step, rank)).square().sum() for rank in range(WORLD)]).mean().backward()
+        reference.step()
+
+    def rank_main(rank: int, impl: Implementation) -> None:
+        model = models[rank]
+        options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+        impl.fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        weights: Any = [model.layers[index].weight for index in (0, 2)]
+        for weight in weights:
+            _set_methods(weight._local_tensor)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(inputs(step, rank)).square().sum().backward()
+            optimizer.step()
+        assert all(optimizer.state[weight]["exp_avg"].full_tensor().any() for weight in weights)
+        for value, wanted in zip(values(model), plain.parameters(), strict=True):
+            tolerance.assert_close(value, wanted.detach())
+
+    run(rank_main, impl)
+
+
+def test_methods_that_nothing_would_call_are_refused() -> None:
+    def rank_main(rank: int) -> None:
+        x = torch.ones(2, 4)
+
+        def linears(reshard: bool | int = True) -> Any:
+            model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+            return fullshard.fully_shard(model, reshard_after_forward=reshard) if reshard else model
+
+        # On the parameter, before and after: it stays whole, and goes on once they are gone.
+        model = linears(False)
+        _set_methods(model[1].weight)
+        with pytest.raises(ValueError, match=r"1\.weight: expected fsdp_pre_all_gather of the class"):
+            fullshard.fully_shard(model)
+        assert not isinstance(model[1].weight, DTensor)
+        model = linears()
+        _set_methods(model[1].weight)
+        with pytest.raises(
+            RuntimeError, match=r"1\.weight: expected fsdp_pre_all_gather .* found them set on the DTen"
+        ):
+            model(x)
+        del model[1].weight.fsdp_pre_all_gather, model[1].weight.fsdp_post_all_gather
+        model(x).sum().backward()
+
+        # Too late: ranks agreed on their messages.
+        with torch.no_grad():
+            local = model[0].weight._local_tensor
+        _set_methods(local)
+        with pytest.raises(RuntimeError, match=r"0\.weight: expected .* before the first forward"):
+            model(x)
+        del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
+        model(x).sum().backward()
+
+        # One alone, taken off again, and where it is not built.
+        model = linears()
+        model[0].weight._local_tensor.fsdp_pre_all_gather = _send_half
+        with pytest.raises(AssertionError, match=r"0\.weight: expected both of .* found only fsdp_pre"):
+            model(x)
+        model = linears()
+        _set_methods(model[0].weight._local_tensor)
+        model(x).sum().backward()
+        del model[0].weight._local_tensor.fsdp_pre_all_gather, model[0].weight._local_tensor.fsdp_post_all_gather
+        with pytest.raises(RuntimeError, match=r"0\.weight: .* found that they were taken off"):
+            model(x)
+
+    run_ranks(WORLD, rank_main)
+
+
+def test_methods_on_some_ranks_alone_are_named() -> None:
+    def rank_main(rank: int) -> None:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        fullshard.fully_shard(model)
+        if rank == 1:
+            weight: Any = model[0].weight
+            _set_methods(weight._local_tensor)
+        with pytest.raises(fullshard.RanksDisagree, match=r"0\.weight: expected the same tensor class on every rank"):
+            model(torch.ones(2, 4))
+
+    run_ranks(2, rank_main)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch import applied_apis, refuse_distribution
 from ..engine import Unit, unit_of
 from ..engine.misuse import clean_name
-from ..param import Found, FullMesh, check_own_mesh, has_extension, local_data
+from ..param import Found, FullMesh, check_extension, check_own_mesh, has_extension, local_data
 from ..policy import resolve_offload
 from ..policy.arguments import expect_each, expect_flag
 from . import validate
@@ -363,7 +363,7 @@ def check_parameters(found: Iterable[Found], roots: Sequence[nn.Module]) -> None
                 f"which was sharded before this {module_name}; make one unit of both places, "
                 f"fully_shard([{there or owner[0]}, {here or module_name}]), or leave both to the module around them"
             )
-        has_extension(parameter, name)  # raises for an incomplete extension
+        check_extension(parameter, name)
         if parameter.ndim == 0:
             raise ValueError(
                 f"{name}: expected a parameter with at least one dim, found a scalar. "

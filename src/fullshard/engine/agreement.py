@@ -165,7 +165,7 @@ def _parameter_facts(
         facts["placement before sharding"] = ", ".join(map(str, own.placements))
     facts["number of modules that share it"] = str(len(param.slots))
     if isinstance(group, ExtensionGroup):
-        facts["tensor class"] = type(param.local).__name__
+        facts["tensor class"] = f"{type(param.local).__name__} with fsdp_pre_all_gather"
     return facts
 
 

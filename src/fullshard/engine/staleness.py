@@ -67,7 +67,7 @@ class Staleness:
     def refuse_unseen_writes(self) -> None:
         """Raise `RuntimeError` if the shards changed since `note` although versions and steps did not."""
         for group in self._groups:
-            group.refuse_assigned_data()
+            group.refuse_ignored()
         if self._sample is not None and self._sample != self._sums():
             raise RuntimeError(
                 f"{self._record.name}: expected that its sharded parameters are what they were when they were "

@@ -183,7 +183,7 @@ class _ModuleHooks:
     def before_saving(self, *_: object) -> None:
         if self._unit.opened is None:
             for group in self._unit.groups:
-                group.refuse_assigned_data()
+                group.refuse_ignored()
 
     def after_saving(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         for place in self._places:

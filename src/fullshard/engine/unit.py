@@ -28,9 +28,11 @@ from ..param import (
     ParamGroup,
     Placing,
     ShardedParam,
+    extended_since,
     has_extension,
     holds_bits,
     note_initial,
+    set_apart,
 )
 from ..policy import Controls, MixedPrecisionPolicy, Offload, Options, Precision, resolve_precision
 from ..policy.policies import MixedPrecisionLike
@@ -300,13 +302,14 @@ class Unit:
         if self.opened is not None:
             return
         for group in self.groups:
-            group.refuse_assigned_data()
+            group.refuse_ignored()
             if not group.is_aliased():
                 break
         else:
             return
+        self._set_apart()
         for position, group in enumerate(self.groups):
-            group.refuse_assigned_data()
+            group.refuse_ignored()
             if group.is_aliased():
                 continue
             # Not inference tensors: they must serve later training.
@@ -328,6 +331,30 @@ class Unit:
         note_full(self)
         if self.channels.are_used:
             self._make_channels()
+
+    def _set_apart(self) -> None:
+        """Make groups of their own for parameters whose local tensors have by now gather methods, as torch does."""
+        found = [extended_since(group) for group in self.groups]
+        names = ", ".join(param.name for params in found for param in params)
+        if not names:
+            return
+        if self.record.plan.keeps_secondary:
+            raise NotImplementedError(
+                f"{names}: expected plain local tensors with an integer reshard_after_forward, found "
+                f"fsdp_pre_all_gather on them; use True or False"
+            )
+        if self.root is not None:
+            raise RuntimeError(
+                f"{names}: expected fsdp_pre_all_gather to be set on a local tensor before the first forward or "
+                f"unshard(), when ranks agree on their messages, found it set afterwards; set it right after "
+                f"fully_shard, or delete it"
+            )
+        made = [
+            set_apart(group, params, self.settings.policy) for group, params in zip(self.groups, found, strict=True)
+        ]
+        self.links = [links for links, groups in zip(self.links, made, strict=True) for _ in groups]
+        # The unit's own list, which others hold.
+        self.groups[:] = [group for groups in made for group in groups]
 
     def is_stale(self) -> bool:
         """Whether shards were written or replaced since the gather. Raises `RuntimeError` on a write that versions do

@@ -7,7 +7,10 @@ of full parameters), `initial` (values and digests that ranks compare; memory th
 """
 
 from .extension import ExtensionGroup as ExtensionGroup
+from .extension import check_extension as check_extension
+from .extension import extended_since as extended_since
 from .extension import has_extension as has_extension
+from .extension import set_apart as set_apart
 from .group import DtypeChanged as DtypeChanged
 from .group import ParamGroup as ParamGroup
 from .group import SecondaryGroup as SecondaryGroup

@@ -12,6 +12,9 @@ Names and meaning are torch's (FSDP2), with one deliberate difference. If the di
 ranks, torch asks short ranks to pad in `fsdp_pre_all_gather` and raises on those that did not, while the other ranks
 hang in the gather. Here the shape of the whole tensor decides, which is the same on every rank: all ranks call the
 method on a shard of the padded shape, with zeros at the end.
+
+The methods belong to the tensor's class, or are set on one shard alone, `parameter._local_tensor`, between
+`fully_shard` and the first forward (`set_apart`). On anything else torch does not see them; here that is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,23 +36,53 @@ from ..policy import Precision
 from .group import DtypeChanged, ParamGroup
 from .owner import claim
 from .placement import Placing
-from .sharded import ShardedParam
-from .swap import Found, OwnedMemory, TrackedMemory
-
-_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+from .sharded import GATHER_METHODS, ShardedParam
+from .swap import Found, OwnedMemory, Swap, TrackedMemory
 
 
 def has_extension(tensor: Tensor, name: str) -> bool:
     """Whether `tensor`, or a DTensor's local tensor, has both methods. `AssertionError` if it has only one."""
     inner = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    # Looked up on the class, because a parameter's tensor is the parameter itself.
-    have = [method for method in _METHODS if callable(getattr(type(inner), method, None))]
+    have = [method for method in GATHER_METHODS if callable(getattr(inner, method, None))]
     if len(have) == 1:
         raise AssertionError(
-            f"{name}: expected both of {' and '.join(_METHODS)} on {type(inner).__name__}, found only {have[0]}; "
+            f"{name}: expected both of {' and '.join(GATHER_METHODS)} on {type(inner).__name__}, found only {have[0]}; "
             f"define the other one too"
         )
     return bool(have)
+
+
+def check_extension(tensor: Tensor, name: str) -> None:
+    """Raise for a parameter that is not sharded yet: `AssertionError` for one method without the other, `ValueError`
+    for methods of this tensor object, which its shards will not have."""
+    own = {**tensor.__dict__, **(local_of(tensor).__dict__ if isinstance(tensor, DTensor) else {})}
+    for method in GATHER_METHODS:
+        if method in own:
+            raise ValueError(
+                f"{name}: expected {method} of the class of its tensor, found it set on this one tensor, and its "
+                f"shards are others; set both methods on {name}._local_tensor after fully_shard, before the first "
+                f"forward, or make the parameter of a subclass of torch.Tensor that has them"
+            )
+    has_extension(tensor, name)
+
+
+def extended_since(group: ParamGroup) -> list[ShardedParam]:
+    """The parameters of `group` on whose local tensors both methods were set since it was made. `AssertionError` for
+    one without the other."""
+    if isinstance(group, ExtensionGroup):
+        return []
+    standing = [(param, param.slots[0].get()) for param in group.params]
+    return [param for param, found in standing if isinstance(found, DTensor) and has_extension(found, param.name)]
+
+
+def set_apart(group: ParamGroup, params: Sequence[ShardedParam], mp_policy: Any) -> list[ParamGroup]:
+    """The groups in place of `group`: what is left of it, then an `ExtensionGroup` for each of `params`."""
+    rest = [param for param in group.params if param not in params]
+    # First what may be refused.
+    made: list[ParamGroup] = [ExtensionGroup.of(group, param, mp_policy) for param in params]
+    if len(rest) == len(group.params):
+        return [group]
+    return [group.converted(group.precision, rest), *made] if rest else made
 
 
 class ExtensionGroup(ParamGroup):
@@ -58,26 +92,39 @@ class ExtensionGroup(ParamGroup):
 
     def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing, mp_policy: Any) -> None:
         (only,) = found
-        if only.dim != 0:
-            raise NotImplementedError(
-                f"{only.name}: expected Shard(0) for a parameter with fsdp_pre_all_gather, found dim {only.dim}; "
-                f"leave it out of shard_placement_fn, because its methods only handle rows"
-            )
-        if not placing.shards and placing.mesh.size() > 1:
-            raise NotImplementedError(
-                f"{only.name}: expected a mesh with an axis that shards, for fsdp_pre_all_gather, found "
-                f"{placing.mesh}, which only replicates; use a 2-D mesh whose last axis has size 1"
-            )
+        _refuse(only.name, only.dim, placing)
+        self._begin(mp_policy, only.slots[0].module)
+        super().__init__(found, precision, placing)
+        # The check for unwritten memory handles plain tensors only, not this subclass.
+        self.has_uninitialized = False
+
+    @classmethod
+    def of(cls, group: ParamGroup, param: ShardedParam, mp_policy: Any) -> ExtensionGroup:
+        """The group of `param` alone, one of `group`, whose local tensor got the methods. The parameter and its local
+        tensor stay the same objects."""
+        _refuse(param.name, param.layout.dim, group.placing)
+        local = local_of(param.slots[0].get())  # type: ignore[arg-type]
+        if param.layout.padding_numel or group.placing.offload.to_host:
+            _refuse_unbound(param.name, local)
+        made = object.__new__(cls)
+        made._begin(mp_policy, param.slots[0].module)
+        made.placing, made.params, made.has_uninitialized = group.placing, [param], False
+        made.swap = Swap((0, slot) for slot in param.slots)
+        made._set_precision(group.precision)
+        made._make_plan()
+        # Memory of its own, not the unit's.
+        local.data = local.detach().clone()
+        made.rebase()
+        return made
+
+    def _begin(self, mp_policy: Any, module: nn.Module) -> None:
         self._mp_policy = mp_policy
-        self._module = only.slots[0].module
+        self._module = module
         self._metadata: Any = None
         self._outputs: list[Tensor] = []
         self._signature: tuple[tuple[torch.Size, torch.dtype], ...] = ()
         # The full parameter exists; it was made by the last `assemble`.
         self._is_made = self._is_new = False
-        super().__init__(found, precision, placing)
-        # The check for unwritten memory handles plain tensors only, not this subclass.
-        self.has_uninitialized = False
 
     # ---- making --------------------------------------------------------------------------------------------
 
@@ -114,6 +161,10 @@ class ExtensionGroup(ParamGroup):
         self._note_shards()
         self._slot_shards = self.swap.spread(self._shards)
 
+    def _note_shards(self) -> None:
+        super()._note_shards()
+        self._plain = []
+
     def _set_full(self, full: nn.Parameter) -> None:
         (param,) = self.params
         if param.shown is not None:
@@ -131,7 +182,7 @@ class ExtensionGroup(ParamGroup):
         if not has_extension(standing, param.name):
             kind = type(local_of(standing)).__name__
             raise RuntimeError(
-                f"{param.name}: expected a shard with {' and '.join(_METHODS)}, found a {kind}; "
+                f"{param.name}: expected a shard with {' and '.join(GATHER_METHODS)}, found a {kind}; "
                 f"copy into the parameter in place"
             )
         claim(standing, param.owner)
@@ -165,6 +216,11 @@ class ExtensionGroup(ParamGroup):
 
     def _inputs(self, param: ShardedParam) -> list[Tensor]:
         local, layout = param.local, param.layout
+        if not has_extension(local, param.name):
+            raise RuntimeError(
+                f"{param.name}: expected a shard with {' and '.join(GATHER_METHODS)}, found that they were taken off "
+                f"its local tensor; leave them there, and make the model again to gather it without"
+            )
         if local.device != self.placing.device:
             local = local.to(self.placing.device, non_blocking=True)
         if layout.padding_numel:
@@ -172,7 +228,7 @@ class ExtensionGroup(ParamGroup):
             padded = local.new_zeros(layout.padded_local_shape)
             padded.narrow(layout.dim, 0, local.shape[layout.dim]).copy_(local)
             local = padded
-        method = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        method = _pre_method(param.local, local)
         mesh = _shard_mesh(self.placing.mesh)
         if len(inspect.signature(method).parameters) == 1:
             result = method(mesh)
@@ -220,6 +276,36 @@ def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     assert mesh.mesh_dim_names is not None
     return mesh[mesh.mesh_dim_names[-1]]
+
+
+def _refuse(name: str, dim: int, placing: Placing) -> None:
+    """Raise `NotImplementedError` for a parameter that cannot be gathered by methods of its own."""
+    if dim != 0:
+        raise NotImplementedError(
+            f"{name}: expected Shard(0) for a parameter with fsdp_pre_all_gather, found dim {dim}; "
+            f"leave it out of shard_placement_fn, because its methods only handle rows"
+        )
+    if not placing.shards and placing.mesh.size() > 1:
+        raise NotImplementedError(
+            f"{name}: expected a mesh with an axis that shards, for fsdp_pre_all_gather, found "
+            f"{placing.mesh}, which only replicates; use a 2-D mesh whose last axis has size 1"
+        )
+
+
+def _refuse_unbound(name: str, local: Tensor) -> None:
+    """Raise `NotImplementedError` if `_pre_method` could not call it on another tensor."""
+    method = local.__dict__.get(GATHER_METHODS[0])
+    if method is not None and not (isinstance(method, MethodType) and method.__self__ is local):
+        raise NotImplementedError(
+            f"{name}: expected {GATHER_METHODS[0]} bound to the local tensor, types.MethodType(function, local), found "
+            f"{method!r:.100}, while the shard is padded or on the host: the function is called on a copy, its `self`"
+        )
+
+
+def _pre_method(local: Tensor, copy: Any) -> Any:
+    """The first method, for a padded or moved `copy` of `local`, or for `local` itself."""
+    own = local.__dict__.get(GATHER_METHODS[0])
+    return copy.fsdp_pre_all_gather if own is None or copy is local else MethodType(own.__func__, copy)
 
 
 def _typed(owner: OwnedMemory, like: Tensor, world: int) -> Tensor:

@@ -40,12 +40,14 @@ from ..policy import Precision
 from .initial import poison
 from .owner import claim
 from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
-from .sharded import ShardedParam, class_of, full_of
+from .sharded import GATHER_METHODS, ShardedParam, class_of, full_of
 from .swap import Found, OwnedMemory, SharedMemory, Swap
 
 # ---- group -----------------------------------------------------------------------------------------------------------
 
 _requires_grad = operator.attrgetter("requires_grad")
+_marks = operator.attrgetter("__dict__")
+_has_no_methods = frozenset(GATHER_METHODS).isdisjoint
 
 
 class ParamGroup:
@@ -82,10 +84,13 @@ class ParamGroup:
         self.swap = Swap((i, slot) for i, param in enumerate(self.params) for slot in param.slots)
         self._make_full()
 
-    def converted(self, precision: Precision) -> ParamGroup:
-        """This group, remade for parameters on the modules that changed their storage dtype."""
+    def converted(self, precision: Precision, params: list[ShardedParam] | None = None) -> ParamGroup:
+        """This group, remade for parameters on the modules that changed their storage dtype, or for `params` alone."""
         group = object.__new__(type(self))
         group.__dict__.update(self.__dict__)
+        if params is not None:
+            group.params = params
+            group.swap = Swap((i, slot) for i, param in enumerate(params) for slot in param.slots)
         group._set_precision(precision)
         group.has_uninitialized = False
         group._make_plan()
@@ -204,20 +209,31 @@ class ParamGroup:
     # ---- alias repair --------------------------------------------------------------------------------------
 
     def is_aliased(self, *, showing_full: bool = False, standing: Sequence[nn.Parameter] | None = None) -> bool:
-        """Whether users still hold the memory of `flat`, and our parameters are still on the modules.
+        """Whether users still hold the memory of `flat`, without gather methods of its own (`extension.set_apart`), and
+        our parameters are still on the modules.
 
         `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this. `standing`: the parameters that we
         put there, one per slot, if they are neither the shards nor the full parameters."""
         if standing is None:
             standing = self._slot_fulls if showing_full else self._slot_shards
         # No Python per parameter: this is asked at each all-gather.
-        return all(map(operator.is_, map(local_of, self._shards), self._locals)) and all(
-            map(operator.is_, self.swap.registered(), standing)
+        return (
+            all(map(operator.is_, map(local_of, self._shards), self._locals))
+            and all(map(operator.is_, self.swap.registered(), standing))
+            and all(map(_has_no_methods, map(_marks, self._plain)))
         )
 
-    def refuse_assigned_data(self) -> None:
-        """Raise `RuntimeError` when a tensor was assigned to the `.data` of a sharded parameter, and repair the
-        parameter. torch allows the assignment, but the DTensor keeps its rows, so the value would be lost."""
+    def refuse_ignored(self) -> None:
+        """Raise `RuntimeError` for what torch allows on a sharded parameter and never looks at: gather methods, and a
+        tensor that was assigned to its `.data`, after which the parameter is repaired. The DTensor keeps its rows, so
+        the value would be lost."""
+        if not all(map(_has_no_methods, map(_marks, self._shards))):
+            (name, *_) = (param.name for param in self.params if not _has_no_methods(_marks(param.sharded)))
+            raise RuntimeError(
+                f"{name}: expected fsdp_pre_all_gather and fsdp_post_all_gather on its local tensor, found them set on "
+                f"the DTensor, where nothing calls them; delete them there, and set them on {name}._local_tensor "
+                f"before the first forward"
+            )
         # The assignment brings the other tensor's storage. `p.data *= 2` brings back the same one: it wrote the rows.
         if all(map(operator.is_, map(Tensor.untyped_storage, self._shards), self._storages)):
             return
@@ -241,7 +257,8 @@ class ParamGroup:
     def _note_shards(self) -> None:
         """The parameters, their rows and their storages, as flat lists: they are compared several times per step."""
         self._shards = [param.sharded for param in self.params]
-        self._locals = [param.local for param in self.params]
+        # The second: those that should have no gather methods.
+        self._locals = self._plain = [param.local for param in self.params]
         self._storages = [shard.untyped_storage() for shard in self._shards]
 
     def rebase(self) -> None:

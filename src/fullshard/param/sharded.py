@@ -56,6 +56,10 @@ class Initial(NamedTuple):
     writes: int
 
 
+# Of a tensor that says itself how it is gathered (extension.py).
+GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
 def class_of(parameter: Tensor) -> type[nn.Parameter]:
     """The class that a full parameter made of `parameter` has: its own, if that only adds attributes and methods to
     memory (bitsandbytes' `Params4bit`), else `nn.Parameter`."""
