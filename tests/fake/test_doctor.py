@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import sys
@@ -53,7 +54,6 @@ def sound() -> Facts:
 
 def test_a_clean_model_has_no_findings() -> None:
     """Its step is taken plain and sharded, and both are timed."""
-    torch.set_num_threads(1)
     facts = facts_of(program(), steps=True)
     assert found_in(facts) == {}
     assert facts.measured.step and facts.measured.host is not None and facts.measured.skipped == ()
@@ -157,7 +157,6 @@ MODELS: dict[str, tuple[Callable[[], Program], int, bool, str]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_planted_in_a_model_is_found_alone(name: str) -> None:
-    torch.set_num_threads(1)
     build, world, steps, said = MODELS[name]
     found = found_in(facts_of(build(), world, steps))
     on_meta = {"meta"} if name in ("root", "large-unit", "small-units", "padding") else set()
@@ -172,6 +171,15 @@ def test_what_is_ignored_on_purpose_and_lazy_modules() -> None:
     assert found_in(facts_of(program(shard=ignoring))) == {}
     found = found_in(facts_of(program(lambda: nn.Sequential(nn.LazyLinear(8))), steps=True))
     assert "0.weight" in found["uninitialised"] and found.keys() <= {"uninitialised", "refused"}
+
+
+def test_ties_inside_a_unit_are_sound() -> None:
+    def together(net: Any, fully_shard: Any) -> None:
+        fully_shard([net.blocks[1], net.head])
+        fully_shard(net)
+
+    assert found_in(facts_of(program(Tied, shard=together))) == {}
+    assert found_in(facts_of(program(Tied, shard=_only_the_model))) == {}
 
 
 def test_padding_depends_on_the_world() -> None:
@@ -329,6 +337,19 @@ def test_the_config_s_folder_replicas_and_dtypes_are_looked_at(
     # AdamW: parameters and two moments in float32, three checkpoints of them, and a few counters.
     whole = sum(unit.numel for unit in facts.model.report.units) * 12 * 3
     assert facts.folder is not None and whole <= facts.folder.needed < 1.1 * whole
+
+
+def test_a_program_s_folder_is_an_option(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "0")
+    command = ["doctor", "tests.fake.test_doctor:program", "--no-probe", "--json"]
+    cli.main(command)
+    assert json.loads(capsys.readouterr().out)["checkpoints"] is None
+    assert cli.main([*command, "--checkpoints", "/dev/null/x"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoints"]["path"] == "/dev/null/x" and found["exit_code"] == 2
+    assert "checkpoints" in [finding["check"] for finding in found["findings"]]
 
 
 @pytest.mark.parametrize(
