@@ -31,6 +31,7 @@ def test_the_tests_for_hardware() -> None:
     assert " passed" in last and "skipped" not in last, printed
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(600)
 def test_the_benchmarks_for_hardware() -> None:
     """Every part runs, bytes are those of `report`, and no time is told."""

@@ -168,7 +168,8 @@ def noting_stops(grace_seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        _stop.noting = False
+        # A later run in this process is not stopped by a signal to this one.
+        _stop.signum, _stop.noting = 0, False
 
 
 def stop_requested() -> int:
