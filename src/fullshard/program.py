@@ -88,6 +88,9 @@ def find_program(entry: str) -> Program:
         raise ProgramError(
             f"{entry}: found no module {module_name} in {os.getcwd()} or among installed ones"
         ) from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        raise ProgramError(f"{entry}: {module_name} cannot be imported: {what}") from error
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -100,13 +103,22 @@ def find_program(entry: str) -> Program:
         except TypeError as error:
             given = f"the text {text!r}" if text else "no argument"
             raise ProgramError(f"{entry}: expected a function that takes {given}: {error}") from error
-        made = found(*[text] * bool(text))
+        try:
+            made = found(*[text] * bool(text))
+        except ProgramError:
+            raise
+        except Exception as error:
+            raise ProgramError(f"{entry}: the function raised {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(made, Program):
         raise ProgramError(
             f"{entry}: expected a function that returns a fullshard.Program, found one that returns a "
             f"{type(made).__name__}"
         )
     return made
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

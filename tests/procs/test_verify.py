@@ -203,6 +203,9 @@ def test_the_page_and_the_json(trained: tuple[Path, Setting]) -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 PROGRAMS = """
+import os
+import signal
+
 import torch
 from torch import nn
 
@@ -227,6 +230,19 @@ def program(text=""):
         return fullshard.Program(build, lambda model, batch: model(batch[0]), batch)
     if text == "shapes":
         return fullshard.Program(build, loss, lambda index: (torch.zeros(8, 3), torch.zeros(8, 1)))
+    if text == "raises":
+        raise OSError("no such data\\nmore")
+    if text in ("killed", "backward"):
+
+        def fails(model, batch):
+            value = loss(model, batch)
+            if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+                if text == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                value.register_hook(lambda _: {}["in backward"])
+            return value
+
+        return fullshard.Program(build, fails, batch)
     if text == "unsharded":
         return fullshard.Program(build, loss, batch, shard=lambda model, fully_shard: None)
     if text == "precision":
@@ -283,6 +299,23 @@ def test_the_command_says_equal_different_and_could_not_run(tmp_path: Path) -> N
     assert code == 2 and out.count("failed") == 2 and "ZeroDivisionError: division by zero" in out, out + err
 
 
+@pytest.mark.hang_after(240)
+@pytest.mark.parametrize(
+    ("program", "library", "said"),
+    [
+        ("killed", "fullshard", "rank 1 was killed by SIGKILL"),
+        pytest.param("killed", "torch", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param("backward", "fullshard", "KeyError: 'in backward'", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_or_raises_is_a_failure_with_a_name(
+    program: str, library: str, said: str, tmp_path: Path
+) -> None:
+    against = ("--against", "torch") if library == "torch" else ()
+    code, out, err = _run(tmp_path, f"programs_here:program:{program}", "--strategies", "zero3", *against)
+    assert code == 2 and "failed" in out and said in out, out + err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -293,6 +326,8 @@ def test_the_command_says_equal_different_and_could_not_run(tmp_path: Path) -> N
         (("programs_here:Broken",), "returns a Broken"),
         (("programs_here:program:wide",), "expected a loss of one element, found a tensor of shape (8, 1)"),
         (("programs_here:program:shapes",), "the plain model cannot take a step with batch 0: RuntimeError"),
+        (("programs_here:program:raises",), "the function raised OSError: no such data"),
+        (("broken_here:program",), "broken_here cannot be imported: NameError: name 'nothing' is not defined"),
         (("programs_here:program:unsharded",), "found no call"),
         (("programs_here:program:precision",), "expected the strategy to choose the precision"),
         (("programs_here:program:wrong shard",), "shard cannot be applied to the model: AttributeError"),
@@ -310,6 +345,7 @@ def test_what_cannot_run_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "programs_here.py").write_text(PROGRAMS)
+    (tmp_path / "broken_here.py").write_text("nothing")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "programs_here", raising=False)

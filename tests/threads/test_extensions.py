@@ -532,11 +532,11 @@ def test_methods_that_nothing_would_call_are_refused() -> None:
     def rank_main(rank: int) -> None:
         x = torch.ones(2, 4)
 
-        def linears(reshard: bool | int = True) -> Any:
+        def linears(sharded: bool = True) -> Any:
             model: Any = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-            return fullshard.fully_shard(model, reshard_after_forward=reshard) if reshard else model
+            return fullshard.fully_shard(model) if sharded else model
 
-        # On the parameter, before and after: it stays whole, and goes on once they are gone.
+        # On the parameter, before and after: it stays whole, and continues once they are gone.
         model = linears(False)
         _set_methods(model[1].weight)
         with pytest.raises(ValueError, match=r"1\.weight: expected fsdp_pre_all_gather of the class"):
@@ -560,7 +560,7 @@ def test_methods_that_nothing_would_call_are_refused() -> None:
         del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
         model(x).sum().backward()
 
-        # One alone, taken off again, and where it is not built.
+        # One alone, and taken off again.
         model = linears()
         model[0].weight._local_tensor.fsdp_pre_all_gather = _send_half
         with pytest.raises(AssertionError, match=r"0\.weight: expected both of .* found only fsdp_pre"):
@@ -573,6 +573,36 @@ def test_methods_that_nothing_would_call_are_refused() -> None:
             model(x)
 
     run_ranks(WORLD, rank_main)
+
+
+def test_methods_that_cannot_be_called_are_refused() -> None:
+    """With secondary shards; and a function that is not bound, where it would have to be called on a copy."""
+
+    def rank_main(rank: int) -> None:
+        def sharded(**options: Any) -> Any:
+            return fullshard.fully_shard(seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))), **options)
+
+        x = torch.ones(2, 4)
+        model = sharded(reshard_after_forward=2)
+        _set_methods(model[0].weight._local_tensor)
+        with pytest.raises(
+            NotImplementedError, match=r"0\.weight: .* integer reshard_after_forward.*use True or False"
+        ):
+            model(x)
+        for options in ({}, {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)}):
+            model = sharded(**options)
+            local = model[0].weight._local_tensor
+            _set_methods(local)
+            bound = local.fsdp_pre_all_gather
+            local.fsdp_pre_all_gather = lambda *args, bound=bound: bound(*args)
+            with pytest.raises(
+                NotImplementedError, match=r"0\.weight: expected fsdp_pre_all_gather bound to the local"
+            ):
+                model(x)
+            local.fsdp_pre_all_gather = bound
+            model(x).sum().backward()
+
+    run_ranks(4, rank_main)
 
 
 def test_methods_on_some_ranks_alone_are_named() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import signal
 import sys
 import tempfile
 import uuid
@@ -58,11 +58,11 @@ def verify(
             for made in folders:
                 made.mkdir(exist_ok=True)
             tell(f"training {len(left)} setting(s) on {world} processes")
-            _launch(left, folders, Path(folder))
+            ended = _launch(left, folders, Path(folder))
             for setting, records in zip(left, folders, strict=True):
                 failed = sorted(records.glob("failed-*.txt"))
                 if failed or len(list(records.glob("done-*"))) < world:
-                    results.append(Result(setting, failure=_told(failed)))
+                    results.append(Result(setting, failure=_told(failed, ended)))
                     break  # the processes ended there: the rest is started anew
                 tell(f"comparing {setting.name}")
                 results.append(Comparison(program, setting, records, _reference_device(device)).run())
@@ -101,7 +101,8 @@ def _reference_device(device: str) -> torch.device:
     return torch.device(device, 0) if device != "cpu" else torch.device("cpu")
 
 
-def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> None:
+def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> str:
+    """Train all of them; how the first process ended that a signal killed, or ""."""
     world = settings[0].world
     agent_log = logging.getLogger("torch.distributed.elastic")
     agent_log.addHandler(logging.NullHandler())
@@ -121,15 +122,27 @@ def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> None:
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
-    with contextlib.suppress(ChildFailedError):
+    try:
         elastic_launch(config, run_rank)(settings, [str(each) for each in folders])
+    except ChildFailedError as error:
+        # SIGTERM is the agent's, for those that were left.
+        killed = [(f.timestamp, rank, -f.exitcode) for rank, f in error.failures.items() if f.exitcode < 0]
+        for _, rank, number in sorted(k for k in killed if k[2] != signal.SIGTERM):
+            why = " (out of memory?)" if number == signal.SIGKILL else ""
+            return f"rank {rank} was killed by {signal.Signals(number).name}{why}"
+    return ""
 
 
-def _told(failed: list[Path]) -> str:
-    """The first line of the failure that is a cause: not of a rank that only lost its peers."""
-    texts = [path.read_text() for path in failed]
-    causes = [text for text in texts if not text.startswith("PeerFailed")]
-    return (causes or texts or ["a process ended without a word"])[0].splitlines()[0]
+# Of an exception that only says that a peer is gone.
+_LOST_PEER = ("PeerFailed", "onnection closed", "onnection reset", "onnection refused")
+
+
+def _told(failed: list[Path], ended: str) -> str:
+    """Why the processes ended, in a line: an exception of a rank that did not only lose its peers, or `ended` (see
+    `_launch`)."""
+    lines = [path.read_text().splitlines()[0] for path in failed]
+    causes = [line for line in lines if not any(sign in line for sign in _LOST_PEER)]
+    return next(filter(None, [*causes, ended, *lines]), "a process ended without a word")
 
 
 def is_verified(results: Sequence[Result]) -> int:
