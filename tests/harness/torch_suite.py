@@ -89,7 +89,7 @@ ROWS = (
     Row("communication", "AllocFromPG", "messages in memory of the process group; messages of one's own",
         (_CONTROLS + "custom_messages",), (_CONTROLS + "messages_in_memory_of_the_process_group",),
         "no group of a CPU allocates; a pretended one is used for ours"),
-    Row("communication", "ForceSumReduction, ReduceOpWorldSize1", "sums in the place of averages; a world of one",
+    Row("communication", "ForceSumReduction, ReduceOpWorldSize1", "sums instead of averages; a world of one",
         (_SUITE + "gradients_in_a_world_of_one", _CONTROLS + "separate_reduce_scatter_group", _CONTROLS + "all_reduce_hook"),
         (_CONTROLS + "scales_are_those_of_torch",), "compares both itself"),
     # state dict

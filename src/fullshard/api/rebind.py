@@ -1,4 +1,4 @@
-"""`rebind_optimizer`: an optimizer that was built before `fully_shard` goes on with the sharded parameters.
+"""`rebind_optimizer`: an optimizer that was built before `fully_shard` continues with the sharded parameters.
 
 The optimizer's own lists and dicts are changed in place, so learning-rate schedules, scalers and wrappers that hold it
 keep working. Its state is cut as the parameters were: each rank keeps its rows, and no message is sent.
@@ -76,7 +76,7 @@ def rebind_optimizer(optimizer: O, model: nn.Module) -> O:
 
 
 class _Successor:
-    """What came in the place of a parameter. `param`: None for one that is not sharded."""
+    """What replaced a parameter. `param`: None for one that is not sharded."""
 
     def __init__(self, unit: Unit, name: str, param: ShardedParam | None, parameter: nn.Parameter) -> None:
         self.unit, self.name, self.param, self.parameter = unit, name, param, parameter
@@ -152,7 +152,7 @@ def _successors(optimizer: Optimizer, model: nn.Module, units: list[Unit]) -> di
     shapes = {tuple(parameter.shape) for parameter in strangers}
     lost = [names[param] for param in left if tuple(param.sharded.shape) in shapes]
     if lost or not held & own.keys():
-        what = f"tensors in the place of {first_few(lost)}" if lost else f"{len(given)} tensors and none of them"
+        what = f"tensors instead of {first_few(lost)}" if lost else f"{len(given)} tensors and none of them"
         raise ValueError(
             f"{type(optimizer).__name__}: expected the parameters that this {type(model).__name__} had when "
             f"fully_shard replaced them, found {what} that are not known: the optimizer is of another model, or "

@@ -221,7 +221,7 @@ def _optimizer_loads(
     return loads
 
 
-# Settings of torch's optimizers that say how one computes, in contrast to `foreach` or `maximize`: by them an algorithm
+# Settings of torch optimizers that say how one computes, in contrast to `foreach` or `maximize`: by them an algorithm
 # is known, also in other versions of torch.
 _ALGORITHM = frozenset(
     "alpha amsgrad beta2_decay betas centered dampening eps etas initial_accumulator_value lambd lr_decay momentum "
@@ -230,7 +230,7 @@ _ALGORITHM = frozenset(
 
 
 def _other_algorithm(optimizer: Optimizer, group: dict[str, Any], stored: dict[str, Any]) -> str | None:
-    """Why an optimizer cannot go on with the `stored` settings of a group: they are those of another one."""
+    """Why an optimizer cannot take the `stored` settings of a group: they are those of another one."""
     kind = type(optimizer)
     filled = dict(stored, params=[])
     with contextlib.suppress(Exception):  # of a class that is not torch's: then its settings are as they are
@@ -249,7 +249,7 @@ def _other_algorithm(optimizer: Optimizer, group: dict[str, Any], stored: dict[s
 
 
 def _algorithm(stored: dict[str, Any]) -> str:
-    """The class of torch's that has these settings."""
+    """torch's class that has these settings."""
     known = _ALGORITHM.intersection(stored)
     found = [
         name
@@ -262,7 +262,7 @@ def _algorithm(stored: dict[str, Any]) -> str:
 
 
 def _other_state(optimizer: Optimizer, stored: dict[int, dict[str, Any]]) -> str | None:
-    """Why an optimizer cannot go on with the `stored` state: it is none of its kind."""
+    """Why an optimizer cannot take the `stored` state: it is none of its kind."""
     kind = type(optimizer)
     for number, parameter in enumerate(_owned(optimizer)):
         own, new = optimizer.state.get(parameter, {}), stored.get(number, {})

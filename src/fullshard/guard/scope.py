@@ -202,7 +202,7 @@ class Scope:
                 raise
         verdict = store.get(f"{key}/verdict")
         if verdict == b"distinct":
-            # The run goes on: leave nothing of the size of the world in the store.
+            # The run continues: leave nothing of the size of the world in the store.
             for own in (f"{key}/{digest}", f"{key}/text/{digest}"):
                 store.delete_key(own)
             return {}
