@@ -34,11 +34,15 @@ ROOMS: dict[str, frozenset[str]] = {
     "observe": LOWER | {"engine"},
     "extras": LOWER | {"engine", "api", "observe"},
     "program": frozenset(),
-    "train": frozenset({"", "checkpoint", "program"}),
+    "keys": frozenset(),
+    "migrate": frozenset(
+        {"keys", "policy", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
+    ),
+    "train": frozenset({"", "checkpoint", "program", "keys"}),
     "verify": frozenset({"", "program"}),
     # Reads reports and layouts; the probe sends messages as the engine does.
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
-    "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program"}),
+    "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
     "__init__": frozenset({"_version", "_public"}),
     "cli": frozenset({"", "checkpoint", "train", "program", "verify", "doctor"}),
     "__main__": frozenset({"cli"}),
@@ -47,6 +51,7 @@ ROOMS: dict[str, frozenset[str]] = {
 PURE = ("fullshard.layout", "fullshard.schedule") + tuple(
     f"fullshard.checkpoint.{name}" for name in "directory errors files manifest plan safetensors".split()
 )
+PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config levels reading".split()))
 PURE += tuple(f"fullshard.guard.{name}" for name in "diagnosis errors facts order process store structure".split())
 
 # Beside _torch, which has its classes: where torch's FSDP2 is run.

@@ -10,122 +10,94 @@ raises `ConfigError`, whose text is one line that names the key, the value and t
 
 from __future__ import annotations
 
-import difflib
-import json
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-
-class ConfigError(Exception):
-    """The user's configuration cannot run. The text is one line: key, value, the problem, the nearest valid choice."""
-
-
-def invalid(key: str, value: object, problem: str, nearest: str = "") -> ConfigError:
-    """`invalid("training.steps", 0, "expected at least 1", "1")` -> the one line that the user sees."""
-    line = f"{key} = {show(value)}: {problem}"
-    return ConfigError(f"{line}; nearest valid: {nearest}" if nearest else line)
-
-
-def show(value: object) -> str:
-    """A value in TOML syntax (JSON's, for the scalar types of a config)."""
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[str, ...] = (),
-    words: tuple[str, ...] = (),  # for a key of type `int | str`: words allowed instead of a number
-    least: float | None = None,  # inclusive lower limit
-    above: float | None = None,  # exclusive lower limit
-    most: float | None = None,  # inclusive upper limit
-) -> Any:
-    limits = {"doc": doc, "choices": choices, "words": words, "least": least, "above": above, "most": most}
-    return field(default=default, metadata=limits)
-
+from fullshard.keys import ConfigError as ConfigError
+from fullshard.keys import checked, read_toml, setting, unknown
+from fullshard.keys import invalid as invalid
+from fullshard.keys import show as show
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    dir: str = _key("", 'folder of this run, must be new or empty; "" makes runs/<date>-<time>')
+    dir: str = setting("", 'folder of this run, must be new or empty; "" makes runs/<date>-<time>')
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKeys:
-    layers: int = _key(4, "number of transformer blocks; each is one sharded unit", least=1)
-    dim: int = _key(128, "width of the residual stream", least=2)
-    heads: int = _key(4, "query heads; must divide dim", least=1)
-    kv_heads: int = _key(2, "key and value heads (grouped-query attention); must divide heads", least=1)
-    ffn_dim: int = _key(0, "width of the SwiGLU layer; 0 = 8/3 of dim, rounded up to a multiple of 32", least=0)
-    tie_embeddings: bool = _key(True, "use the token embedding as the output projection too")
-    rope_theta: float = _key(10000.0, "base of the rotary position frequencies", above=0.0)
-    norm_eps: float = _key(1e-5, "epsilon of RMSNorm", above=0.0)
+    layers: int = setting(4, "number of transformer blocks; each is one sharded unit", least=1)
+    dim: int = setting(128, "width of the residual stream", least=2)
+    heads: int = setting(4, "query heads; must divide dim", least=1)
+    kv_heads: int = setting(2, "key and value heads (grouped-query attention); must divide heads", least=1)
+    ffn_dim: int = setting(0, "width of the SwiGLU layer; 0 = 8/3 of dim, rounded up to a multiple of 32", least=0)
+    tie_embeddings: bool = setting(True, "use the token embedding as the output projection too")
+    rope_theta: float = setting(10000.0, "base of the rotary position frequencies", above=0.0)
+    norm_eps: float = setting(1e-5, "epsilon of RMSNorm", above=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingKeys:
-    steps: int = _key(300, "optimizer steps", least=1)
-    global_batch: int = _key(16, "sequences per optimizer step over all processes together", least=1)
-    micro_batch: int | str = _key(
+    steps: int = setting(300, "optimizer steps", least=1)
+    global_batch: int = setting(16, "sequences per optimizer step over all processes together", least=1)
+    micro_batch: int | str = setting(
         4,
         'most sequences in one forward pass of a process; 0 = its whole share; "auto" = what memory allows, found by '
         "halving",
         least=0,
         words=(AUTO,),
     )
-    sequence_length: int = _key(128, "tokens per sequence, also the longest context of the model", least=2)
-    clip_norm: float = _key(1.0, "largest global gradient norm; 0 = do not clip", least=0.0)
-    accumulate: str = _key(
+    sequence_length: int = setting(128, "tokens per sequence, also the longest context of the model", least=2)
+    clip_norm: float = setting(1.0, "largest global gradient norm; 0 = do not clip", least=0.0)
+    accumulate: str = setting(
         "local",
         'several micro-batches: "local" reduces gradients once, after the last; "reduce" after each, in less memory',
         choices=("local", "reduce"),
     )
-    nonfinite: str = _key(
+    nonfinite: str = setting(
         "raise",
         'NaN or inf in loss or gradients: "raise" ends the run, "skip" leaves the update out, "count" notes it',
         choices=("raise", "skip", "count"),
     )
-    replay_every: int = _key(
+    replay_every: int = setting(
         0, "steps between two that run twice and are compared bit by bit (faulty hardware); 0 = none", least=0
     )
-    recompute: str = _key(
+    recompute: str = setting(
         "none",
         'activations: "none" keeps all; "block" keeps block inputs and recomputes',
         choices=("none", "block"),
     )
-    device: str = _key("auto", '"auto" = cuda where there is a device, else cpu', choices=("auto", "cpu", "cuda"))
-    seed: int = _key(0, "seed of initial weights, sample order and generated text", least=0)
-    threads: int = _key(0, "CPU threads per process; 0 = cores / processes", least=0)
+    device: str = setting("auto", '"auto" = cuda where there is a device, else cpu', choices=("auto", "cpu", "cuda"))
+    seed: int = setting(0, "seed of initial weights, sample order and generated text", least=0)
+    threads: int = setting(0, "CPU threads per process; 0 = cores / processes", least=0)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKeys:
-    lr: float = _key(2e-3, "highest learning rate of AdamW", above=0.0)
-    min_lr_ratio: float = _key(0.1, "the cosine ends at this fraction of lr", least=0.0, most=1.0)
-    warmup_steps: int = _key(20, "steps of linear warm-up", least=0)
-    beta1: float = _key(0.9, "decay of the first moment", least=0.0, most=0.9999999)
-    beta2: float = _key(0.95, "decay of the second moment", least=0.0, most=0.9999999)
-    eps: float = _key(1e-8, "added to the root of the second moment", above=0.0)
-    weight_decay: float = _key(0.1, "decoupled decay of matrices; norm weights are not decayed", least=0.0)
+    lr: float = setting(2e-3, "highest learning rate of AdamW", above=0.0)
+    min_lr_ratio: float = setting(0.1, "the cosine ends at this fraction of lr", least=0.0, most=1.0)
+    warmup_steps: int = setting(20, "steps of linear warm-up", least=0)
+    beta1: float = setting(0.9, "decay of the first moment", least=0.0, most=0.9999999)
+    beta2: float = setting(0.95, "decay of the second moment", least=0.0, most=0.9999999)
+    eps: float = setting(1e-8, "added to the root of the second moment", above=0.0)
+    weight_decay: float = setting(0.1, "decoupled decay of matrices; norm weights are not decayed", least=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelismKeys:
-    data_parallel_shard_degree: int = _key(-1, "processes that share one copy of the state; -1 = all", least=-1)
-    data_parallel_replicate_degree: int = _key(1, "number of such groups, each with a copy (HSDP)", least=1)
-    reshard_after_forward: str = _key(
+    data_parallel_shard_degree: int = setting(-1, "processes that share one copy of the state; -1 = all", least=-1)
+    data_parallel_replicate_degree: int = setting(1, "number of such groups, each with a copy (HSDP)", least=1)
+    reshard_after_forward: str = setting(
         "default",
         'free full parameters after forward: "default" = all but the root\'s, "always", "never"',
         choices=("default", "always", "never"),
     )
-    timeout_seconds: float = _key(300.0, "a collective that takes longer ends the run", above=0.0)
+    timeout_seconds: float = setting(300.0, "a collective that takes longer ends the run", above=0.0)
 
     def degrees(self, world: int) -> tuple[int, int]:
         """(replicate, shard) on `world` processes, after `Config.check_world`."""
@@ -138,50 +110,52 @@ _DTYPES = ("default", "float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class PrecisionKeys:
-    param: str = _key("default", "dtype of gathered parameters and of compute", choices=_DTYPES)
-    reduce: str = _key(
+    param: str = setting("default", "dtype of gathered parameters and of compute", choices=_DTYPES)
+    reduce: str = setting(
         "default",
         "dtype in which gradients are summed over micro-batches and processes",
         choices=(*_DTYPES, "float64"),
     )
-    output: str = _key("default", "dtype of the logits that the model returns", choices=_DTYPES)
+    output: str = setting("default", "dtype of the logits that the model returns", choices=_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
 class DataKeys:
-    corpus: str = _key("builtin", '"builtin" = the documentation inside Python; "path:FILE" = text or .jsonl')
-    text_key: str = _key("text", "key of the text in an object of a .jsonl corpus")
-    validation_fraction: float = _key(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
-    tokenizer: str = _key(
+    corpus: str = setting("builtin", '"builtin" = the documentation inside Python; "path:FILE" = text or .jsonl')
+    text_key: str = setting("text", "key of the text in an object of a .jsonl corpus")
+    validation_fraction: float = setting(0.1, "last part of the corpus, kept for validation", above=0.0, most=0.5)
+    tokenizer: str = setting(
         "bytes", '"bytes", or "bpe" trained on the corpus (needs fullshard[bpe])', choices=("bytes", "bpe")
     )
-    bpe_vocab: int = _key(1024, "vocabulary of the BPE tokenizer", least=260)
+    bpe_vocab: int = setting(1024, "vocabulary of the BPE tokenizer", least=260)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsKeys:
-    log_every: int = _key(10, "steps between two lines on a console that is not a terminal", least=1)
-    eval_every: int = _key(50, "steps between two validations; the last step always validates", least=1)
-    eval_windows: int = _key(128, "sequences of one validation; 0 = the whole validation part", least=0)
-    tensorboard: bool = _key(True, "also write TensorBoard files, where tensorboard is installed")
-    plot: bool = _key(True, "draw loss.png at the end, where matplotlib is installed")
+    log_every: int = setting(10, "steps between two lines on a console that is not a terminal", least=1)
+    eval_every: int = setting(50, "steps between two validations; the last step always validates", least=1)
+    eval_windows: int = setting(128, "sequences of one validation; 0 = the whole validation part", least=0)
+    tensorboard: bool = setting(True, "also write TensorBoard files, where tensorboard is installed")
+    plot: bool = setting(True, "draw loss.png at the end, where matplotlib is installed")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointKeys:
-    every: int = _key(100, "steps between two checkpoints; 0 = only at the end, and when stopped by SIGTERM", least=0)
-    keep_last: int = _key(2, "how many of the newest checkpoints are kept", least=1)
-    keep_every: int = _key(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
-    asynchronous: bool = _key(True, "save in the background between steps; the last save is always waited for")
-    grace_seconds: float = _key(60.0, "a process that has not stopped this long after SIGTERM is ended", above=0.0)
+    every: int = setting(
+        100, "steps between two checkpoints; 0 = only at the end, and when stopped by SIGTERM", least=0
+    )
+    keep_last: int = setting(2, "how many of the newest checkpoints are kept", least=1)
+    keep_every: int = setting(0, "also keep those of steps that are multiples of this; 0 = none", least=0)
+    asynchronous: bool = setting(True, "save in the background between steps; the last save is always waited for")
+    grace_seconds: float = setting(60.0, "a process that has not stopped this long after SIGTERM is ended", above=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleKeys:
-    prompt: str = _key("The ", "beginning of the text generated at the end")
-    tokens: int = _key(200, "tokens to generate; 0 = none", least=0)
-    temperature: float = _key(0.7, "0 = always the most likely token", least=0.0)
-    top_k: int = _key(40, "choose among the k most likely tokens; 0 = all", least=0)
+    prompt: str = setting("The ", "beginning of the text generated at the end")
+    tokens: int = setting(200, "tokens to generate; 0 = none", least=0)
+    temperature: float = setting(0.7, "0 = always the most likely token", least=0.0)
+    top_k: int = setting(40, "choose among the k most likely tokens; 0 = all", least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,24 +240,6 @@ def _nearest_corpus(value: str) -> str:
 
 # ---- reading and printing ---------------------------------------------------------------------------------------
 
-_TYPES: dict[str, tuple[type, str]] = {
-    "int": (int, "a whole number"),
-    "float": (float, "a number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "a string"),
-}
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-# Common names for these choices. Used only to suggest the nearest valid choice.
-_SYNONYMS = {
-    **dict.fromkeys(("gpu", "nvidia"), "cuda"),
-    **dict.fromkeys(("bf16", "half", "mixed", "float16", "fp16"), "bfloat16"),
-    **dict.fromkeys(("fp32", "single", "full"), "float32"),
-    **dict.fromkeys(("true", "on", "yes"), "always"),
-    **dict.fromkeys(("false", "off", "no"), "never"),
-    **dict.fromkeys(("byte", "utf-8", "utf8"), "bytes"),
-}
-
 
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     """Defaults, then the file, then the overrides (`section.key=value`) in order; checked.
@@ -291,9 +247,9 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     Raises `ConfigError` for every mistake in them, including an unreadable file.
     """
     config = Config()
-    for section, table in ({} if path is None else _read_toml(path)).items():
+    for section, table in ({} if path is None else read_toml(path)).items():
         if section not in _sections():
-            raise _unknown(section, table, _sections(), "section")
+            raise unknown(section, table, _sections(), "section")
         if not isinstance(table, dict):
             raise invalid(section, table, f"expected a section, written [{section}]")
         for key, value in table.items():
@@ -330,15 +286,6 @@ def _sections() -> list[str]:
     return [section.name for section in fields(Config)]
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config file: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-
-
 def _with_override(config: Config, text: str) -> Config:
     name, equals, raw = text.partition("=")
     section, _, key = name.strip().partition(".")
@@ -355,74 +302,12 @@ def _with_override(config: Config, text: str) -> Config:
 
 
 def _with_value(config: Config, section: str, key: str, value: Any) -> Config:
-    checked = _checked(f"{section}.{key}", _find_key(section, key, value), value)
-    return replace(config, **{section: replace(getattr(config, section), **{key: checked})})
+    value = checked(f"{section}.{key}", _find_key(section, key, value), value)
+    return replace(config, **{section: replace(getattr(config, section), **{key: value})})
 
 
 def _find_key(section: str, key: str, value: Any) -> Field[Any]:
     keys = {found.name: found for found in fields(getattr(Config(), section))} if section in _sections() else {}
     if key not in keys:
-        raise _unknown(f"{section}.{key}", value, key_names(), "key")
+        raise unknown(f"{section}.{key}", value, key_names(), "key")
     return keys[key]
-
-
-def _unknown(name: str, value: Any, valid: list[str], what: str) -> ConfigError:
-    if isinstance(value, dict):
-        head = f"[{name}]" if what == "section" else name
-    else:
-        head = f"{name} = {value if isinstance(value, str) else show(value)}"
-    # The last part decides if the section is wrong or missing: `training.stps`, `trainer.steps`.
-    same_key = [v for v in valid if v.rpartition(".")[2] == name.rpartition(".")[2]]
-    nearest = (same_key or difflib.get_close_matches(name, valid, n=1, cutoff=0.0))[0]
-    return ConfigError(f"{head}: there is no such {what}; nearest valid: {nearest}")
-
-
-def _checked(name: str, key: Field[Any], value: Any) -> Any:
-    """`value`, converted to the key's type and checked against its limits."""
-    limits = key.metadata
-    words, choices = limits["words"], limits["choices"]
-    if isinstance(value, str) and value in words:
-        return value
-    kind, meaning = _TYPES[_kind(key)]
-    if kind is float and type(value) is int:
-        value = float(value)
-    has_type = type(value) is kind  # not isinstance: a bool is an int
-    if not has_type:
-        expected = " or ".join([meaning, *map(show, words)])
-        raise invalid(name, value, f"expected {expected}", _nearest_value(key, value))
-    if choices and value not in choices:
-        nearest = _SYNONYMS.get(value.lower(), "")
-        if nearest not in choices:
-            nearest = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
-        raise invalid(name, value, f"expected one of {', '.join(map(show, choices))}", show(nearest))
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"{name} = {value}: expected a finite number; nearest valid: {show(key.default)}")
-    least, above, most = limits["least"], limits["above"], limits["most"]
-    if least is not None and value < least:
-        raise invalid(name, value, f"expected at least {show(least)}", show(least))
-    if above is not None and value <= above:
-        raise invalid(name, value, f"expected more than {show(above)}", show(key.default))
-    if most is not None and value > most:
-        raise invalid(name, value, f"expected at most {show(most)}", show(most))
-    return value
-
-
-def _kind(key: Field[Any]) -> str:
-    """The type of a key as written, without the words allowed instead of a number."""
-    return str(key.type).removesuffix(" | str") if key.metadata["words"] else str(key.type)
-
-
-def _nearest_value(key: Field[Any], value: Any) -> str:
-    """For a value of the wrong type: the same value in the right type if that is obvious, else the default."""
-    kind, text = _kind(key), str(value).strip()
-    if isinstance(value, str) and (close := difflib.get_close_matches(value, key.metadata["words"], n=1)):
-        return show(close[0])
-    if kind == "int" and isinstance(value, float) and abs(value) < 2**53:
-        return str(round(value))
-    if kind == "int" and isinstance(value, str) and text.lstrip("-").isdigit():
-        return text
-    if kind == "bool" and text.lower() in (*_TRUE, *_FALSE):
-        return show(text.lower() in _TRUE)
-    if kind == "str" and isinstance(value, (int, float)):
-        return show(text.lower() if isinstance(value, bool) else text)
-    return show(key.default)
