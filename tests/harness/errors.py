@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import traceback
 from dataclasses import dataclass
 from typing import Literal
+
+from fullshard.guard.process import frames
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def format_stacks(thread_ids: set[int] | None = None) -> str:
     """The Python stacks of all threads of this process (or of those given by ident), each under its thread's name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in frames().items():
         if thread_ids is None or ident in thread_ids:
             stack = "".join(traceback.format_stack(frame))
             parts.append(f"Thread {names.get(ident, '?')} ({ident}):\n{stack}")

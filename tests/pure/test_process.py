@@ -103,3 +103,47 @@ def test_what_was_called_of_torch_s() -> None:
         result.set_result(1)
         thread.join()
     assert process.called(ident, TORCH) == "" and not process.is_within(ident, TORCH, TORCH)
+
+
+# A thread looks while others begin and end, and each allocation in `frames` collects garbage, which runs Python.
+_LOOKING = """
+import gc, importlib.util, sys, threading, time
+spec = importlib.util.spec_from_file_location("process", sys.argv[1])
+process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(process)
+gc.callbacks.append(lambda *_: [None for _ in range(200)])
+sys.setswitchinterval(1e-6)
+gc.set_threshold(1)
+end = time.monotonic() + 1
+
+def deep(levels):
+    deep(levels - 1) if levels else time.sleep(1e-4)
+
+def works():
+    while time.monotonic() < end:
+        deep(2)
+
+def looks():
+    while time.monotonic() < end:
+        assert threading.get_ident() in process.frames()
+
+def begins():
+    while time.monotonic() < end:
+        thread = threading.Thread(target=deep, args=(1,))
+        thread.start()
+        thread.join()
+
+threads = [threading.Thread(target=job) for job in (looks, begins, works, works, works, works, looks)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+print("ended")
+"""
+
+
+def test_looking_at_threads_that_begin_and_end_stops_nobody() -> None:
+    """In Python before 3.11.9 `sys._current_frames` alone stops all threads for ever, nearly each time."""
+    command = [sys.executable, "-c", _LOOKING, process.__file__]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "ended\n"

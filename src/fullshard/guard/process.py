@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 _PROC = Path("/proc")
@@ -67,10 +69,41 @@ def _fields(process: int) -> list[str]:
         return []
 
 
+def frames() -> dict[int, FrameType]:
+    """What each thread of this process runs, by its number.
+
+    In Python before 3.11.9 `sys._current_frames` holds a lock that threads take, with the interpreter lock, when they
+    begin and end. A garbage collection in it may hand over the interpreter lock: then nobody goes on
+    (https://github.com/python/cpython/issues/106883). So none may begin there.
+    """
+    if sys.version_info >= (3, 11, 9):
+        return sys._current_frames()
+    with _one_call:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+_one_call = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have held it."""
+    global _one_call
+    _one_call = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def place(thread: int, torch: str) -> str:
     """The innermost user code that `thread` of this process is in: "train.py:31 in step"; "" if none. `torch`: torch's
     package folder, which like fullshard's is not user code."""
-    frame = sys._current_frames().get(thread)
+    frame = frames().get(thread)
     while frame is not None:
         if not frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -80,7 +113,7 @@ def place(thread: int, torch: str) -> str:
 
 def called(thread: int, torch: str) -> str:
     """The function of torch or fullshard that the user's line called; "" if unknown."""
-    frame, name = sys._current_frames().get(thread), ""
+    frame, name = frames().get(thread), ""
     while frame is not None and frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
         if frame.f_code.co_name not in _WRAPPERS:
             name = frame.f_code.co_name
@@ -90,7 +123,7 @@ def called(thread: int, torch: str) -> str:
 
 def is_within(thread: int, folder: str, torch: str) -> bool:
     """Whether `thread` runs code called from a file below `folder`, a part of `torch`, with no other code between."""
-    frame = sys._current_frames().get(thread)
+    frame = frames().get(thread)
     while frame is not None and frame.f_code.co_filename.startswith(torch):
         if frame.f_code.co_filename.startswith(folder):
             return True
