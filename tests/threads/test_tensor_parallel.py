@@ -195,6 +195,25 @@ def test_a_mesh_of_two_own_axes() -> None:
     both(8, build)
 
 
+def test_an_equal_axis_of_another_mesh() -> None:
+    """DTensor caches results of operations by the value of a mesh: after a second mesh, parameters carry the first."""
+
+    def rank_main(rank: int) -> None:
+        first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        second = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "dp", "tp"))
+        model = blocks()
+        plan_tp(model, first["tp"], sequence=False)
+        fullshard.fully_shard(model, mesh=second["replicate", "dp"])
+        model(batch(0, rank // 2)).square().mean().backward()
+        plain = blocks()
+        for dp_rank in range(2):
+            (plain(batch(0, dp_rank)).square().mean() / 2).backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            tolerance.assert_close(whole(mine.grad), its.grad, terms=64)
+
+    run_ranks(4, rank_main)
+
+
 def test_in_compute_the_parameter_is_what_it_was() -> None:
     def rank_main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

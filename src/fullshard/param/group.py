@@ -62,7 +62,7 @@ class ParamGroup:
                 f.slots,
                 ShardLayout(cut_shape(f), f.dim, placing.world),
                 sharded_spec(f, placing),
-                own_spec(f),
+                own_spec(f, placing.mesh),
                 class_of(f.parameter),
             )
             for f in found
