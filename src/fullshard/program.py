@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class ProgramError(Exception):
@@ -60,6 +61,8 @@ class Program:
     shard: (model, fully_shard) -> None, applies `fully_shard` as the user's program does, to inner modules first;
         options that it passes go before those of the command. Default: `shard_blocks`.
     optimizer: (parameters) -> the optimizer. Default: AdamW with a learning rate of 1e-3.
+    parallelize: (model, mesh) -> None, splits the model over the one-dimensional mesh of tensor parallelism, with
+        torch's `parallelize_module`; called before `shard`, where a strategy asks for it.
     """
 
     model: Callable[[], nn.Module]
@@ -67,6 +70,7 @@ class Program:
     batch: Callable[[int], Any]
     shard: Callable[[nn.Module, Callable[..., Any]], object] = shard_blocks
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
+    parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None
 
 
 def find_program(entry: str) -> Program:

@@ -48,27 +48,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# How probable it is that rounding alone exceeds a bound, in one tensor.
-RISK = 1e-6
+from fullshard.verify import rounding
+from fullshard.verify.rounding import sums, unit
+
 # Samples or tokens that a test's gradient is summed over, at most, where the test does not say.
 ROWS = 128
 # The length of all sums behind a gradient or an output of the tests' tiny models, at most (test_tolerance.py).
 TERMS = 1024
-# Roundings of a module that are not its product's: bias, activation, normalisation, softmax.
-_ROUNDINGS = 8
-
-
-def unit(dtype: torch.dtype) -> float:
-    """The unit roundoff: the largest relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2
-
-
-def sums(dtype: torch.dtype, terms: int, elements: int = 1) -> float:
-    """How far apart two sums of the same `terms` terms may be, relative to the largest of the results, of which there
-    are `elements`.
-    """
-    deviation = math.sqrt(2 / 6) * unit(dtype) * math.sqrt(max(terms, 1))
-    return deviation * math.sqrt(2 * math.log(2 * max(elements, 1) / RISK))
 
 
 def figure(terms: int = TERMS, steps: int = 1, dtype: torch.dtype = torch.float32) -> float:
@@ -79,13 +65,8 @@ def figure(terms: int = TERMS, steps: int = 1, dtype: torch.dtype = torch.float3
 
 
 def terms_of(parameters: nn.Module | Iterable[Tensor], rows: int = ROWS) -> int:
-    """The length of all sums behind a gradient: each weight's inputs on the way forward, its outputs on the way back,
-    and the `rows` that its gradient is summed over.
-    """
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    shapes = [tuple(p.shape) for p in parameters]
-    return rows + sum(_ROUNDINGS + s[0] + math.prod(s[1:]) if len(s) > 1 else _ROUNDINGS for s in shapes)
+    """See `fullshard.verify.rounding`."""
+    return rounding.terms_of(parameters.parameters() if isinstance(parameters, nn.Module) else parameters, rows)
 
 
 def coarsest(parameters: Iterable[Tensor]) -> torch.dtype:

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard.program import Program, find_program
 from fullshard.verify.comparison import Comparison, Result
@@ -38,11 +41,12 @@ class Counted(nn.Module):
 class Net(nn.Module):
     """A tied embedding, dropout, a buffer, uneven and even rows, a frozen weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1, hidden: int = 33) -> None:
         super().__init__()
         self.embedding = nn.Embedding(38, 16)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Dropout(0.1), nn.Linear(33, 16)) for _ in range(2)
+            nn.Sequential(nn.Linear(16, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, 16))
+            for _ in range(2)
         )
         self.norm = Counted(16)
         self.head = nn.Linear(16, 38, bias=False)
@@ -66,6 +70,26 @@ def loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def program() -> Program:
     return Program(Net, loss, batch)
+
+
+def split() -> Program:
+    """With tensor parallelism of the blocks, whose columns have to be even. Without dropout, which each rank draws for
+    its columns."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        parallelize_module(model, mesh, {"blocks.*.0": ColwiseParallel(), "blocks.*.3": RowwiseParallel()})
+
+    return Program(lambda: Net(0.0, 32), loss, batch, parallelize=parallelize)
+
+
+def overflowing() -> Program:
+    """In float16 the scaled gradients of batches 0 and 1, the first step of two ranks, are infinite."""
+
+    def large(model: nn.Module, numbered: tuple[int, Tensor]) -> Tensor:
+        index, tokens = numbered
+        return loss(model, tokens) * (4096.0 if index < 2 else 1.0)
+
+    return Program(Net, large, lambda index: (index, batch(index)))
 
 
 class Case(NamedTuple):
@@ -227,17 +251,20 @@ def _record(rank: int, setting: Setting, folder: str, fault: SeededFault | None)
     # Each rank's own statistics are compared; that nothing averages them is not the question here.
     warnings.filterwarnings("ignore", "buffers differ between ranks")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    # DTensor keeps meshes of earlier jobs in this process, whose groups are gone, and takes them for equal ones.
+    _clear_sharding_prop_cache()
     with seeded(fault) if fault is not None else nullcontext():
         _train(find_program(setting.entry), setting, torch.device("cpu"), Path(folder))
 
 
 def record(folder: Path, strategy: str, world: int = 2, fault: SeededFault | None = None, **options: Any) -> Setting:
     """Train on the pool and write the records to `folder`."""
-    setting = Setting(ENTRY, options.get("library", "fullshard"), parse_strategy(strategy), world, 2, "cpu")
+    entry, library = options.get("entry", ENTRY), options.get("library", "fullshard")
+    setting = Setting(entry, library, parse_strategy(strategy), world, 2, "cpu")
     pool(world).run(_record, setting, str(folder), fault)
     return setting
 
 
 def compare(folder: Path, setting: Setting) -> Result:
     """Compare the records in `folder`."""
-    return Comparison(program(), setting, folder, torch.device("cpu")).run()
+    return Comparison(find_program(setting.entry), setting, folder, torch.device("cpu")).run()

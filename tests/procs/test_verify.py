@@ -16,11 +16,12 @@ import torch
 from fullshard.cli import main
 from fullshard.verify import page
 from fullshard.verify.reference import read_before, read_step
+from fullshard.verify.strategy import parse_strategy
 from fullshard.verify.subject import Setting
 from tests.harness.verified import FAULTS, compare, record
 
 # Many more, on one to four ranks: test_verify_evidence.py.
-SOUND = ["zero3", "zero2+bf16+micro=2", "zero3+offload+recompute", "zero3+micro=3"]
+SOUND = ["zero3", "zero2+bf16+micro=2", "zero3+offload+recompute", "zero3+micro=3", "zero2+fp16+micro=2"]
 
 
 @pytest.mark.parametrize("strategy", SOUND)
@@ -31,11 +32,58 @@ def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world"), [("zero3", 1), ("zero3", 3), ("zero3+hsdp=2", 4), ("zero2+hsdp=2+micro=2", 4)]
+    ("strategy", "world"),
+    [("zero3", 1), ("zero3", 3), ("zero3+hsdp=2", 4), ("zero2+hsdp=2+micro=2", 4), ("zero3=2+bf16", 4)],
 )
 def test_other_worlds(strategy: str, world: int, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy, world))
     assert result.verdict == "equal", result.difference
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("zero3+tp=2", 2), ("zero2+micro=2+tp=2", 4), ("zero3+hsdp=2+tp=2", 4)]
+)
+def test_beside_tensor_parallelism(strategy: str, world: int, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy, world, entry="tests.harness.verified:split"))
+    assert result.verdict == "equal", result.difference
+
+
+def test_a_fault_beside_tensor_parallelism(tmp_path: Path) -> None:
+    """A rank is named by its number in the world, and batches are those of the data-parallel ranks."""
+    folder = tmp_path / "trained"
+    setting = record(folder, "zero3+tp=2", 4, entry="tests.harness.verified:split")
+    losses = [read_step(folder, 0, rank).losses for rank in range(4)]
+    assert torch.equal(losses[0][0], losses[1][0]) and not torch.equal(losses[1][0], losses[2][0])
+    for rank in (2, 3):
+        step = read_step(folder, 0, rank)._replace(losses=losses[0])
+        torch.save(tuple(step), folder / "step-0" / f"rank-{rank}.pt")
+    found = compare(folder, setting).difference
+    assert found is not None and (found.phase, found.rank) == ("forward", 2)
+    assert "the batch of rank 0" in found.cause
+
+
+def test_gradients_in_fp16_that_are_not_finite_are_not_stepped_with(tmp_path: Path) -> None:
+    """The scaler skips the step and halves its scale, and so does the reference."""
+    setting = record(tmp_path, "zero3+fp16", entry="tests.harness.verified:overflowing")
+    assert not read_step(tmp_path, 0, 0).gradients["embedding.weight"].isfinite().all()
+    before, after = read_before(tmp_path, 0).parameters, read_step(tmp_path, 0, 0).parameters
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    second = read_step(tmp_path, 1, 0)
+    assert all(g is None or bool(g.isfinite().all()) for g in second.gradients.values())
+    result = compare(tmp_path, setting)
+    assert result.verdict == "equal", result.difference
+
+
+@pytest.mark.parametrize("text", ["zero3=1", "tp=0", "fp32", "zero3=x", ""])
+def test_a_word_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="expected words of zero3, zero3=N, zero2"):
+        parse_strategy(text)
+
+
+@pytest.mark.parametrize(("text", "world"), [("hsdp=3", 4), ("tp=2+hsdp=2", 6), ("zero3=2", 2), ("zero3=4+tp=2", 8)])
+def test_a_strategy_that_does_not_fit_the_world(text: str, world: int) -> None:
+    with pytest.raises(ValueError, match=r"expected a (world|number)"):
+        parse_strategy(text).shards(world)
 
 
 @pytest.mark.slow

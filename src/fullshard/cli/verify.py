@@ -18,7 +18,12 @@ examples:
   fullshard verify verify_me:program --against torch        the same for torch's FSDP2, beside
   fullshard verify verify_me:program --html equal.html      a page with pictures
 
-A strategy is made of the words zero3, zero2, hsdp=N, bf16, offload, micro=N, recompute, with + between them.
+A strategy is made of words with + between them:
+  zero3 zero2 zero3=N     parameters are freed after each forward, or not, or N ranks keep them together
+  hsdp=N tp=N             N replicas; tensor parallelism over N ranks (by the program's parallelize)
+  bf16 fp16               computed with in that dtype, reduced in float32; fp16 with a scaled loss
+  micro=N                 N micro-batches, the last of which synchronises
+  offload recompute       shards in host memory; activations computed again in backward
 
 exit codes: 0 equal; 1 different; 2 could not run
 """

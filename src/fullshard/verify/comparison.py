@@ -86,11 +86,11 @@ class Tolerance:
 
     @staticmethod
     def of(reference: Reference, setting: Setting) -> Tolerance:
-        computing = torch.bfloat16 if setting.strategy.bf16 else _coarsest(reference)
+        computing = setting.strategy.dtype or _coarsest(reference)
         largest = max(p.numel() for p in reference.stepped.parameters())
-        rows = rows_of(reference.program.batch(0)) * setting.strategy.micro * setting.world
-        terms = terms_of(reference.stepped, rows)
-        parts = setting.world * setting.strategy.micro
+        rows = rows_of(reference.program.batch(0)) * setting.strategy.micro * setting.data_world
+        terms = terms_of(reference.stepped.parameters(), rows)
+        parts = setting.data_world * setting.strategy.micro
         return Tolerance(sums(computing, terms, largest), sums(torch.float32, parts + 2, largest))
 
 
@@ -177,7 +177,7 @@ class Comparison:
             )
             for rank, record in enumerate(found)
             for micro, state in enumerate(record.generators)
-            if state != expected.generators[rank][micro]
+            if state != expected.generators[self.setting.data_rank(rank)][micro]
         ]
 
     def _forward(
@@ -191,10 +191,10 @@ class Comparison:
         differences: list[Difference | None] = []
         for rank, record in enumerate(found):
             for micro, loss in enumerate(record.losses):
-                wanted = expected.losses[rank][micro]
+                wanted = expected.losses[self.setting.data_rank(rank)][micro]
                 name = f"loss of micro-batch {micro}" if len(record.losses) > 1 else "loss"
 
-                def causes(value: Tensor, rank: int = rank, micro: int = micro) -> str:
+                def causes(value: Tensor, rank: int = self.setting.data_rank(rank), micro: int = micro) -> str:
                     return self._other_forward(step, micro, rank, value, expected, parameters, buffers)
 
                 size = wanted.double().abs().max().item()
@@ -216,10 +216,11 @@ class Comparison:
         for other, losses in enumerate(expected.losses):
             for which, loss in enumerate(losses):
                 if (other, which) != (rank, micro) and torch.equal(loss, found):
-                    return f"the batch of rank {other}, micro-batch {which}: batches are split in another way"
+                    taker = other * self.setting.strategy.tensor
+                    return f"the batch of rank {taker}, micro-batch {which}: batches are split in another way"
         if self._last is not None:
             self.reference.load(self._last[1])
-            self.reference.put_buffers(buffers[rank])
+            self.reference.put_buffers(buffers[rank * self.setting.strategy.tensor])
             loss, _, _ = self.reference.forward(step, micro, rank)
             self.reference.load(parameters)
             if torch.equal(loss, found):
@@ -232,7 +233,7 @@ class Comparison:
         differences: list[Difference | None] = []
         for rank, record in enumerate(found):
             for name, value in record.buffers.items():
-                wanted, stale = expected.buffers[rank][name], before[rank][name]
+                wanted, stale = expected.buffers[self.setting.data_rank(rank)][name], before[rank][name]
                 size = wanted.double().abs().max().item() if wanted.numel() else 0.0
 
                 def causes(value: Tensor, stale: Tensor = stale) -> str:
@@ -253,7 +254,7 @@ class Comparison:
                     differences.append(self._named(step, "backward", name, "no gradient: it was dropped"))
                 continue
             sizes = expected.sizes(name)
-            size = sizes.max().item() if sizes.numel() else 0.0
+            size = max(sizes[sizes.isfinite()].tolist(), default=0.0)
             stored = unit(value.dtype) * size
             allowed = self.tolerance.computing * size, self.tolerance.reducing * size + 2 * stored
 
@@ -268,7 +269,7 @@ class Comparison:
 
     def _other_gradient(self, name: str, found: Tensor, wanted: Tensor, expected: Expected, exact: float) -> str:
         """The fault that gives exactly this gradient, or ""."""
-        world, strategy = self.setting.world, self.setting.strategy
+        world, strategy = self.setting.data_world, self.setting.strategy
 
         def total(use: Callable[[int, int], float]) -> Tensor:
             result = torch.zeros_like(wanted)
@@ -440,7 +441,7 @@ class Comparison:
         """Whether rows are where others belong."""
         if not found.ndim or found.shape[0] < 2 or found.shape != wanted.shape:
             return ""
-        parts = [part for part in torch.chunk(torch.arange(found.shape[0]), self._shards) if len(part)]
+        parts = [part for part in torch.chunk(torch.arange(found.shape[0]), self.setting.shards) if len(part)]
         for first in range(len(parts)):
             for second in range(first + 1, len(parts)):
                 if len(parts[first]) == len(parts[second]):
@@ -457,17 +458,14 @@ class Comparison:
 
     def _replicas(self) -> list[list[int]]:
         """The ranks of each group that holds the whole model."""
-        return [list(range(first, first + self._shards)) for first in range(0, self.setting.world, self._shards)]
-
-    @property
-    def _shards(self) -> int:
-        return self.setting.world // self.setting.strategy.replicas
+        shards = self.setting.shards
+        return [list(range(first, first + shards)) for first in range(0, self.setting.data_world, shards)]
 
     def _rank_of(self, full: Tensor, element: tuple[int, ...]) -> int | None:
         """The first rank that holds this element, where the parameter is cut along its first dim, as by default."""
-        if not full.ndim:
+        if not full.ndim or self.setting.strategy.tensor > 1:
             return None
-        rows = -(-full.shape[0] // self._shards)
+        rows = -(-full.shape[0] // self.setting.shards)
         return element[0] // rows
 
     # ---- noise -----------------------------------------------------------------------------------------------
@@ -495,9 +493,10 @@ class Comparison:
 
 
 def _errors(found: Tensor, expected: Tensor) -> Tensor:
-    """In float64; infinite where something is not a number on one side alone."""
+    """In float64; infinite where something is not finite on one side alone."""
     found, expected = found.double(), expected.double()
-    return ((found - expected).abs() * ~(found.isnan() & expected.isnan())).nan_to_num(nan=math.inf, posinf=math.inf)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return (found - expected).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
 
 
 def _largest(found: Tensor, expected: Tensor) -> float:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fullshard.program import Program, to_device
 
-from .subject import SEED, Before, Setting, Step, batch_index, buffers_of, generators, named, seed_of, ties_of
+from .subject import SCALE, SEED, Before, Setting, Step, batch_index, buffers_of, generators, named, seed_of, ties_of
 
 
 class Expected(NamedTuple):
-    """What a step must give. `parts`: by rank and micro-batch, each gradient before the reduction, divided as the mean
-    divides it; the expected gradient is their sum."""
+    """What a step must give; lists are by data rank (`Setting.data_rank`). `parts`: of each micro-batch, each gradient
+    before the reduction, divided as the mean divides it; the expected gradient is their sum."""
 
     losses: list[list[Tensor]]
     generators: list[list[str]]
@@ -54,8 +54,10 @@ class Reference:
         self.initial_buffers = buffers_of(self.computing)
         self.trainable = {name for name, p in named(self.computing) if p.requires_grad}
         self.optimizer = program.optimizer(self.stepped.parameters())
-        if setting.strategy.bf16:
-            self._compute_in(torch.bfloat16)
+        # Of the loss; halved after gradients that are not finite, as a GradScaler does.
+        self.scale = SCALE if setting.strategy.precision == "fp16" else 1.0
+        if setting.strategy.dtype is not None:
+            self._compute_in(setting.strategy.dtype)
 
     def _build(self) -> nn.Module:
         torch.manual_seed(SEED)
@@ -82,8 +84,8 @@ class Reference:
         """Take `step` from the loaded parameters, with `buffers` of each rank from before it. `found`: rank 0's record,
         whose gradients the optimizer takes."""
         losses, states, parts, after = [], [], [], []
-        for rank in range(self.setting.world):
-            self.put_buffers(buffers[rank])
+        for rank in range(self.setting.data_world):
+            self.put_buffers(buffers[rank * self.setting.strategy.tensor])
             rows = [self.forward(step, micro, rank) for micro in range(self.setting.strategy.micro)]
             losses.append([loss for loss, _, _ in rows])
             states.append([state for _, state, _ in rows])
@@ -92,24 +94,28 @@ class Reference:
         for name, parameter in named(self.stepped):
             gradient = found.gradients[name]
             parameter.grad = None if gradient is None else gradient.to(self.device, parameter.dtype)
-        self.optimizer.step()
+        if self.scale == 1 or all(g is None or bool(g.isfinite().all()) for g in found.gradients.values()):
+            self.optimizer.step()
+        else:
+            self.scale /= 2
         parameters = {name: p.detach().to("cpu", copy=True) for name, p in named(self.stepped)}
         state = {name: dict(self.optimizer.state[p]) for name, p in named(self.stepped) if p in self.optimizer.state}
         return Expected(losses, states, after, parts, parameters, state)
 
     def forward(self, step: int, micro: int, rank: int) -> tuple[Tensor, str, dict[str, Tensor | None]]:
-        """One forward and backward: the loss, the generators' states after it, and the gradients."""
+        """One forward and backward of a data rank: the loss, the generators' states after it, and the gradients."""
         index = batch_index(self.setting, step, micro, rank)
         batch = to_device(self.program.batch(index), self.device)
         torch.manual_seed(seed_of(index))
         loss = self.program.loss(self.computing, batch)
-        (loss / self.setting.strategy.micro).backward()
+        (self.scale * (loss / self.setting.strategy.micro)).backward()
         state = generators(self.device)
         parts: dict[str, Tensor | None] = {}
         for name, parameter in named(self.computing):
             gradient, parameter.grad = parameter.grad, None
             # Each is rounded in the dtype of the gradient; the mean over the ranks is taken of exact values.
-            parts[name] = None if gradient is None else gradient.detach().cpu().double() / self.setting.world
+            scale = self.scale * self.setting.data_world
+            parts[name] = None if gradient is None else gradient.detach().cpu().double() / scale
         return loss.detach().cpu(), state, parts
 
     @torch.no_grad()

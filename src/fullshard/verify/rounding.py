@@ -13,10 +13,11 @@ of all sums on the way (`terms_of`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # How probable it is that rounding alone exceeds a bound, in one tensor.
 RISK = 1e-6
@@ -35,10 +36,10 @@ def sums(dtype: torch.dtype, terms: int, elements: int = 1) -> float:
     return deviation * math.sqrt(2 * math.log(2 * max(elements, 1) / RISK))
 
 
-def terms_of(model: nn.Module, rows: int) -> int:
+def terms_of(parameters: Iterable[Tensor], rows: int) -> int:
     """The length of all sums behind a gradient: each weight's inputs on the way forward, its outputs on the way back,
     and the `rows` that its gradient is summed over."""
-    shapes = [tuple(p.shape) for p in model.parameters()]
+    shapes = [tuple(p.shape) for p in parameters]
     return rows + sum(_ROUNDINGS + s[0] + math.prod(s[1:]) if len(s) > 1 else _ROUNDINGS for s in shapes)
 
 

@@ -36,19 +36,22 @@ def verify(
 ) -> list[Result]:
     """Compare sharded training of the program `entry` with plain training; one result for each library and strategy.
 
-    world: processes, all on this machine; a strategy with `hsdp` needs a multiple of its replicas.
+    world: processes, all on this machine; a multiple of the numbers after `hsdp` and `tp`.
     tell: called with a line of text at each stage.
 
     Writes 24 bytes for each parameter and step to the temporary folder of the system, and removes them. Raises
-    `ProgramError` for a program that plain torch cannot train.
+    `ProgramError` for a program that plain torch cannot train, and `ValueError` for a strategy that does not fit
+    `world`.
     """
     program = find_program(entry)
     _try(program, entry)
     settings = [Setting(entry, library, s, world, steps, device) for library in libraries for s in strategies]
-    for setting in settings:
-        if world % setting.strategy.replicas:
+    for strategy in strategies:
+        strategy.shards(world)
+        if strategy.tensor > 1 and program.parallelize is None:
             raise ProgramError(
-                f"{setting.strategy}: expected a world that {setting.strategy.replicas} divides, found {world}"
+                f"{strategy}: expected a program that says how its model is split over the axis tp, found none; give "
+                f"Program(parallelize=lambda model, mesh: parallelize_module(model, mesh, plan))"
             )
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="fullshard-verify-") as folder:

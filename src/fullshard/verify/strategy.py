@@ -5,49 +5,78 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Strategy:
-    """`reshard`: `reshard_after_forward`. `replicas`: how many ranks hold each shard (HSDP). `bf16`: parameters are
-    computed with in bfloat16, and reduced in float32. `micro`: micro-batches of a step, of which the last synchronises.
+    """`reshard`: `reshard_after_forward`. `replicas`: how many ranks hold each shard (HSDP). `precision`: "bf16" or
+    "fp16", in which parameters are computed with, and reduced in float32; "fp16" with a scaled loss. `micro`:
+    micro-batches of a step, of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism.
 
     >>> parse_strategy("zero2+bf16+micro=2")
-    Strategy(reshard=False, replicas=1, bf16=True, offload=False, micro=2, recompute=False)
-    >>> str(parse_strategy("hsdp=2+recompute+zero3"))
-    'zero3+hsdp=2+recompute'
+    Strategy(reshard=False, replicas=1, precision='bf16', offload=False, micro=2, recompute=False, tensor=1)
+    >>> str(parse_strategy("hsdp=2+recompute+zero3=4"))
+    'zero3=4+hsdp=2+recompute'
     """
 
-    reshard: bool = True
+    reshard: bool | int = True
     replicas: int = 1
-    bf16: bool = False
+    precision: str = ""
     offload: bool = False
     micro: int = 1
     recompute: bool = False
+    tensor: int = 1
 
     def __str__(self) -> str:
-        words = ["zero3" if self.reshard else "zero2"]
-        words += [f"hsdp={self.replicas}"] * (self.replicas > 1) + ["bf16"] * self.bf16 + ["offload"] * self.offload
-        words += [f"micro={self.micro}"] * (self.micro > 1) + ["recompute"] * self.recompute
+        numbers = {"hsdp": self.replicas, "micro": self.micro, "tp": self.tensor}
+        words = ["zero2" if self.reshard is False else "zero3" if self.reshard is True else f"zero3={self.reshard}"]
+        words += [f"hsdp={self.replicas}"] * (self.replicas > 1) + [self.precision] * bool(self.precision)
+        words += ["offload"] * self.offload + ["recompute"] * self.recompute
+        words += [f"{name}={numbers[name]}" for name in ("micro", "tp") if numbers[name] > 1]
         return "+".join(words)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of `precision`; None for that of the parameters."""
+        return _PRECISIONS.get(self.precision)
+
+    def shards(self, world: int) -> int:
+        """Over how many of `world` ranks a parameter is cut. Raises `ValueError` if the strategy does not fit them."""
+        copies = self.replicas * self.tensor
+        if world % copies:
+            raise ValueError(f"{self}: expected a world that {copies} divides, found {world}")
+        shards = world // copies
+        if not isinstance(self.reshard, bool) and (shards % self.reshard or self.reshard in (1, shards)):
+            raise ValueError(
+                f"{self}: expected a number after zero3 that divides the {shards} ranks of a shard, and is neither 1 "
+                f"nor {shards}, found {self.reshard}"
+            )
+        return shards
 
 
 # What is verified unless the user says otherwise.
 DEFAULT = ("zero3", "zero2", "zero3+bf16", "zero3+micro=2", "zero3+recompute", "zero3+offload")
-WORDS = "zero3, zero2, hsdp=N, bf16, offload, micro=N, recompute"
+WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, offload, micro=N, recompute, tp=N"
 
 
 def parse_strategy(text: str) -> Strategy:
     """Raises `ValueError` with the words that there are."""
     found = Strategy()
+    numbered = {"hsdp": "replicas", "micro": "micro", "tp": "tensor", "zero3": "reshard"}
     for word in text.split("+"):
         name, _, number = word.strip().partition("=")
-        if name in ("hsdp", "micro") and number.isdigit() and int(number) > 1:
-            given: dict[str, Any] = {"replicas" if name == "hsdp" else "micro": int(number)}
-            found = replace(found, **given)
+        if name in numbered and number.isdigit() and int(number) > 1:
+            given: dict[str, Any] = {numbered[name]: int(number)}
         elif name in ("zero2", "zero3") and not number:
-            found = replace(found, reshard=name == "zero3")
-        elif name in ("bf16", "offload", "recompute") and not number:
-            found = replace(found, **{name: True})
+            given = {"reshard": name == "zero3"}
+        elif name in _PRECISIONS and not number:
+            given = {"precision": name}
+        elif name in ("offload", "recompute") and not number:
+            given = {name: True}
         else:
             raise ValueError(f"{text}: expected words of {WORDS} with + between them, found {word!r}")
+        found = replace(found, **given)
     return found

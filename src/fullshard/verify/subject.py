@@ -30,6 +30,8 @@ from fullshard.program import Program, blocks_of, find_program, to_device
 from .strategy import Strategy
 
 SEED = 1234
+# Of the loss in fp16, at first. A power of two: scaling and its inverse are exact.
+SCALE = 2.0**10
 # Of names, what wrappers around modules add.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -47,6 +49,18 @@ class Setting(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.library} {self.strategy} world={self.world}"
+
+    @property
+    def data_world(self) -> int:
+        """How many ranks take batches of their own; those of one tensor-parallel group share one."""
+        return self.world // self.strategy.tensor
+
+    def data_rank(self, rank: int) -> int:
+        return rank // self.strategy.tensor
+
+    @property
+    def shards(self) -> int:
+        return self.strategy.shards(self.world)
 
 
 class Before(NamedTuple):
@@ -74,9 +88,9 @@ def seed_of(index: int) -> int:
     return SEED + 1 + index
 
 
-def batch_index(setting: Setting, step: int, micro: int, rank: int) -> int:
+def batch_index(setting: Setting, step: int, micro: int, data_rank: int) -> int:
     """The number of the batch that a rank takes."""
-    return (step * setting.strategy.micro + micro) * setting.world + rank
+    return (step * setting.strategy.micro + micro) * setting.data_world + data_rank
 
 
 def clean(name: str) -> str:
@@ -143,8 +157,13 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
     if strategy.recompute:
         for block in blocks_of(model):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    shard(program, model, setting, _mesh(setting, device))
+    mesh = _mesh(setting, device)
+    if strategy.tensor > 1:
+        assert program.parallelize is not None
+        program.parallelize(model, mesh["tp"])
+    shard(program, model, setting, mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"])
     optimizer = program.optimizer(model.parameters())
+    scaler = _scaler(setting, device)
     full = _full if rank == 0 else _taking_part
     before = Before(buffers_of(model), ties_of(model), {name: full(p) for name, p in named(model)})
     _write(folder / "before", rank, before)
@@ -152,15 +171,17 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
         losses, states = [], []
         for micro in range(strategy.micro):
             model.set_requires_gradient_sync(micro == strategy.micro - 1)
-            index = batch_index(setting, step, micro, rank)
+            index = batch_index(setting, step, micro, setting.data_rank(rank))
             batch = to_device(program.batch(index), device)
             torch.manual_seed(seed_of(index))
             loss = program.loss(model, batch)
-            (loss / strategy.micro).backward()
+            scaler.scale(loss / strategy.micro).backward()
             losses.append(_host(loss))
             states.append(generators(device))
+        scaler.unscale_(optimizer)
         gradients = {name: None if p.grad is None else full(p.grad) for name, p in named(model)}
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         parameters = {name: full(p) for name, p in named(model)}
         state = {
             name: {key: full(v) for key, v in optimizer.state[p].items()}
@@ -180,19 +201,29 @@ def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh
     else:
         import fullshard as library
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": setting.strategy.reshard}
-    if setting.strategy.bf16:
-        options["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if setting.strategy.dtype is not None:
+        options["mp_policy"] = library.MixedPrecisionPolicy(setting.strategy.dtype, torch.float32)
     if setting.strategy.offload:
         options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=setting.device != "cpu")
     program.shard(model, lambda module, **given: library.fully_shard(module, **{**options, **given}))
 
 
 def _mesh(setting: Setting, device: torch.device) -> DeviceMesh:
-    replicas = setting.strategy.replicas
-    if replicas > 1:
-        shape = (replicas, setting.world // replicas)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (setting.world,), mesh_dim_names=("shard",))
+    """The axes "replicate", "shard" and "tp", without the outer two where they have one rank."""
+    strategy = setting.strategy
+    axes = {"replicate": strategy.replicas, "shard": setting.shards, "tp": strategy.tensor}
+    sizes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _scaler(setting: Setting, device: torch.device) -> torch.amp.GradScaler:
+    library: Any = torch.amp
+    if setting.library != "torch":
+        import fullshard as library
+    scaler: torch.amp.GradScaler = library.GradScaler(
+        device.type, init_scale=SCALE, growth_interval=1 << 30, enabled=setting.strategy.precision == "fp16"
+    )
+    return scaler
 
 
 def _host(tensor: Tensor) -> Tensor:
