@@ -26,6 +26,8 @@ from .api import sync_module_states as sync_module_states
 from .api import uninstall as uninstall
 from .checkpoint.formats import load_pretrained as load_pretrained
 from .extras import GradientCheck as GradientCheck
+from .extras import InvariantBroken as InvariantBroken
+from .extras import InvariantChecks as InvariantChecks
 from .extras import MicroBatches as MicroBatches
 from .extras import NonFiniteError as NonFiniteError
 from .extras import Replay as Replay
@@ -33,6 +35,7 @@ from .extras import ReplayError as ReplayError
 from .extras import StepInBackward as StepInBackward
 from .extras import Turn as Turn
 from .extras import check_gradients as check_gradients
+from .extras import check_invariants as check_invariants
 from .extras import joined as joined
 from .extras import replay as replay
 from .extras import step_in_backward as step_in_backward

@@ -154,6 +154,7 @@ FUNCTIONS: dict[str, Call] = {
             "process_group": MAYBE,
         },
     ),
+    "check_invariants": (fullshard.check_invariants, {"model": MODEL._replace(taken="module"), "every": _is(1, "3")}),
     "clip_grad_norm_": (
         fullshard.clip_grad_norm_,
         {

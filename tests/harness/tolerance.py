@@ -48,8 +48,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.verify import rounding
-from fullshard.verify.rounding import sums, unit
+from fullshard import rounding
+from fullshard.rounding import sums, unit
 
 # Samples or tokens that a test's gradient is summed over, at most, where the test does not say.
 ROWS = 128
@@ -65,7 +65,7 @@ def figure(terms: int = TERMS, steps: int = 1, dtype: torch.dtype = torch.float3
 
 
 def terms_of(parameters: nn.Module | Iterable[Tensor], rows: int = ROWS) -> int:
-    """See `fullshard.verify.rounding`."""
+    """See `fullshard.rounding`."""
     return rounding.terms_of(parameters.parameters() if isinstance(parameters, nn.Module) else parameters, rows)
 
 

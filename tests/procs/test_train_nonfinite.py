@@ -1,4 +1,5 @@
-"""`training.nonfinite`, `training.replay_every`: what a run does with a step that has a NaN or inf, or a wrong bit."""
+"""`training.nonfinite`, `.replay_every`, `.check_every`: what a run does with a step that has a NaN or inf, a wrong bit,
+or a message that brings something else."""
 
 from __future__ import annotations
 
@@ -6,17 +7,20 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+import fullshard
 from fullshard import ReplayError
 from fullshard.train.config import Config
 from fullshard.train.console import Console
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
+from tests.harness.device_faults import SeededFault, seeded
 from tests.harness.pool import pool
 from tests.procs.test_train_cli import TINY, environment, metrics_of
 from tests.procs.test_train_world import config_of, full, trainer_of
@@ -147,6 +151,39 @@ def test_steps_are_replayed_by_a_key() -> None:
         assert all(map(torch.equal, after, state))
     for error, losses, _ in pool(2).run(replaying, configs[1], True, timeout=60):
         assert "differ first on rank 1, in the shard of layers.0.ffn.up.weight" in error and len(losses) == 3
+
+
+def checking(rank: int, config: Config, fault: SeededFault | None) -> tuple[str, list[float]]:
+    """What `Trainer.run` raises, and its losses."""
+    trainer = trainer_of(rank, config)
+    outputs = Outputs(Console())
+    losses: list[float] = []
+    outputs.console.step = lambda record: losses.append(record.loss)  # type: ignore[method-assign]
+    with seeded(fault) if fault else nullcontext():
+        try:
+            trainer.run(outputs)
+        except fullshard.InvariantBroken as raised:
+            return str(raised), losses
+    return "", losses
+
+
+def test_messages_are_checked_by_a_key() -> None:
+    """With it, a reduction that doubles a gradient ends the run before the first update; without, nobody notices."""
+    fault = SeededFault(
+        "param.group:ParamGroup.receive",
+        "param.reduced = part if",
+        "param.reduced = part * (1 + param.name.endswith('ffn.up.weight')) if",
+    )
+    configs = [config_of("training.steps=3", "metrics.eval_every=3", f"training.check_every={n}") for n in (0, 1)]
+    sound, checked, faulty, found = (
+        pool(2).run(checking, config, fault if broken else None, timeout=60)
+        for broken in (False, True)
+        for config in configs
+    )
+    assert sound == checked and all(not error and len(losses) == 3 for error, losses in sound)
+    assert faulty[0][1] != sound[0][1] and not faulty[0][0]
+    for error, losses in found:
+        assert error.startswith("layers.0.ffn.up.weight: expected the reduced gradient to be the sum") and not losses
 
 
 @pytest.mark.slow  # two runs of the command

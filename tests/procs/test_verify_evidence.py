@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.rounding import sums
 from fullshard.verify.reference import read_step
-from fullshard.verify.rounding import sums
 from tests.harness.verified import ENTRY, GRADIENT_FAULTS, GradientFault, compare, record, record_gradient_fault
 
 assert len(GRADIENT_FAULTS) >= 100

@@ -32,14 +32,15 @@ ROOMS: dict[str, frozenset[str]] = {
     "api": LOWER | {"engine"},
     "checkpoint": frozenset({"layout", "policy", "guard", "comm", "api", "_torch", "_version"}),
     "observe": LOWER | {"engine"},
-    "extras": LOWER | {"engine", "api", "observe"},
+    "extras": LOWER | {"engine", "api", "observe", "rounding"},
     "program": frozenset(),
+    "rounding": frozenset(),
     "keys": frozenset(),
     "migrate": frozenset(
         {"keys", "policy", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
     ),
     "train": frozenset({"", "checkpoint", "program", "keys"}),
-    "verify": frozenset({"", "program"}),
+    "verify": frozenset({"", "program", "rounding"}),
     # Reads reports and layouts; the probe sends messages as the engine does.
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
     "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),

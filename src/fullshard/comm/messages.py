@@ -198,7 +198,7 @@ def together_over(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
 
 
 def sum_over(mesh: DeviceMesh, counts: Tensor, what: str = _SUM) -> Tensor:
-    """The sum of `counts` (integers of any shape) over all ranks of `mesh`, on the mesh's device. Axes of one rank send
+    """The sum of `counts` (of any shape) over all ranks of `mesh`, on the mesh's device. Axes of one rank send
     nothing."""
     return _reduce_over(mesh, counts, dist.ReduceOp.SUM, what)
 

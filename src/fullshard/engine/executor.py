@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from .._torch import post_accumulate_grad_hooks, profiling, with_tensor_hooks
@@ -89,6 +90,23 @@ class OneStream:
             )
 
 
+# ---- gradient observers ----------------------------------------------------------------------------------------------
+
+
+class GradientObserver(Protocol):
+    """Hears of the gradients of a root's backwards (extras/invariants.py)."""
+
+    def sends(self, unit: Unit, group: ParamGroup, gradients: Sequence[Tensor | None]) -> None:
+        """The full gradients of the trainable parameters of `group` are about to be reduced."""
+
+    def receives(self) -> None:
+        """A backward ends: the reduced gradients are on `ShardedParam.reduced`, and nothing was written to `.grad`.
+        What it raises discards them."""
+
+    def discards(self) -> None:
+        """A step failed: what it sent is discarded."""
+
+
 # ---- executor --------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +153,7 @@ class Executor:
         # Whether this is not the last backward (`set_is_last_backward(False)`): prefetches may be pending at its end.
         self.may_stay_pending: Callable[[], bool] = lambda: False
         self.listeners: list[Callable[[Command], None]] = []
+        self.gradient_observers: list[GradientObserver] = []
         self._actions: dict[str, Callable[[Unit], None]] = {
             "unshard": self._unshard,
             "wait": self._wait,
@@ -307,6 +326,8 @@ class Executor:
             if unit.settings.controls.zero_unused:
                 pairs = zip(group.trainable, gradients, strict=True)
                 gradients = [group.params[i].zero() if gradient is None else gradient for i, gradient in pairs]
+            for observer in self.gradient_observers:
+                observer.sends(unit, group, gradients)
             channel = unit.channels.reduce(position)
             reduction = channel.issue(
                 gradients,
@@ -422,6 +443,8 @@ class Executor:
             if unit.host_link is not None:
                 unit.host_link.settle()
         self.facts.compare()
+        for observer in self.gradient_observers:
+            observer.receives()
         touched = [
             (unit, position, group.params[i])
             for unit in self._touched
@@ -480,6 +503,8 @@ class Executor:
         self._waiting_nbytes = 0
         self.stepping.discard()
         self.facts.discard()
+        for observer in self.gradient_observers:
+            observer.discards()
         for unit in self.units:
             unit.gradients.arrived = 0
             for param in unit.params:

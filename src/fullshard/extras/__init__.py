@@ -5,6 +5,9 @@ optimizer steps in backward, one decision on NaN and inf, uneven numbers of batc
 from .check_gradients import GradientCheck as GradientCheck
 from .check_gradients import NonFiniteError as NonFiniteError
 from .check_gradients import check_gradients as check_gradients
+from .invariants import InvariantBroken as InvariantBroken
+from .invariants import InvariantChecks as InvariantChecks
+from .invariants import check_invariants as check_invariants
 from .joined import Turn as Turn
 from .joined import joined as joined
 from .micro_batches import MicroBatches as MicroBatches

@@ -67,6 +67,9 @@ class TrainingKeys:
     replay_every: int = setting(
         0, "steps between two that run twice and are compared bit by bit (faulty hardware); 0 = none", least=0
     )
+    check_every: int = setting(
+        0, "steps between two in which gathers and reductions are checked (check_invariants); 0 = none", least=0
+    )
     recompute: str = setting(
         "none",
         'activations: "none" keeps all; "block" keeps block inputs and recomputes',

@@ -117,6 +117,8 @@ class Trainer:
             search="halve" if keys.micro_batch == AUTO else "fixed",
             reduce="last" if keys.accumulate == "local" else "each",
         )
+        if keys.check_every:
+            fullshard.check_invariants(model, every=keys.check_every)
         self.train_tokens = split.train
         self.order = SampleOrder(num_tokens=len(split.train), sequence_length=keys.sequence_length, seed=keys.seed)
         self.validation = validation_windows(

@@ -3,7 +3,6 @@
 strategy     one way to shard, as text
 subject      what each rank of a sharded training writes down
 reference    the same steps by plain torch in one process
-rounding     how far two correct computations may be apart
 comparison   the first difference, and its likely cause
 run          starts the processes | page: tables, JSON, HTML
 """

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from fullshard.program import Program
+from fullshard.rounding import rows_of, sums, terms_of, unit
 
 from .reference import Expected, Reference, read_before, read_step
-from .rounding import rows_of, sums, terms_of, unit
 from .subject import Setting, Step
 
 PHASES = ("initial values", "generators", "forward", "buffers", "backward", "optimizer step", "optimizer state")

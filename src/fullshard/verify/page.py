@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fullshard import __version__
+from fullshard.rounding import RISK
 
 from .comparison import Result
-from .rounding import RISK
 
 
 def table(results: Sequence[Result]) -> str:
