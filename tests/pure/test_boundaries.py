@@ -45,14 +45,14 @@ ROOMS: dict[str, frozenset[str]] = {
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
     "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
     "__init__": frozenset({"_version", "_public"}),
-    "cli": frozenset({"", "checkpoint", "train", "program", "verify", "doctor"}),
+    "cli": frozenset({"", "checkpoint", "train", "program", "verify", "doctor", "migrate"}),
     "__main__": frozenset({"cli"}),
 }
 # Decided without torch, so that they run anywhere and in microseconds.
 PURE = ("fullshard.layout", "fullshard.schedule") + tuple(
     f"fullshard.checkpoint.{name}" for name in "directory errors files manifest plan safetensors".split()
 )
-PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config levels reading".split()))
+PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config levels reading verdict".split()))
 PURE += tuple(f"fullshard.guard.{name}" for name in "diagnosis errors facts order process store structure".split())
 
 # Beside _torch, which has its classes: where torch's FSDP2 is run.

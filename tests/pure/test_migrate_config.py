@@ -1,314 +1,326 @@
-"""The configuration of `prepare_fully_shard`: every spelling, strict reading with suggestions, printing, round trip."""
+"""`fullshard migrate CONFIG`: every row of every table, what depends on several keys, and what is refused."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fullshard.migrate import LEVELS, ConfigError, ShardingConfig, find_level, read_config, read_table, to_dict, to_toml
-from fullshard.migrate.reading import key_names
+from fullshard.cli import main
+from fullshard.cli.migrate import FORMATS as NAMES
+from fullshard.migrate.reading import read_config
+from fullshard.migrate.settings.conversion import Conversion, convert
+from fullshard.migrate.settings.formats import FORMATS
+from fullshard.migrate.settings.rules import (
+    ANY,
+    GIVEN,
+    KINDS,
+    NUMBER,
+    TABLE,
+    TEXT,
+    WHOLE,
+    Case,
+    Format,
+    Rule,
+)
+from fullshard.migrate.settings.rules import (
+    NAMES as TEXTS,
+)
+from fullshard.migrate.verdict import UNSUPPORTED, VERDICTS, MigrationError
 
-# The surface that files rely on: a new key is added here on purpose, a removed one is a breaking change.
-KEYS = """
-wrap.by wrap.classes wrap.min_params wrap.function wrap.plan wrap.group_ends wrap.ties wrap.ignored
-sharding.data_parallel_shard_degree sharding.data_parallel_replicate_degree sharding.reshard_after_forward
-sharding.cpu_offload sharding.pin_memory
-precision.mode precision.dtype precision.param precision.reduce precision.output precision.cast_inputs
-initialisation.source initialisation.path initialisation.allow_missing initialisation.allow_unexpected
-initialisation.seed
-activation_checkpointing.at activation_checkpointing.classes activation_checkpointing.every
-activation_checkpointing.recompute activation_checkpointing.save activation_checkpointing.offload
-micro_batches.size micro_batches.reduce
-state_dict.kind state_dict.rank0_only state_dict.offload_to_cpu
-""".split()
-
-EVERYTHING: dict[str, Any] = {
-    "wrap": {"by": "plan", "plan": ["embed", "layers.*", ["norm", "head"]], "ties": "refuse", "group_ends": False}
-    | {"ignored": ["*.inv_freq"]},
-    "sharding": {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2, "reshard_after_forward": 2}
-    | {"cpu_offload": True, "pin_memory": False},
-    "precision": {"mode": "PURE", "dtype": "float16", "reduce": "float32", "output": "float32", "cast_inputs": False},
-    "initialisation": {"source": "pretrained", "path": "a \"b\" \\ é", "allow_missing": ["head.weight"], "seed": 3},
-    "activation_checkpointing": {"at": "classes", "classes": ["Block"], "every": 2, "save": ["aten.mm"]}
-    | {"offload": True},
-    "micro_batches": {"size": "auto", "reduce": "each"},
-    "state_dict": {"kind": "full", "rank0_only": True, "offload_to_cpu": True},
-    "override": [
-        {"modules": "layers.0", "reshard_after_forward": False, "param": "float32"},
-        {"modules": "Norm", "cpu_offload": False, "cast_inputs": True},
-    ],
-}  # fmt: skip
+# A value of each kind that no literal case of any rule takes.
+SAMPLES: dict[str, Any] = {ANY: "x", WHOLE: 2, NUMBER: 0.5, TEXT: "float16", TEXTS: ["A", "B"], TABLE: {}}
+# Keys without which a row means nothing.
+BESIDE: dict[str, dict[str, Any]] = {
+    "min_num_params": {"auto_wrap_policy": "SIZE_BASED_WRAP"},
+    "selective_ac_option": {"activation_checkpoint.mode": "selective"},
+    "pin_memory": {"zero_optimization.offload_param.device": "cpu"},
+    "HYBRID": {"data_parallel_replicate_degree": 2},
+}
 
 
-def test_the_keys_are_these() -> None:
-    assert key_names() == KEYS
+def _table(format: Format, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested tables."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        here = found
+        *parts, last = key.split(".")
+        for part in parts:
+            here = here.setdefault(part, {})
+        here[last] = value
+    return found
 
 
-def test_every_key_has_a_meaning_and_no_spelling_is_used_twice_in_a_section() -> None:
-    for section in fields(ShardingConfig)[:-1]:
-        keys = fields(getattr(ShardingConfig(), section.name))
-        assert all(key.metadata["doc"] for key in keys)
-        names = [name for key in keys for name in (key.name, *key.metadata["spellings"])]
-        assert len(names) == len(set(names))
+def _convert(name: str, keys: Mapping[str, Any]) -> Conversion:
+    format = next(each for each in FORMATS if each.name == name)
+    return convert(_table(format, keys), f"x{format.suffixes[0]}", format.suffixes[0], "", name)
 
 
-def test_nothing_is_the_default() -> None:
-    assert read_config() == read_config({}) == ShardingConfig()
-    assert read_config(ShardingConfig()) == ShardingConfig()
+def _beside(format: Format, rule: Rule, case: Case) -> dict[str, Any]:
+    end = rule.key.rpartition(".")[2].removeprefix("fsdp_")
+    prefix = rule.key[: len(rule.key) - len(end)]
+    found = BESIDE.get(end, {})
+    if "HYBRID" in str(case.when) or (case.when in (4, 5) and end in ("sharding_strategy", "reshard_after_forward")):
+        if format.name == "accelerate":
+            return {"num_machines": 2}
+        found = BESIDE["HYBRID"] if format.name != "hf" else {}
+    return {key if "." in key else f"{prefix}{key}": value for key, value in found.items()}
 
 
-@pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
-@pytest.mark.parametrize("table", [{}, EVERYTHING], ids=["defaults", "everything"])
-def test_what_is_printed_is_read_back(tmp_path: Path, suffix: str, table: dict[str, Any]) -> None:
-    config = read_config(table)
-    path = tmp_path / f"c.{suffix}"
-    path.write_text(to_toml(config) if suffix == "toml" else json.dumps(to_dict(config)))
-    assert read_config(path) == read_config(str(path)) == config
-    assert read_config(to_dict(config)) == config
+def _rows() -> Iterator[Any]:
+    for format in FORMATS:
+        for rule in format.rules:
+            for case in rule.cases:
+                yield pytest.param(format, rule, case, id=f"{format.name}-{rule.key}={case.when}")
 
 
-def test_everything_differs_from_the_default_in_every_section() -> None:
-    """So that the round trip above tells something of each key."""
-    changed = to_toml(read_config(EVERYTHING), only_changes=True)
-    unchanged = {"wrap.classes", "wrap.min_params", "wrap.function", "precision.param"}
-    unchanged |= {"initialisation.allow_unexpected", "activation_checkpointing.recompute"}
-    for name in {*KEYS} - unchanged:
-        assert f"\n{name.partition('.')[2]} = " in changed, name
+@pytest.mark.parametrize(("format", "rule", "case"), list(_rows()))
+def test_row(format: Format, rule: Rule, case: Case) -> None:
+    """The value gives this verdict and these settings, and the settings are a valid configuration."""
+    value = SAMPLES[case.when] if case.when in KINDS else case.when
+    found = _convert(format.name, {**_beside(format, rule, case), rule.key: value})
+    said = [each for each in found.findings if each.key == rule.key and not each.default]
+    assert said[0].verdict == case.verdict or said[0].reason.startswith("has no effect")
+    assert case.verdict in VERDICTS and case.reason
+    for name, wanted in case.settings.items():
+        if name in found.settings or not said[0].reason.startswith("has no effect"):
+            expected = value if wanted is GIVEN or wanted == GIVEN else wanted
+            assert found.settings.get(name, wanted) == expected
+    assert found.config == read_config(_table(format, found.settings))
 
 
-def test_only_changes_are_printed_as_asked() -> None:
-    text = to_toml(read_config({"precision": "PURE"}), only_changes=True)
-    assert text.startswith('[precision]\nmode = "PURE" ') and text.count("=") < 5
-    assert "\n".join(KEYS[:1]) and "[wrap]" in to_toml(ShardingConfig())
-    assert to_toml(ShardingConfig(), only_changes=True) == ""
+@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
+def test_no_rule_hides_another(format: Format) -> None:
+    names = [name for rule in format.rules for name in (rule.key, *rule.names)]
+    twice = {name for name in names if names.count(name) > 1} - {"main_process_port"}
+    assert not twice
+    for rule in format.rules:
+        for case in rule.cases:
+            if case.when not in KINDS:
+                assert rule.case(case.when) is case, f"{rule.key}={case.when}"
 
 
-# ---- spellings -------------------------------------------------------------------------------------------------------
+def test_the_command_knows_the_formats() -> None:
+    assert tuple(each.name for each in FORMATS) == NAMES
 
-HSDP = read_config({"sharding": {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}})
+
+# ---- several keys ----------------------------------------------------------------------------------------------------
+
+
+def test_hybrid_sharding_takes_the_number_of_machines() -> None:
+    keys = {"fsdp_config.fsdp_sharding_strategy": 4, "distributed_type": "FSDP"}
+    found = _convert("accelerate", {**keys, "num_machines": 3})
+    assert found.config.sharding.data_parallel_replicate_degree == 3
+    assert not [
+        each for each in _convert("accelerate", {**keys, "num_machines": 1}).findings if each.verdict == UNSUPPORTED
+    ]
+
+
+@pytest.mark.parametrize("name", ["hf", "composer", "foundry"])
+def test_hybrid_sharding_without_a_degree_is_not_dropped(name: str) -> None:
+    key = {"hf": "sharding_strategy", "composer": "fsdp.sharding_strategy", "foundry": "fsdp_config.sharding_strategy"}[
+        name
+    ]
+    last = [each for each in _convert(name, {key: "HYBRID_SHARD"}).findings if each.key == key][-1]
+    assert last.verdict == UNSUPPORTED and "data_parallel_replicate_degree" in last.reason
+
+
+@pytest.mark.parametrize("name", ["accelerate", "hf", "composer", "foundry"])
+def test_no_shard_stays_replicated(name: str) -> None:
+    prefix = {"accelerate": "fsdp_config.fsdp_", "hf": "", "composer": "fsdp.", "foundry": "fsdp_config."}[name]
+    sharding = _convert(name, {f"{prefix}sharding_strategy": "NO_SHARD"}).config.sharding
+    assert (sharding.data_parallel_shard_degree, sharding.data_parallel_replicate_degree) == (1, -1)
+
+
+# Defaults that mean something else, and what is said: the format, the keys that are there, the key that is not.
+DEFAULTS = {
+    "full state dicts, Accelerate": ("accelerate", {"fsdp_config.fsdp_version": 1}, "fsdp_config.fsdp_state_dict_type"),
+    "full state dicts, Trainer": ("hf", {"auto_wrap_policy": "NO_WRAP"}, "state_dict_type"),
+    "full state dicts, Composer": ("composer", {"fsdp.verbose": True}, "fsdp.state_dict_type"),
+    "nothing is wrapped, Accelerate": (
+        "accelerate",
+        {"fsdp_config.fsdp_version": 2},
+        "fsdp_config.fsdp_auto_wrap_policy",
+    ),
+    "BACKWARD_POST": ("foundry", {"fsdp_config.verbose": True}, "fsdp_config.backward_prefetch"),
+    "reentrant checkpointing": (
+        "foundry",
+        {"fsdp_config.activation_checkpointing": True},
+        "fsdp_config.activation_checkpointing_reentrant",
+    ),
+    "torchtitan's low precision": (
+        "torchtitan",
+        {"parallelism.tensor_parallel_degree": 1},
+        "training.mixed_precision_param",
+    ),
+    "DeepSpeed without a stage": ("deepspeed", {"steps_per_print": 1}, "zero_optimization.stage"),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_that_changes_meaning_is_said(name: str) -> None:
+    format, keys, key = DEFAULTS[name]
+    said = [each for each in _convert(format, keys).findings if each.key == key]
+    assert len(said) == 1 and said[0].default and said[0].reason
+
+
+def test_version_2_has_other_defaults() -> None:
+    assert _convert("accelerate", {"fsdp_config.fsdp_version": 2}).config.state_dict.kind == "sharded"
+    found = convert({"parallelism_config": {"fsdp2": {"verbose": True}}}, "x.yaml", ".yaml")
+    assert (found.format.name, found.config.state_dict.kind) == ("composer", "sharded")
 
 
 @pytest.mark.parametrize(
-    "table",
-    [
-        {"sharding": {"dp_shard_size": 4, "dp_replicate_size": 2}},  # Accelerate
-        {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2},  # Composer
-        {"parallelism": {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}},  # torchtitan
-        {"data_parallel_shard_dim": 4, "data_parallel_replicate_dim": 2},  # torchtune
-        {"dp_shard": 4, "dp_replicate": 2},  # names of mesh axes
-        {"shard_degree": 4, "replicate_degree": 2},
-    ],
+    ("name", "key"), [("foundry", "fsdp_config.mixed_precision"), ("composer", "fsdp.mixed_precision")]
 )
-def test_degrees_have_these_spellings(table: dict[str, Any]) -> None:
-    assert read_config(table) == HSDP
-    assert HSDP.degrees(8) == (2, 4)
+def test_pure_says_that_gradients_are_reduced_in_low_precision(name: str, key: str) -> None:
+    found = _convert(name, {key: "PURE", "precision": "amp_bf16"})
+    assert found.config.precision.dtypes == ("bfloat16", "bfloat16", None)
+    assert "reduced in the low precision" in next(each.reason for each in found.findings if each.key == key)
 
 
-@pytest.mark.parametrize(
-    ("table", "kept"),
-    [
-        ({"reshard_after_forward": True}, True),
-        ({"reshard_after_forward": "always"}, True),
-        ({"sharding": {"fsdp_reshard_after_forward": "never"}}, False),
-        ({"reshard_after_forward": "default"}, "default"),
-        ({"reshard_after_forward": 8}, 8),
-        ({"sharding": "SHARD_GRAD_OP"}, False),
-        ({"sharding": {"strategy": "ZeRO++ hpZ", "reshard_after_forward": 8}}, 8),
-    ],
-)
-def test_resharding_has_these_spellings(table: dict[str, Any], kept: object) -> None:
-    found = read_config(table).sharding.reshard_after_forward
-    assert found == kept and type(found) is type(kept)
+def test_accelerate_says_that_it_reduces_in_the_compute_dtype() -> None:
+    found = _convert("accelerate", {"mixed_precision": "bf16", "distributed_type": "FSDP"})
+    assert found.config.precision.dtypes == ("bfloat16", "bfloat16", None)
+    assert "reduces gradients in the compute dtype" in found.findings[0].reason
 
 
-@pytest.mark.parametrize(
-    ("value", "dtypes"),
-    [
-        ("FULL", (None, None, None)),
-        ("DEFAULT", ("bfloat16", "float32", None)),
-        ("PURE", ("bfloat16", "bfloat16", None)),
-        ("bf16", ("bfloat16", "float32", None)),
-        ("amp_fp16", ("float16", "float32", None)),
-        ({"mode": "PURE", "dtype": "fp16"}, ("float16", "float16", None)),
-        ({"param_dtype": "torch.bfloat16", "reduce_dtype": "float32"}, ("bfloat16", "float32", None)),
-        ({"mixed_precision_param": "bfloat16", "output_dtype": "float32"}, ("bfloat16", None, "float32")),
-        ({"mode": "PURE", "reduce": "fp32"}, ("bfloat16", "float32", None)),
-    ],
-)
-def test_precision_has_these_spellings(value: object, dtypes: tuple[str | None, ...]) -> None:
-    assert read_config({"precision": value}).precision.dtypes == dtypes
-    assert read_config({"mixed_precision": value}).precision.dtypes == dtypes
+def test_interpolations_are_resolved() -> None:
+    keys = {"variables.micro": 8, "device_train_microbatch_size": "${variables.micro}", "fsdp_config.verbose": True}
+    assert _convert("foundry", keys).config.micro_batches.size == 8
+    with pytest.raises(MigrationError, match="found no variables.mikro in this file"):
+        _convert("foundry", {"device_train_microbatch_size": "${variables.mikro}"})
 
 
-def test_sections_can_be_short() -> None:
-    config = read_config(
-        {"wrap": ["Block"], "initialisation": "meta", "activation_checkpointing": True, "micro_batches": 4}
-        | {"state_dict": "FULL_STATE_DICT", "override": {"layers.0": {"reshard_after_forward": "never"}}}
+def test_composer_s_table_may_stand_alone() -> None:
+    found = convert(
+        {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": 8, "cpu_offload": True}, "x.yaml", ".yaml"
     )
-    assert (config.wrap.by, config.wrap.classes, config.initialisation.source) == ("classes", ("Block",), "meta")
-    assert (config.activation_checkpointing.at, config.micro_batches.size) == ("children", 4)
-    assert (config.state_dict.kind, config.override[0].reshard_after_forward) == ("full", False)
-    assert read_config({"wrap": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10}}).wrap.by == "size"
-    assert read_config({"wrap": {"policy": "TRANSFORMER_BASED_WRAP", "classes": ["B"]}}).wrap.by == "classes"
+    assert found.format.name == "composer"
+    assert (found.config.sharding.data_parallel_shard_degree, found.config.sharding.cpu_offload) == (8, True)
 
 
-# ---- levels ----------------------------------------------------------------------------------------------------------
+# ---- the command and bad input ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "degrees", "kept"),
-    [
-        ("FULL_SHARD", 8, (1, 8), True),
-        ("ZeRO-3", 8, (1, 8), True),
-        ("SHARD_GRAD_OP", 8, (1, 8), False),
-        ("ZeRO-2", 8, (1, 8), False),
-        ("HYBRID_SHARD", 8, (2, 4), True),
-        ("MiCS", 8, (2, 4), True),
-        ("_HYBRID_SHARD_ZERO2", 8, (2, 4), False),
-        ("NO_SHARD", 8, (8, 1), False),
-        ("ZeRO-0", 8, (8, 1), False),
-        ("ZeRO++ hpZ", 8, (1, 8), 4),
-        ("ZeRO-1", 8, (1, 8), False),
-    ],
-)
-def test_level(name: str, world: int, degrees: tuple[int, int], kept: bool | int) -> None:
-    more: dict[str, Any] = {"dp_replicate_size": 2} if degrees == (2, 4) else {}
-    more |= {"reshard_after_forward": 4} if kept == 4 else {}
-    config = read_config({"sharding": {"strategy": name, **more}})
-    assert config.degrees(world) == degrees and config.sharding.reshard_after_forward == kept
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_all_levels_are_tested() -> None:
-    case = next(mark for mark in getattr(test_level, "pytestmark", ()) if mark.name == "parametrize")
-    assert {row[0] for row in case.args[1]} == {name for level in LEVELS for name in level.names}
+ACCELERATE = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+mixed_precision: 'no'
+num_processes: 8
+"""
 
 
-@pytest.mark.parametrize(
-    "name", ["full_shard", "ShardingStrategy.FULL_SHARD", "zero3", "ZeRO stage 3", "stage3", "zero_3"]
-)
-def test_levels_have_these_spellings(name: str) -> None:
-    assert find_level("sharding.strategy", name).fsdp1 == "FULL_SHARD"
+def test_the_command_writes_a_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "acc.yaml").write_text(ACCELERATE)
+    assert main(["migrate", "acc.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "acc.yaml:5: exact: fsdp_config.fsdp_sharding_strategy" in said
+    config = read_config(here / "acc.fullshard.toml")
+    assert (config.wrap.by, config.sharding.reshard_after_forward) == ("no_split_modules", False)
+    assert main(["migrate", "acc.yaml", "--json", "--output", "b.toml"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "accelerate" and found["counts"]["exact"] >= 5
+    assert read_config(found["settings"]) == config
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+def test_what_is_lost_is_an_exit_code_that_can_be_accepted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "ds.json").write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
+    key = "zero_optimization.zero_quantized_weights"
+    assert main(["migrate", "ds.json"]) == 1
+    assert main(["migrate", "ds.json", "--accept-lossy", key, "--output", "b.toml"]) == 0
+    assert "(accepted)" in capsys.readouterr().out
+    assert main(["migrate", "ds.json", "--accept-lossy", "stage", "--output", "c.toml"]) == 2
+    assert f"there are {key}" in capsys.readouterr().err and not (here / "c.toml").exists()
 
 
-@pytest.mark.parametrize(
-    ("table", "told"),
-    [
-        ({"wrapp": {}}, "[wrapp]: there is no such section; nearest valid: wrap"),
-        ({"shard_degre": 4}, "there is no such key; nearest valid: sharding.data_parallel_shard_degree"),
-        ({"wrap": {"clases": ["B"]}}, "nearest valid: wrap.classes"),
-        ({"wrap": {"by": "class"}}, 'nearest valid: "classes"'),
-        ({"wrap": {"by": "classes"}}, "expected wrap.classes, found none"),
-        ({"wrap": {"by": "size", "classes": ["B"]}}, 'has no effect with wrap.by = "size"'),
-        ({"wrap": {"by": "children", "min_params": 5}}, "has no effect"),
-        ({"wrap": {"plan": "layers.0"}}, 'nearest valid: ["layers.0"]'),
-        ({"wrap": {"plan": [[]]}}, "wrap.plan[0]"),
-        ({"wrap": {"function": "units"}}, "module:function"),
-        ({"wrap": {"classes": "Block"}}, 'nearest valid: ["Block"]'),
-        ({"sharding": {"dp_shard_size": 4, "data_parallel_shard_degree": 4}}, "under two names"),
-        ({"sharding": {"cpu_offload": True}, "cpu_offload": True}, "found twice"),
-        ({"dp_shard_size": 0}, "expected -1"),
-        ({"dp_shard_size": "8"}, "nearest valid: 8"),
-        ({"dp_shard_size": -1, "dp_replicate_size": -1}, "found -1 for both"),
-        ({"dp_shard_size": -2}, "expected at least -1"),
-        ({"reshard_after_forward": "allways"}, 'nearest valid: "always"'),
-        ({"reshard_after_forward": 2.0}, "nearest valid: 2"),
-        ({"reshard_after_forward": 1}, "expected at least 2"),
-        ({"sharding": "FULL_SHARDED"}, 'nearest valid: "FULL_SHARD"'),
-        ({"sharding": {"strategy": 3}}, "the number 3 is NO_SHARD in Accelerate"),
-        ({"sharding": "HYBRID_SHARD"}, "expected data_parallel_replicate_degree, found none"),
-        ({"sharding": "ZeRO++ hpZ"}, "expected reshard_after_forward, found none"),
-        ({"sharding": {"strategy": "FULL_SHARD", "reshard_after_forward": False}}, "leave one out"),
-        ({"sharding": {"strategy": "NO_SHARD", "dp_shard_size": 4}}, "leave one out"),
-        ({"pin_memory": False}, "has no effect without cpu_offload"),
-        ({"precision": "pure"}, 'nearest valid: "PURE"'),
-        ({"precision": {"param": "bfloat"}}, 'nearest valid: "bfloat16"'),
-        ({"precision": {"buffer_dtype": "bfloat16"}}, "buffers keep their dtype"),
-        ({"initialisation": {"path": "x", "source": "meta"}}, "has no effect"),
-        ({"initialisation": "pretrained"}, "expected initialisation.path"),
-        ({"initialisation": "gpu"}, "expected one of"),
-        ({"activation_checkpointing": {"every": 2}}, "has no effect with at"),
-        ({"activation_checkpointing": {"at": "units", "recompute": False}}, "then has no effect"),
-        ({"micro_batches": {"reduce": "each"}}, "has no effect"),
-        ({"micro_batches": "atuo"}, 'nearest valid: "auto"'),
-        ({"state_dict": "LOCAL_STATE_DICT"}, "shards of flat parameters"),
-        ({"state_dict": {"rank0_only": True}}, "has no effect"),
-        ({"override": [{"reshard_after_forward": True}]}, "override[0].modules: expected"),
-        ({"override": [{"modules": "a"}]}, "found none"),
-        ({"override": [{"modules": "a", "reshard": True}]}, "nearest valid: reshard_after_forward"),
-        ({"override": "a"}, "written [[override]]"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_line_that_names_key_value_and_the_nearest(table: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        read_config(table)
-    assert told in str(raised.value) and "\n" not in str(raised.value)
+# name of the file, its text, the place and a part of the message
+BAD = {
+    "an unknown key": (
+        "a.yaml",
+        ACCELERATE.replace("fsdp_state_dict_type", "fsdp_state_dict_typ"),
+        "a.yaml:4: ",
+        "fsdp_config.fsdp_state_dict_type",
+    ),
+    "an unknown outermost key": ("a.yaml", ACCELERATE + "num_procs: 3\n", "a.yaml:8: ", "nearest valid: num_processes"),
+    "a wrong type": ("a.yaml", ACCELERATE + "  fsdp_offload_params: 3\n".replace("  ", ""), "a.yaml", "no such key"),
+    "a wrong value": (
+        "a.yaml",
+        ACCELERATE.replace("SHARD_GRAD_OP", "HALF_SHARD"),
+        "a.yaml:5: ",
+        "FULL_SHARD or 2 or SHARD_GRAD_OP",
+    ),
+    "a number for a switch": (
+        "t.toml",
+        "[training]\nenable_cpu_offload = 3\n[parallelism]\n",
+        "t.toml:2: ",
+        "expected true or false",
+    ),
+    "a contradiction": (
+        "a.yaml",
+        ACCELERATE + "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n".replace("SHARD_GRAD_OP", "x"),
+        "",
+        "",
+    ),
+    "contradictory strategies": (
+        "h.json",
+        '{"sharding_strategy": "FULL_SHARD",\n "reshard_after_forward": false, "auto_wrap_policy": "NO_WRAP"}',
+        "h.json:2: ",
+        "contradicts sharding_strategy",
+    ),
+    "contradictory degrees": (
+        "t.toml",
+        "[parallelism]\ndata_parallel_shard_degree = -1\ndata_parallel_replicate_degree = -1\n",
+        "t.toml: ",
+        "expected one of the two degrees",
+    ),
+    "a degree of nothing": ("t.toml", "[parallelism]\ndata_parallel_shard_degree = 0\n", "t.toml: ", "at least 1"),
+    "a tag of Python": (
+        "a.yaml",
+        "fsdp_config: !!python/object/apply:os.system ['true']\n",
+        "a.yaml:1:14: ",
+        "could not determine a constructor",
+    ),
+    "no configuration": ("a.yaml", "colour: red\n", "a.yaml: ", "expected a configuration of one of these"),
+    "a list": ("a.json", "[1, 2]", "a.json: ", "expected keys with values, found a list"),
+    "an empty file": ("a.yaml", "", "a.yaml: ", "found nothing"),
+    "broken YAML": ("a.yaml", "a: [1,\nb: 2\n", "a.yaml:3:", "not valid YAML"),
+    "broken JSON": ("a.json", '{"a": 1,}', "a.json: ", "not valid JSON"),
+    "broken TOML": ("a.toml", "a = \n", "a.toml: ", "not valid TOML"),
+    "another kind of file": ("a.ini", "[x]\n", "a.ini: ", "expected a file named"),
+    "a program in another language": ("a.sh", "echo\n", "a.sh: ", "expected a file named"),
+}
+del BAD["a contradiction"]
 
 
-@pytest.mark.parametrize(
-    ("table", "world", "told"),
-    [
-        ({"dp_shard_size": 3}, 8, "sharding.data_parallel_shard_degree = 3: with 1 copy there are 3 of 8 ranks"),
-        ({"dp_replicate_size": 3}, 8, "must divide the 8 ranks"),
-        ({"dp_shard_size": 3, "dp_replicate_size": -1}, 8, "must divide the 8 ranks"),
-        ({"dp_shard_size": 4, "dp_replicate_size": 4}, 8, "there are 16 of 8 ranks; nearest valid: 2 (or -1)"),
-        ({"reshard_after_forward": 3}, 8, "expected a factor of the 8 ranks that share a copy; nearest valid: 2"),
-        ({"override": {"a": {"reshard_after_forward": 3}}}, 4, "override[0].reshard_after_forward = 3"),
-    ],
-)
-def test_degrees_that_do_not_fit_the_ranks(table: dict[str, Any], world: int, told: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        read_config(table).degrees(world)
-    assert told in str(raised.value)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, text, place, part = BAD[name]
+    (here / file).write_text(text)
+    assert main(["migrate", file]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert f"fullshard migrate: {place}" in said.err and part in said.err
+    assert [path.name for path in here.iterdir()] == [file]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("c.toml", "[wrap\n", "not valid TOML"),
-        ("c.json", "{", "not valid JSON"),
-        ("c.json", "[1]", "expected keys with values, found a list"),
-        ("c.yaml", "a: [1", "c.yaml:1:6: not valid YAML"),
-        ("c.yaml", "wrap: !!python/object/apply:os.system ['touch {0}']", "not valid YAML: could not determine"),
-        ("c.yaml", "", "found nothing"),
-        ("c.yml", "just text", "found a str"),
-        ("c.ini", "[wrap]", "expected a file named"),
-    ],
-)
-def test_a_file_that_is_no_configuration(tmp_path: Path, name: str, text: str, told: str) -> None:
-    path, touched = tmp_path / name, tmp_path / "touched"
-    path.write_text(text.format(touched) if "touch" in text else text)
-    with pytest.raises(ConfigError) as raised:
-        read_table(path)
-    assert told in str(raised.value) and str(path) in str(raised.value) and "\n" not in str(raised.value)
-    assert not touched.exists()
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_config(tmp_path / "absent.toml")
-    (tmp_path / "c.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not a text file"):
-        read_config(tmp_path / "c.json")
-    with pytest.raises(ConfigError, match="found a int"):
-        read_config(3)  # type: ignore[arg-type]
-
-
-def test_yaml_without_its_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    (tmp_path / "c.yaml").write_text("precision: PURE")
-    with pytest.raises(ConfigError, match=r"fullshard\[yaml\]"):
-        read_config(tmp_path / "c.yaml")
-
-
-def test_reading_needs_no_torch() -> None:
-    code = "import sys\nimport fullshard.migrate\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def test_an_existing_file_is_not_written_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "acc.yaml").write_text(ACCELERATE)
+    (here / "acc.fullshard.toml").write_text("mine")
+    assert main(["migrate", "acc.yaml"]) == 2
+    assert "acc.fullshard.toml: expected no file there" in capsys.readouterr().err
+    assert (here / "acc.fullshard.toml").read_text() == "mine"

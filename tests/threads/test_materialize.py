@@ -154,7 +154,14 @@ def by_replacing(module: nn.Module) -> None:
         setattr(module, name, nn.Parameter(torch.randn(p.shape), requires_grad=p.requires_grad))
 
 
-@pytest.mark.parametrize("init", [by_data, by_replacing])
+def by_emptying(module: nn.Module) -> None:
+    """As `param_init_fn` of FSDP1 does it, which finds its module on the meta device."""
+    module.to_empty(device="cpu", recurse=False)
+    for p in module.parameters(recurse=False):
+        p.data.normal_()
+
+
+@pytest.mark.parametrize("init", [by_data, by_replacing, by_emptying])
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_initialiser_of_the_user(init: Callable[[nn.Module], None], world: int) -> None:
     """Called as by `apply`, children first, with what the unit has full."""

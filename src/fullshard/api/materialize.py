@@ -197,6 +197,8 @@ def _allocate_meta(model: nn.Module, device: torch.device, *, buffers_only: bool
 
 Init = Callable[[nn.Module], object]
 
+# Units whose modules hold full, plain parameters for an initialiser.
+filling: set[Unit] = set()
 # torch's generators are per process, and ranks may be threads of one process.
 _GENERATORS = threading.RLock()
 
@@ -456,6 +458,8 @@ def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
     fulls = [[_full_parameter(group, param) for param in group.params] for group in groups]
     for group, parameters in zip(groups, fulls, strict=True):
         group.swap.put(group.swap.spread(parameters))
+    if unit is not None:
+        filling.add(unit)
     try:
         yield
         for group, parameters in zip(groups, fulls, strict=True):
@@ -466,6 +470,8 @@ def _full(unit: Unit | None, lost: set[int]) -> Iterator[None]:
                     if unit is not None and unit.settings.notes_values:
                         note_loaded(param, source)
     finally:
+        if unit is not None:
+            filling.discard(unit)
         for group in groups:
             group.swap.put(group.swap.spread([param.sharded for param in group.params]))
 

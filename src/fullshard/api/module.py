@@ -25,6 +25,7 @@ from ..param import ShardedParam, Slot
 from ..policy.arguments import expect_flag
 from ..schedule import Full
 from . import settings, validate
+from .materialize import filling
 
 # ---- torch state -----------------------------------------------------------------------------------------------------
 # The state of a sharded module in the form that torch's own code reads.
@@ -440,6 +441,8 @@ class FSDPModule(TorchFSDPModule):
         Tensors from `to_empty` are tracked until they are written; buffers that have data keep it
         (docs/initialisation.md).
         """
+        if self._unit() in filling:  # an initialiser of FSDP1's form begins with `to_empty`
+            return super()._apply(fn, recurse)
         refuse_opened(self._unit(), "a conversion of the module")
         self.reshard()
         conversion = Conversion.of(fn)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import __version__
-from fullshard.cli import doctor, verify
+from fullshard.cli import doctor, migrate, verify
 from fullshard.train import cli as train
 
 STYLES = ("fullshard", "hf", "titan")  # name styles of a Llama's parameters, as in `fullshard.checkpoint`
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_commands(commands)
     verify.add_command(commands)
     doctor.add_command(commands)
+    migrate.add_command(commands)
     _add_checkpoint(commands)
     return top
 
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return verify.run(arguments)
         if arguments.command == "doctor":
             return doctor.run(arguments)
+        if arguments.command == "migrate":
+            return migrate.run(arguments)
         if arguments.command != "checkpoint":
             return train.run(arguments)
         from fullshard.cli import checkpoint

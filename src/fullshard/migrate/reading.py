@@ -179,7 +179,9 @@ def _section(section: str, keys: Any, table: Mapping[str, Any]) -> Any:
     if section == "sharding" and table.get("strategy") is not None:
         found |= _of_strategy(table["strategy"], found)
     for name, (lead, choice) in _IMPLIED.get(section, {}).items():
-        if name in found and (lead not in table or found[lead] == "no_split_modules"):
+        if found.get(name, getattr(keys, name)) != getattr(keys, name) and (
+            lead not in table or found[lead] == "no_split_modules"
+        ):
             found[lead] = choice
     return replace(keys, **found)
 

@@ -1,0 +1,319 @@
+"""Converts a configuration: a finding for each key, and the `ShardingConfig` that the new settings make."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fullshard.keys import ConfigError, show
+
+from ..config import ShardingConfig
+from ..reading import read_config, read_table
+from ..verdict import DROPPED, EQUIVALENT, EXACT, UNSUPPORTED, Finding, MigrationError, Place, in_order
+from .composer import COMPOSER, CONFIG
+from .formats import find_format
+from .hugging import ACCELERATE, HUGGING_FACE
+from .rules import (
+    AC,
+    CLASSES,
+    COPIES,
+    FULL_STATE,
+    GIVEN,
+    KIND,
+    LEAST,
+    OFFLOAD,
+    PIN,
+    WRAP,
+    Case,
+    Format,
+    Rule,
+)
+from .titan import TITAN
+
+_OFFLOADED, _RECOMPUTE = "activation_checkpointing.offload", "activation_checkpointing.recompute"
+_EVERY, _SAVE = "activation_checkpointing.every", "activation_checkpointing.save"
+_HYBRIDS = ("4", "5", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """`settings`: the new ones, by `section.key`."""
+
+    format: Format
+    findings: list[Finding]
+    settings: dict[str, Any]
+    config: ShardingConfig
+
+
+def convert_file(path: Path, name: str | None = None) -> Conversion:
+    """Convert the configuration in a file, of the format `name` or the one that it looks like. Writes nothing. Raises
+    `MigrationError` with the place of the mistake: unreadable, of no known format, unknown keys, wrong types, settings
+    that contradict each other."""
+    try:
+        table = read_table(path)
+        text = path.read_text(encoding="utf-8")
+    except ConfigError as error:
+        raise MigrationError(str(error)) from None
+    return convert(table, str(path), path.suffix, text, name)
+
+
+def convert(table: Mapping[str, Any], path: str, suffix: str, text: str = "", name: str | None = None) -> Conversion:
+    """As `convert_file`, of a table that was read; `text` is for line numbers."""
+    found = find_format(path, suffix, table, name)
+    return _Converter(found, table, path, text).convert()
+
+
+@dataclass
+class _Setting:
+    value: Any
+    key: str
+    forces: bool
+
+
+@dataclass
+class _Converter:
+    format: Format
+    table: Mapping[str, Any]
+    path: str
+    text: str
+    findings: list[Finding] = field(default_factory=list)
+    settings: dict[str, _Setting] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def convert(self) -> Conversion:
+        for key, value in self._keys():
+            self._convert_key(key, value)
+        self._convert_absent()
+        self._check_hybrid()
+        self._check_dependent()
+        settings = {key: each.value for key, each in self.settings.items()}
+        nested: dict[str, dict[str, Any]] = {}
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            nested.setdefault(section, {})[name] = value
+        try:
+            config = read_config(nested)
+        except ConfigError as error:
+            raise MigrationError(f"{self.path}: {error}") from None
+        return Conversion(self.format, in_order(self.findings), settings, config)
+
+    # ---- keys ----------------------------------------------------------------------------------------------------
+
+    def _keys(self) -> Iterator[tuple[str, Any]]:
+        """(dotted key, value), in the form of the rules."""
+        table = dict(self.table)
+        if self.format is COMPOSER:
+            inner = table.pop("parallelism_config", None)
+            table.update(inner if isinstance(inner, Mapping) else {})
+            if "fsdp2" in table:
+                table["fsdp"] = table.pop("fsdp2")
+            own = {key: table.pop(key) for key in list(table) if any(key == rule.key for rule in CONFIG)}
+            if own:
+                table["fsdp"] = {**own, **(table.get("fsdp") or {})}
+        yield from self._flat("", table)
+
+    def _flat(self, prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in table.items():
+            key = f"{prefix}{name}"
+            inside = any(rule_name.startswith(f"{key}.") for rule in self.format.rules for rule_name in _names(rule))
+            if isinstance(value, Mapping) and value and inside:
+                yield from self._flat(f"{key}.", value)
+            else:
+                yield key, value
+
+    def _convert_key(self, key: str, value: Any) -> None:
+        rule = self.format.rule(key)
+        if rule is None:
+            self._not_ours(key, value)
+            return
+        value = self._resolved(key, value)
+        self.given[rule.key] = value
+        case = rule.case(value)
+        if case is None:
+            raise MigrationError(f"{self._place(key)}: {key} = {show(value)}: expected {rule.expected}")
+        self._apply(rule, case, key, value)
+
+    def _apply(self, rule: Rule, case: Case, key: str, value: Any, *, default: bool = False) -> None:
+        new = {name: _given(value, name) if each is GIVEN else each for name, each in case.settings.items()}
+        self._say(key, value, case.verdict, case.reason, new, default)
+        for name, setting in new.items():
+            before = self.settings.get(name)
+            if before is not None and before.value != setting and before.forces == case.forces:
+                if default:
+                    continue
+                raise MigrationError(
+                    f"{self._place(key)}: {key} = {show(value)} contradicts {before.key}: {name} would be "
+                    f"{show(setting)} and {show(before.value)}; leave one out"
+                )
+            if before is None or case.forces or not before.forces:
+                self.settings[name] = _Setting(setting, key, case.forces)
+
+    def _not_ours(self, key: str, value: Any) -> None:
+        """A key that is not about sharding, or a mistake."""
+        top, _, inner = key.partition(".")
+        names = [name for rule in self.format.rules for name in _names(rule)]
+        close = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
+        if top in self.format.elsewhere and not close:
+            if not any(each.key == top for each in self.findings):
+                self._say(top, None, DROPPED, "not about sharding: it stays with your program", {}, False)
+            return
+        nearest = close or difflib.get_close_matches(key, [*names, *self.format.elsewhere], n=1, cutoff=0.0)
+        raise MigrationError(
+            f"{self._place(key)}: {key} = {show(value)}: {self.format.title} has no such key; nearest valid: "
+            f"{nearest[0]}"
+        )
+
+    def _resolved(self, key: str, value: Any) -> Any:
+        """Interpolations of OmegaConf: ${variables.x}."""
+        if not (isinstance(value, str) and (found := re.fullmatch(r"\$\{([\w.]+)\}", value))):
+            return value
+        here: Any = self.table
+        for part in found[1].split("."):
+            here = here.get(part) if isinstance(here, Mapping) else None
+        if here is None:
+            raise MigrationError(
+                f"{self._place(key)}: {key} = {value}: found no {found[1]} in this file; write the value"
+            )
+        return here
+
+    # ---- what depends on several keys ----------------------------------------------------------------------------
+
+    def _convert_absent(self) -> None:
+        """Defaults of the old library that mean something else than the new ones."""
+        version1 = self._given("version") not in (2, "2")
+        if self.format in (ACCELERATE, HUGGING_FACE) and self._has_block() and version1:
+            rule = self._rule("state_dict_type")
+            if rule.key not in self.given:
+                reason = "version 1 of the plugin keeps full state dicts; the default here is sharded"
+                case = Case("FULL_STATE_DICT", EQUIVALENT, FULL_STATE, reason)
+                self._apply(rule, case, rule.key, "FULL_STATE_DICT", default=True)
+        if self.format is COMPOSER and (
+            "fsdp2" in self.table or "fsdp2" in (self.table.get("parallelism_config") or {})
+        ):
+            return  # version 2 has the same defaults
+        for rule in self.format.rules:
+            if rule.absent is None or rule.key in self.given or not self._applies(rule):
+                continue
+            absent = rule.case(rule.absent)
+            assert absent is not None
+            if absent.settings or absent.verdict != EXACT:
+                self._apply(rule, absent, rule.key, rule.absent, default=True)
+
+    def _applies(self, rule: Rule) -> bool:
+        name = rule.key.rpartition(".")[2]
+        if name == "mixed_precision" and any(key.startswith(f"{rule.key}.") for key in self.given):
+            return False
+        if name == "activation_checkpointing_reentrant":
+            return _true(self._given("activation_checkpointing"))
+        if name == "selective_ac_option":
+            return bool(self.given.get("activation_checkpoint.mode", "selective") == "selective")
+        if name == "auto_wrap_policy" or name.endswith("fsdp_auto_wrap_policy"):
+            return self._has_block() and CLASSES not in self.settings
+        return self._has_block()
+
+    def _has_block(self) -> bool:
+        """Whether the file has the table with FSDP's settings at all."""
+        block = {"accelerate": "fsdp_config.", "composer": "fsdp.", "foundry": "fsdp_config."}.get(self.format.name, "")
+        return any(key.startswith(block) for key in self.given)
+
+    def _check_hybrid(self) -> None:
+        """Hybrid sharding needs the number of copies."""
+        for name in ("sharding_strategy", "reshard_after_forward"):
+            value = self._given(name)
+            if (
+                value is None
+                or (name, type(value)) == ("reshard_after_forward", int)
+                or str(value).upper().rpartition(".")[2] not in _HYBRIDS
+            ):
+                continue
+            rule = self._rule(name)
+            machines = self.table.get("num_machines") if self.format is ACCELERATE else None
+            if COPIES in self.settings:
+                continue
+            if type(machines) is int and machines > 1:
+                self.settings[COPIES] = _Setting(machines, "num_machines", False)
+                self._say("num_machines", machines, EXACT, "a copy on each machine", {COPIES: machines}, False)
+            elif machines != 1:
+                reason = f"give {COPIES}, the number of machines: without it there is one copy"
+                self._say(rule.key, value, UNSUPPORTED, reason, {}, False)
+
+    def _check_dependent(self) -> None:
+        """Settings that have no effect without another one."""
+        value = {key: each.value for key, each in self.settings.items()}
+        if LEAST in value and value.get(WRAP) != "size":
+            self._forget(LEAST, "has no effect with this policy")
+        if value.get(WRAP) == "no_split_modules" and CLASSES in value:
+            del self.settings[WRAP]
+        if PIN in value and not value.get(OFFLOAD):
+            self._forget(PIN, "has no effect without offload")
+        if value.get(AC, "none") == "none":
+            if value.get(_OFFLOADED):
+                self.settings[AC] = _Setting("children", self.settings[_OFFLOADED].key, False)
+                self.settings[_RECOMPUTE] = _Setting(False, self.settings[_OFFLOADED].key, False)
+            for name in (_EVERY, _SAVE):
+                self._forget(name, "has no effect without checkpointing")
+        elif self.format is TITAN and self.given.get("activation_checkpoint.mode", "selective") != "selective":
+            for name in (_EVERY, _SAVE):
+                self._forget(name, "has no effect in this mode")
+        if value.get(KIND) == "sharded":
+            for name in ("state_dict.rank0_only", "state_dict.offload_to_cpu"):
+                self.settings.pop(name, None)
+
+    def _forget(self, name: str, reason: str) -> None:
+        gone = self.settings.pop(name, None)
+        for i, each in enumerate(self.findings):
+            if gone is not None and each.key == gone.key:
+                self.findings[i] = Finding(each.place, each.key, each.value, DROPPED, reason)
+
+    # ---- helpers -------------------------------------------------------------------------------------------------
+
+    def _rule(self, name: str) -> Rule:
+        """The rule of FSDP's key `name`, whatever stands before it in this format."""
+        ends = (f"fsdp_config.fsdp_{name}", f"fsdp.{name}", f"fsdp_config.{name}", name)
+        return next(rule for end in ends for rule in self.format.rules if rule.key == end)
+
+    def _given(self, name: str) -> Any:
+        try:
+            return self.given.get(self._rule(name).key)
+        except StopIteration:
+            return None
+
+    def _say(self, key: str, value: Any, verdict: str, reason: str, new: Mapping[str, Any], default: bool) -> None:
+        setting = ", ".join(f"{name} = {show(each)}" for name, each in new.items())
+        shown = "" if value is None else show(value)
+        self.findings.append(Finding(self._place(key), key, shown, verdict, reason, setting, default))
+
+    def _place(self, key: str) -> Place:
+        """The line on which the last part of the key is a key, after those of the parts before it."""
+        at = 0
+        lines = self.text.splitlines()
+        for part in key.split("."):
+            pattern = re.compile(
+                rf"""^\s*(?:-\s+)?[{{\s]*\[?["']?{re.escape(part)}["']?\s*[:=\]]|["']{re.escape(part)}["']\s*:"""
+            )
+            found = next((n for n in range(at, len(lines)) if pattern.search(lines[n])), None)
+            if found is not None:
+                at = found
+        return Place(self.path, at + 1 if lines and key and self._is_written(key) else 0)
+
+    def _is_written(self, key: str) -> bool:
+        return re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", self.text) is not None
+
+
+def _names(rule: Rule) -> tuple[str, ...]:
+    return rule.key, *rule.names
+
+
+def _given(value: Any, name: str) -> Any:
+    """The old value in the form of the new key."""
+    if name == CLASSES and isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _true(value: Any) -> bool:
+    return value is True or (isinstance(value, str) and value.lower() == "true")
