@@ -1,5 +1,5 @@
-"""`training.nonfinite`, `.replay_every`, `.check_every`: what a run does with a step that has a NaN or inf, a wrong bit,
-or a message that brings something else."""
+"""`training.nonfinite`, `.replay_every`, `.check_every`: what a run does with a step that has a NaN or inf, a wrong
+bit, or a message that brings something else."""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -364,6 +366,21 @@ def test_a_rank_that_is_killed_or_raises_is_a_failure_with_a_name(
     assert code == 2 and "failed" in out and said in out, out + err
 
 
+@pytest.mark.slow
+@pytest.mark.hang_after(240)
+def test_a_signal_ends_the_command_with_a_line(tmp_path: Path) -> None:
+    (tmp_path / "programs_here.py").write_text(PROGRAMS)
+    command = [sys.executable, "-m", "fullshard", "verify", "programs_here:program", "--steps", "100000"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "training 6 setting(s) on 2 processes" in process.stderr.readline()
+    time.sleep(2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err.strip().splitlines()[-1] == "fullshard verify: stopped by SIGTERM", err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -382,6 +399,8 @@ def test_a_rank_that_is_killed_or_raises_is_a_failure_with_a_name(
         (("programs_here:program", "--strategies", "zero4"), "expected words of zero3"),
         (("programs_here:program", "--strategies", "hsdp=2", "--nproc", "3"), "that 2 divides, found 3"),
         (("programs_here:program", "--nproc", "0"), "--nproc 0: expected at least 1"),
+        (("programs_here:program", "--device", "cuda"), "device cuda: expected one for each of 2 processes, found 0"),
+        (("programs_here:program", "--device", "gpu"), "device gpu: expected one for each of 2 processes, found 0"),
         (("no.toml",), "no.toml"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -36,13 +37,16 @@ def verify(
 ) -> list[Result]:
     """Compare sharded training of the program `entry` with plain training; one result for each library and strategy.
 
+    device: "cpu"; "auto" or a type such as "cuda": one device for each process.
     world: processes, all on this machine; a multiple of the numbers after `hsdp` and `tp`.
     tell: called with a line of text at each stage.
 
     Writes 24 bytes for each parameter and step to the temporary folder of the system, and removes them. Raises
-    `ProgramError` for a program that plain torch cannot train, and `ValueError` for a strategy that does not fit
+    `ProgramError` for a program that plain torch cannot train, for devices that are not there, and if a signal stops
+    it; `ValueError` for a strategy that does not fit
     `world`.
     """
+    device = _kind(device, world)
     program = find_program(entry)
     _try(program, entry)
     settings = [Setting(entry, library, s, world, steps, device) for library in libraries for s in strategies]
@@ -70,6 +74,21 @@ def verify(
                 tell(f"comparing {setting.name}")
                 results.append(Comparison(program, setting, records, _reference_device(device)).run())
     return results
+
+
+def _kind(device: str, world: int) -> str:
+    """The type of the devices to train on. Raises `ProgramError` if there are not enough of them."""
+    accelerator = torch.accelerator.current_accelerator()
+    if device == "cpu" or (device == "auto" and accelerator is None):
+        return "cpu"
+    here = accelerator.type if accelerator is not None else ""
+    count = torch.accelerator.device_count() if device in ("auto", here) else 0
+    if count < world:
+        raise ProgramError(
+            f"device {device}: expected one for each of {world} processes, found {count} on this machine; ask for "
+            f"fewer processes, or for the device cpu"
+        )
+    return here
 
 
 def _try(program: Program, entry: str) -> None:
@@ -107,9 +126,10 @@ def _reference_device(device: str) -> torch.device:
 def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> str:
     """Train all of them; how the first process ended that a signal killed, or ""."""
     world = settings[0].world
-    agent_log = logging.getLogger("torch.distributed.elastic")
-    agent_log.addHandler(logging.NullHandler())
-    agent_log.propagate = False
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        log = logging.getLogger(name)
+        log.addHandler(logging.NullHandler())
+        log.propagate = False
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // world, 1)))
     config = LaunchConfig(
         min_nodes=1,
@@ -127,6 +147,8 @@ def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> str:
     )
     try:
         elastic_launch(config, run_rank)(settings, [str(each) for each in folders])
+    except SignalException as error:
+        raise ProgramError(f"stopped by {signal.Signals(error.sigval).name}") from error
     except ChildFailedError as error:
         # SIGTERM is the agent's, for those that were left.
         killed = [(f.timestamp, rank, -f.exitcode) for rank, f in error.failures.items() if f.exitcode < 0]
