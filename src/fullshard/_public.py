@@ -39,6 +39,10 @@ from .extras import check_invariants as check_invariants
 from .extras import joined as joined
 from .extras import replay as replay
 from .extras import step_in_backward as step_in_backward
+from .migrate.activations import checkpoint_activations as checkpoint_activations
+from .migrate.config import ShardingConfig as ShardingConfig
+from .migrate.prepare import Prepared as Prepared
+from .migrate.prepare import prepare_fully_shard as prepare_fully_shard
 from .observe import Report as Report
 from .observe import UnitInfo as UnitInfo
 from .observe import UnitReport as UnitReport

@@ -116,6 +116,7 @@ from .groups import (
 from .modules import (
     applied_apis,
     buffers_of,
+    children_of,
     loads_as_torch,
     mark_managed,
     non_persistent_buffers,
@@ -141,6 +142,7 @@ __all__ = [
     "backend_of",
     "base_of",
     "buffers_of",
+    "children_of",
     "concatenated_mesh",
     "current_backward",
     "cut_dim",

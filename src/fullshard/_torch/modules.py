@@ -93,6 +93,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own dict of children (not a copy), in which one module may have two names."""
+    return module._modules
+
+
 # ---- outside ---------------------------------------------------------------------------------------------------------
 # Keeps torch.compile out of the engine.
 #

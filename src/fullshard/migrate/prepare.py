@@ -1,0 +1,372 @@
+"""`prepare_fully_shard`: one call divides, shards and fills a whole model by a configuration, and tells what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ..api import fully_shard, rebind_optimizer
+from ..api.validate import resolve_mesh
+from ..engine.misuse import clean_name
+from ..engine.root import module_units
+from ..extras import MicroBatches
+from ..keys import ConfigError
+from ..observe import report
+from ..observe.report import human
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..policy.arguments import expect_callable, expect_flag, expect_module, expect_optimizers
+from .activations import checkpoint_activations
+from .config import AUTO, DEFAULT, Override, ShardingConfig
+from .initialise import Init, fill, send_values, source_of
+from .reading import read_config
+from .ties import Tie, refuse_untied, resolve_ties
+from .tree import Tree, class_of, nearest
+from .wrapping import ROOT, UnitPlan, WrapFn, choose_units, inner_first
+
+# ---- the result ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit. nbytes: of its whole parameters in their own dtypes. padding: the share of the ranks' buffers that is
+    no parameter. reshard_after_forward, compute, reduce: what holds for it, overrides included."""
+
+    name: str
+    module_class: str
+    why: str
+    num_params: int
+    numel: int
+    nbytes: int
+    padding: float
+    reshard_after_forward: bool | int | None
+    compute: str
+    reduce: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare_fully_shard` did, as data; `str` prints it.
+
+    source: where values came from, "auto" resolved. checkpointed: modules whose activations are not kept.
+    uninitialised: names that nothing wrote; the first forward refuses them. optimizers: those that were given, on the
+    sharded parameters. micro_batches: the `MicroBatches` of the configuration, None for whole batches.
+    """
+
+    model: nn.Module
+    config: ShardingConfig
+    mesh: DeviceMesh
+    units: tuple[UnitRow, ...]
+    ties: tuple[Tie, ...]
+    source: str
+    checkpointed: tuple[str, ...]
+    uninitialised: tuple[str, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    micro_batches: MicroBatches | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict in the form that `config.state_dict` asks for. Collective for "full", which gathers
+        one tensor after the other; with `rank0_only` the other ranks get {}."""
+        keys = self.config.state_dict
+        state: dict[str, Any] = {}
+        for name, value in self.model.state_dict().items():
+            if keys.kind == "full" and isinstance(value, DTensor):
+                value = value.full_tensor()
+            if keys.rank0_only and self.mesh.get_rank() != self.mesh.mesh.flatten()[0]:
+                continue
+            state[name] = value.cpu() if keys.offload_to_cpu and isinstance(value, Tensor) else value
+        return state
+
+    def __str__(self) -> str:
+        head = ("unit", "module", "why", "parameters", "elements", "bytes", "padding", "reshard", "compute", "reduce")
+        rows = [head, *map(_cells, self.units)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        sizes = "x".join(map(str, self.mesh.mesh.shape))
+        lines += [str(tie) for tie in self.ties]
+        lines.append(f"mesh: {sizes} {self.mesh.device_type}; values: {self.source}")
+        if self.checkpointed:
+            lines.append(f"activations not kept: {', '.join(self.checkpointed)}")
+        if self.uninitialised:
+            lines.append(f"not initialised: {', '.join(self.uninitialised)}")
+        return "\n".join(lines)
+
+
+def _cells(row: UnitRow) -> tuple[str, ...]:
+    reshard = {None: "default", True: "yes", False: "no"}
+    kept = row.reshard_after_forward
+    return (
+        row.name,
+        row.module_class,
+        row.why,
+        str(row.num_params),
+        f"{row.numel:,}",
+        human(row.nbytes),
+        f"{row.padding:.1%}",
+        reshard[kept] if kept is None or type(kept) is bool else f"1/{kept}",
+        row.compute,
+        row.reduce,
+    )
+
+
+# ---- the call --------------------------------------------------------------------------------------------------------
+
+
+def prepare_fully_shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    config: ShardingConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    wrap_fn: WrapFn | None = None,
+    init: Init | None = None,
+    show: bool = True,
+) -> Prepared:
+    """Shard a whole model as `config` says: units, ties, precision, offload, initial values, activations, optimizers.
+
+        optimizer = torch.optim.AdamW(model.parameters())  # or afterwards
+        prepared = fullshard.prepare_fully_shard(model, optimizer, {"precision": "DEFAULT", "wrap": ["Block"]})
+
+    model: the plain model, on the CPU, the device, or the meta device. It stays the same object, as with `fully_shard`.
+    optimizer: one or several that were built before; they continue with the sharded parameters (`rebind_optimizer`).
+    config: a dict, the path of a TOML, JSON or YAML file, or a `ShardingConfig`; None takes the defaults: the model's
+        blocks as units, all ranks, the dtypes of the parameters. docs/migration.md lists the keys.
+    mesh: 1-D (shard) or 2-D (replicate, shard), instead of the degrees of the configuration; with tensor parallelism,
+        which has to be applied before, the data-parallel axes of its mesh.
+    wrap_fn: (name, module) -> True, False, or arguments of `fully_shard` as a dict, for `wrap.by = "function"`.
+    init: initialises a module's own tensors, for models on the meta device (`materialize`).
+    show: the first rank prints the table of units.
+
+    Everything that can be decided is decided and checked before the model is changed: units, ties, degrees, overrides,
+    ignored names, and where values come from. Collective. Raises `ConfigError` for the configuration, and `ValueError`
+    for a model that does not fit it: nothing matched, a name or class that is not there, an override of no unit, tied
+    parameters that are to be refused, values on the wrong ranks, an optimizer of other parameters. Errors of
+    `fully_shard`, `materialize` and `load_pretrained` pass through. Source: seed 004, which promises it to users of
+    Composer's FSDP1 wrapper.
+    """
+    expect_module("model", model)
+    expect_flag("show", show)
+    expect_callable("init", init, "a function of a module", or_none=True)
+    optimizers = () if optimizer is None else tuple(expect_optimizers("optimizer", optimizer))
+    config = read_config(config)
+    _refuse_sharded(model)
+    tree = Tree(model)
+    plans, ties = resolve_ties(tree, choose_units(tree, config.wrap, wrap_fn), config.wrap.ties)
+    plans = [*inner_first(tree, plans), ROOT]
+    overrides = _overrides_by_unit(tree, plans, config.override)
+    ignored = _ignored(tree, config.wrap.ignored)
+    _refuse_strangers(model, optimizers)
+    mesh = _mesh(config, mesh)
+    arguments = {plan.name: _arguments(plan, config, overrides[plan.name], mesh, ignored) for plan in plans}
+    source = source_of(model, config.initialisation, mesh)
+
+    checkpointed = _checkpoint(model, tree, plans, config)
+    units = {tree.modules[name] for plan in plans for name in plan.modules}
+    for plan in plans:
+        modules = [tree.modules[name] for name in plan.modules]
+        if source in ("cpu", "mixed"):
+            send_values(tree, plan.modules, mesh, units - {*modules})
+        fully_shard(modules[0] if len(modules) == 1 else modules, **arguments[plan.name])
+    uninitialised = fill(model, source, config.initialisation, init, progress=show)
+    for one in optimizers:
+        rebind_optimizer(one, model)
+    refuse_untied(ties, model)
+    prepared = Prepared(
+        model,
+        config,
+        mesh,
+        _rows(tree, plans, arguments),
+        tuple(ties),
+        source,
+        checkpointed,
+        uninitialised,
+        optimizers,
+        _micro_batches(model, config),
+    )
+    if show and dist.get_rank() == mesh.mesh.flatten()[0]:
+        print(prepared)
+    return prepared
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    if module_units(model):
+        names = [name or "the model" for name, module in model.named_modules() if module_units(module)]
+        raise ValueError(
+            f"model: expected one that is not sharded yet, found fully_shard applied in {names[0]}; call "
+            f"prepare_fully_shard once, on the plain model"
+        )
+
+
+def _refuse_strangers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Before anything is changed: `rebind_optimizer` tells the rest."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in own for parameter in given):
+            raise ValueError(
+                f"optimizer: expected a {type(optimizer).__name__} over parameters of this {class_of(model)}, found "
+                f"{len(given)} tensors and none of them; build it from model.parameters(), after parallelize_module"
+            )
+
+
+def _mesh(config: ShardingConfig, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh that was given, which the degrees may not contradict; or one of all ranks, by degrees."""
+    if mesh is not None:
+        mesh = resolve_mesh(mesh)
+        copies, shard = mesh.size(0) if mesh.ndim == 2 else 1, mesh.size(mesh.ndim - 1)
+        keys = config.sharding
+        if (keys.data_parallel_shard_degree, keys.data_parallel_replicate_degree) == (-1, 1):
+            # Not asked for; numbers of ranks to reshard to are checked against the mesh.
+            keys = replace(keys, data_parallel_shard_degree=shard, data_parallel_replicate_degree=copies)
+        wanted = replace(config, sharding=keys).degrees(mesh.size())
+        if wanted != (copies, shard):
+            raise ConfigError(
+                f"mesh: expected {wanted[0]} x {wanted[1]} (replicate x shard), as the degrees say, found {copies} x "
+                f"{shard}; leave one of the two out"
+            )
+        return mesh
+    everyone = resolve_mesh(None)
+    copies, shard = config.degrees(everyone.size())
+    if copies == 1:
+        return everyone
+    return init_device_mesh(everyone.device_type, (copies, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _ignored(tree: Tree, patterns: Iterable[str]) -> set[nn.Parameter]:
+    names = {clean_name(name): p for name, p in tree.model.named_parameters(remove_duplicate=False)}
+    found: set[nn.Parameter] = set()
+    for pattern in patterns:
+        matched = {p for name, p in names.items() if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        if not matched:
+            raise ValueError(
+                f"wrap.ignored: expected names of parameters or modules of {class_of(tree.model)}, found {pattern!r}, "
+                f"which matches none{nearest(pattern, names)}"
+            )
+        found |= matched
+    return found
+
+
+def _overrides_by_unit(
+    tree: Tree, plans: Iterable[UnitPlan], overrides: Iterable[Override]
+) -> dict[str, list[Override]]:
+    """The overrides of each unit, by its name. Raises `ValueError` for one that is of no unit."""
+    found: dict[str, list[Override]] = {plan.name: [] for plan in plans}
+    for number, override in enumerate(overrides):
+        wanted = {*tree.matching(override.modules), *tree.of_class(override.modules)}
+        wanted |= {""} if override.modules in ("root", class_of(tree.model)) else set()
+        of = [plan for plan in plans if wanted & {*plan.modules}]
+        if not of:
+            units = [name or "root" for plan in plans for name in plan.modules]
+            raise ValueError(
+                f"override[{number}].modules: expected names or the class of units, found {override.modules!r}, which "
+                f"is none of them{nearest(override.modules, units)}"
+            )
+        for plan in of:
+            found[plan.name].append(override)
+    return found
+
+
+def _arguments(
+    plan: UnitPlan,
+    config: ShardingConfig,
+    overrides: Iterable[Override],
+    mesh: DeviceMesh,
+    ignored: set[nn.Parameter],
+) -> dict[str, Any]:
+    """The arguments of one call of `fully_shard`: the sections, then the overrides, then the function's own."""
+    sharding, precision, output = config.sharding, config.precision, config.precision.output
+    reshard = sharding.reshard_after_forward
+    if reshard == DEFAULT and plan.last:
+        reshard = False  # backward would gather it again at once
+    output = output if plan == ROOT else DEFAULT
+    for override in overrides:
+        given = {key.name: getattr(override, key.name) for key in fields(Override)[1:]}
+        given = {key: value for key, value in given.items() if value is not None}
+        reshard = given.get("reshard_after_forward", reshard)
+        output = given.get("output", output)
+        sharding = replace(sharding, cpu_offload=given.get("cpu_offload", sharding.cpu_offload))
+        own = {key: value for key, value in given.items() if key in ("param", "reduce", "cast_inputs")}
+        precision = replace(precision, **own)
+    compute, reduce, output_dtype = (
+        None if name is None else getattr(torch, name) for name in replace(precision, output=output).dtypes
+    )
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": None if reshard == DEFAULT else reshard,
+        "mp_policy": MixedPrecisionPolicy(compute, reduce, output_dtype, precision.cast_inputs),
+        "offload_policy": CPUOffloadPolicy(sharding.pin_memory) if sharding.cpu_offload else OffloadPolicy(),
+        "ignored_params": ignored or None,
+        **plan.arguments,
+    }
+
+
+def _checkpoint(model: nn.Module, tree: Tree, plans: Iterable[UnitPlan], config: ShardingConfig) -> tuple[str, ...]:
+    keys = config.activation_checkpointing
+    if keys.at == "none":
+        return ()
+    blocks = {
+        name for plan in plans for name in plan.modules if plan.why not in ("embedding", "root") and not plan.last
+    }
+    is_unit = (lambda name, module: name in blocks) if keys.at == "units" else None
+    return checkpoint_activations(
+        model,
+        "children" if keys.at == "units" else keys.at,
+        classes=keys.classes,
+        where=is_unit,
+        every=keys.every,
+        recompute=keys.recompute,
+        save=keys.save,
+        offload=keys.offload,
+    )
+
+
+def _micro_batches(model: nn.Module, config: ShardingConfig) -> MicroBatches | None:
+    keys = config.micro_batches
+    if keys.size == 0:
+        return None
+    reduce: Any = keys.reduce
+    if keys.size == AUTO:
+        return MicroBatches(model, reduce=reduce)
+    return MicroBatches(model, size=int(keys.size), search="fixed", reduce=reduce)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def _rows(tree: Tree, plans: Iterable[UnitPlan], arguments: Mapping[str, Mapping[str, Any]]) -> tuple[UnitRow, ...]:
+    """The units in the order of the model's modules."""
+    plan_of = {tree.modules[name]: plan for plan in plans for name in plan.modules}
+    parameters = {clean_name(name): p for name, p in tree.model.named_parameters(remove_duplicate=False)}
+    rows = []
+    for unit, found in zip(module_units(tree.model), report(tree.model).units, strict=True):
+        plan = plan_of[unit.module]
+        own = [parameters[name] for name in found.param_names]
+        room = found.world * found.padded_local_numel
+        rows.append(
+            UnitRow(
+                name=plan.name,
+                module_class="+".join(class_of(tree.modules[name]) for name in plan.modules),
+                why=plan.why,
+                num_params=len(own),
+                numel=sum(p.numel() for p in own),
+                nbytes=sum(p.numel() * p.element_size() for p in own),
+                padding=1 - found.numel / room if room else 0.0,
+                reshard_after_forward=arguments[plan.name]["reshard_after_forward"],
+                compute="+".join(found.compute_dtypes),
+                reduce="+".join(found.reduce_dtypes),
+            )
+        )
+    return tuple(rows)

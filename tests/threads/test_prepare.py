@@ -1,0 +1,548 @@
+"""`prepare_fully_shard`: each row of seed 004 has a test named after it; training equals plain training."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fullshard
+from fullshard import Prepared, prepare_fully_shard
+from fullshard.migrate import ConfigError
+from tests.harness.models import (
+    BY_NAME,
+    Case,
+    Trained,
+    Transformer,
+    _Residual,
+    adamw,
+    assert_same_training,
+    collect,
+    seeded,
+)
+from tests.harness.models import train_reference as plainly
+from tests.harness.threads import WORLD, run_ranks
+
+STEPS = 3
+CASE, TIED = BY_NAME["transformer"], BY_NAME["tied"]
+EVEN = Case("even", lambda: nn.Sequential(*(_Residual(8, 16) for _ in range(2))), ("0", "1"), (8,), (8,))
+
+
+def reference(case: Case = CASE, world: int = WORLD, **build: Any) -> Trained:
+    return plainly(case.build(), case.loss, [[case.batch(s, r) for r in range(world)] for s in range(STEPS)])
+
+
+def train(model: nn.Module, optimizer: Any, case: Case, rank: int, steps: int = STEPS) -> None:
+    for step in range(steps):
+        case.loss(model, case.batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def prepared_training(
+    rank: int, case: Case, config: Any, before: bool = True, options: Any = None
+) -> tuple[Trained, Prepared]:
+    model = case.build()
+    optimizer = adamw(model.parameters(), watched=False) if before else None
+    prepared = prepare_fully_shard(model, optimizer, config, show=False, **(options or {}))
+    if optimizer is None:
+        optimizer = adamw(model.parameters(), watched=False)
+    train(model, optimizer, case, rank)
+    return collect(model, optimizer), prepared
+
+
+def check(config: Any, case: Case = CASE, before: bool = True, options: Any = None, world: int = WORLD) -> Prepared:
+    trained = run_ranks(world, prepared_training, case, config, before, options)
+    expected = reference(case, world)
+    for found, _ in trained:
+        assert_same_training(found, expected)
+    return trained[0][1]  # type: ignore[no-any-return]
+
+
+def names(prepared: Prepared) -> list[str]:
+    return [row.name for row in prepared.units]
+
+
+# ---- seed 004 --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_seed_004_have_tests() -> None:
+    here = Path(__file__).read_text()
+    for row in ROWS:
+        assert f"def test_{row}(" in here, row
+
+
+ROWS = """mixed_precision cpu_offload auto_submodule_level_wrapping state_checkpointing weight_tying microbatching hsdp
+optimizers activation_checkpointing hsdp_with_flexible_reshard_degree composability_with_tp_sp_ep""".split()
+
+
+def precision_of(rank: int, precision: Any) -> list[Any]:
+    model = CASE.build()
+    seen: list[Any] = []
+    model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    prepared = prepare_fully_shard(model, None, {"precision": precision}, show=False)
+    out = model(CASE.batch(0, rank)[0])
+    out.float().sum().backward()
+    row = next(row for row in prepared.units if row.name == "layers.0")
+    kept = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}  # type: ignore[union-attr]
+    assert kept == {torch.float32}
+    return [row.compute, row.reduce, out.dtype, seen[0]]
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "reduce", "output"),
+    [
+        ("FULL", "float32", "float32", torch.float32),
+        ("DEFAULT", "bfloat16", "float32", torch.bfloat16),
+        ("PURE", "bfloat16", "bfloat16", torch.bfloat16),
+        ({"param_dtype": torch.float16, "reduce": "fp32", "output_dtype": "float64"}, "float16", "float32", None),
+    ],
+)  # fmt: skip
+def test_mixed_precision(precision: Any, compute: str, reduce: str, output: torch.dtype | None) -> None:
+    for found in run_ranks(WORLD, precision_of, precision):
+        assert found[:2] == [compute, reduce] and found[2] == (output or torch.float64)
+        assert found[3] == getattr(torch, compute)
+
+
+def offloaded(rank: int, config: Any) -> list[Any]:
+    prepared = prepare_fully_shard(CASE.build(), None, config, show=False)
+    return [unit.placing.offload.to_host for unit in _groups(prepared.model)]
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    from fullshard.engine.root import module_units
+
+    return [group for unit in module_units(model) for group in unit.groups]
+
+
+def test_cpu_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy reaches every unit but those that an override leaves out; tests/device runs it on a device. Training
+    goes as without."""
+    given: list[Any] = []
+    monkeypatch.setattr("fullshard.migrate.prepare.fully_shard", _noting(given))
+    config = {"cpu_offload": True, "pin_memory": False, "override": {"layers.0": {"cpu_offload": False}}}
+    check(config, world=1)
+    policies = {name: options["offload_policy"] for name, options in given}
+    assert type(policies.pop("layers.0")) is fullshard.OffloadPolicy
+    assert policies.keys() == {"embedding", "layers.1", "layers.2", "norm+head", "root"}
+    assert all(policy == fullshard.CPUOffloadPolicy(pin_memory=False) for policy in policies.values())
+
+
+def _noting(given: list[Any]) -> Callable[..., Any]:
+    def noted(module: Any, **options: Any) -> Any:
+        kinds = [type(one).__name__ for one in (module if isinstance(module, list) else [module])]
+        given.append(({"Transformer": "root", "Embedding": "embedding", "RMSNorm": "norm+head"}.get(kinds[0]), options))
+        if kinds == ["_Block"]:
+            given[-1] = (f"layers.{sum(name.startswith('layers') for name, _ in given[:-1])}", options)
+        return fullshard.fully_shard(module, **options)
+
+    return noted
+
+
+def test_auto_submodule_level_wrapping() -> None:
+    prepared = check({"wrap": "children"})
+    assert names(prepared) == ["root", "embedding", "layers.0", "layers.1", "layers.2", "norm", "head"]
+
+
+def state_of(rank: int, kind: Any, folder: Path) -> Any:
+    model = TIED.build()
+    optimizer = adamw(model.parameters(), watched=False)
+    prepared = prepare_fully_shard(model, optimizer, {"state_dict": kind}, show=False)
+    train(model, optimizer, TIED, rank, 1)
+    state = prepared.state_dict()
+    fullshard.checkpoint.save(
+        dict(zip(("model", "optimizer"), fullshard.checkpoint.get_state_dict(model, optimizer), strict=True)),
+        checkpoint_id=folder,
+    )
+    fresh = prepare_fully_shard(TIED.build(seed=1), None, {"wrap": "none"}, show=False)
+    other = adamw(fresh.model.parameters(), watched=False)
+    assert isinstance(fresh.model, Transformer)
+    assert fresh.model.head.weight is fresh.model.embedding.weight  # tied after wrapping
+    own = dict(zip(("model", "optimizer"), fullshard.checkpoint.get_state_dict(fresh.model, other), strict=True))
+    fullshard.checkpoint.load(own, checkpoint_id=folder)
+    fullshard.checkpoint.set_state_dict(
+        fresh.model, other, model_state_dict=own["model"], optim_state_dict=own["optimizer"]
+    )
+    assert fresh.model.head.weight is fresh.model.embedding.weight  # and after load
+    loaded = {name: value.full_tensor() for name, value in fresh.model.state_dict().items()}
+    expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    return {name: (value.full_tensor() if isinstance(value, DTensor) else value) for name, value in state.items()}, {
+        type(value) for value in state.values()
+    }
+
+
+def test_state_checkpointing(tmp_path: Path) -> None:
+    sharded = run_ranks(WORLD, state_of, "sharded", tmp_path / "a")
+    full = run_ranks(WORLD, state_of, {"kind": "full", "rank0_only": True, "offload_to_cpu": True}, tmp_path / "b")
+    assert sharded[0][1] == {DTensor} and full[0][1] == {torch.Tensor} and not full[-1][0]
+    assert sharded[0][0].keys() == full[0][0].keys() == TIED.build().state_dict().keys()
+    assert all(torch.equal(value, full[0][0][name]) for name, value in sharded[0][0].items())
+
+
+@pytest.mark.parametrize("ties", ["lowest_common", "one_unit"])
+def test_weight_tying(ties: str) -> None:
+    prepared = check({"wrap": {"ties": ties}}, TIED)
+    (tie,) = prepared.ties
+    assert tie.names == ("embedding.weight", "head.weight") and tie.instead_of == ("embedding", "norm+head")
+    assert tie.unit == ("root" if ties == "lowest_common" else "embedding+norm+head")
+    assert isinstance(prepared.model, Transformer) and prepared.model.head.weight is prepared.model.embedding.weight
+    with pytest.raises(Exception, match="expected no parameter in two units, found embedding.weight = head.weight"):
+        run_ranks(1, prepared_training, TIED, {"wrap": {"ties": "refuse"}})
+
+
+def micro(rank: int, config: Any) -> Trained:
+    """Two micro-batches of two samples on rank 0, one of them on the others; the loss is by tokens of all ranks."""
+    model = CASE.build()
+    optimizer = adamw(model.parameters(), watched=False)
+    prepared = prepare_fully_shard(model, optimizer, config, show=False)
+    assert prepared.micro_batches is not None
+    for step in range(STEPS):
+        inputs, targets = CASE.batch(step, rank, size=4 if rank == 0 else 2)
+
+        def loss_of(piece: slice, x: torch.Tensor = inputs, y: torch.Tensor = targets) -> torch.Tensor:
+            return F.cross_entropy(model(x[piece]).flatten(0, -2), y[piece].flatten(), reduction="sum")
+
+        prepared.micro_batches.backward(loss_of, len(inputs), tokens=targets.numel())
+        optimizer.step()
+        optimizer.zero_grad()
+    return collect(model, optimizer)
+
+
+@pytest.mark.parametrize("reduce", ["last", "each"])
+def test_microbatching(reduce: str) -> None:
+    """With another number of micro-batches on each rank nothing waits for ever; gradients are those of all tokens."""
+    found = run_ranks(WORLD, micro, {"micro_batches": {"size": 2, "reduce": reduce}})
+    model, optimizer = CASE.build(), None
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        parts = [CASE.batch(step, rank, size=4 if rank == 0 else 2) for rank in range(WORLD)]
+        tokens = sum(targets.numel() for _, targets in parts)
+        for inputs, targets in parts:
+            for piece in range(0, len(inputs), 2):
+                logits = model(inputs[piece : piece + 2]).flatten(0, -2)
+                (F.cross_entropy(logits, targets[piece : piece + 2].flatten(), reduction="sum") / tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = collect(model, optimizer)
+    for one in found:
+        assert_same_training(one, expected)
+
+
+def with_mesh(rank: int, config: Any) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found, prepared = prepared_training(rank, CASE, config, True, {"mesh": mesh})
+    return [found, prepared.mesh.mesh.tolist()]
+
+
+def test_hsdp() -> None:
+    """By degrees, in several spellings, and by mesh."""
+    expected = reference(world=4)
+    for config in ({"dp_replicate_size": 2}, {"sharding": {"strategy": "HYBRID_SHARD", "dp_replicate": 2}}):
+        for found, prepared in run_ranks(4, prepared_training, CASE, config):
+            assert prepared.mesh.mesh.tolist() == [[0, 1], [2, 3]]
+            assert next(prepared.model.parameters()).placements == (Replicate(), Shard(0))
+            assert_same_training(found, expected)
+    for found, mesh in run_ranks(4, with_mesh, None):
+        assert mesh == [[0, 1], [2, 3]]
+        assert_same_training(found, expected)
+    with pytest.raises(Exception, match=r"mesh: expected 1 x 4 \(replicate x shard\), as the degrees say, found 2 x 2"):
+        run_ranks(4, with_mesh, {"dp_shard_size": 4})
+
+
+def test_no_shard_replicates() -> None:
+    for found, prepared in run_ranks(WORLD, prepared_training, CASE, {"sharding": "NO_SHARD"}):
+        assert tuple(prepared.mesh.mesh.shape) == (WORLD, 1)
+        assert next(prepared.model.parameters()).to_local().shape == next(prepared.model.parameters()).shape
+        assert_same_training(found, reference())
+
+
+def several_optimizers(rank: int) -> Trained:
+    model = CASE.build()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    first = torch.optim.AdamW(decayed, lr=1e-2, weight_decay=0.1)
+    second = torch.optim.AdamW([{"params": others, "lr": 1e-2, "name": "small"}], weight_decay=0.1)
+    prepared = prepare_fully_shard(model, [first, second], show=False)
+    assert prepared.optimizers == (first, second) and second.param_groups[0]["name"] == "small"
+    for step in range(STEPS):
+        CASE.loss(model, CASE.batch(step, rank)).backward()
+        for one in prepared.optimizers:
+            one.step()
+            one.zero_grad()
+    found = collect(model, first)
+    found.state |= collect(model, second).state
+    return found
+
+
+def trained_before(rank: int) -> Trained:
+    """State from whole parameters goes along."""
+    model = CASE.build()
+    optimizer = adamw(model.parameters(), watched=False)
+    for every in range(WORLD):
+        (CASE.loss(model, CASE.batch(0, every)) / WORLD).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    prepare_fully_shard(model, optimizer, show=False)
+    for step in range(1, STEPS):
+        CASE.loss(model, CASE.batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return collect(model, optimizer)
+
+
+def stale(rank: int) -> str:
+    model = CASE.build()
+    optimizer = adamw(model.parameters(), watched=False)
+    prepare_fully_shard(model, show=False)
+    CASE.loss(model, CASE.batch(0, rank)).backward()
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    other = adamw(CASE.build().parameters(), watched=False)
+    fresh = CASE.build()
+    with pytest.raises(ValueError, match="found 27 tensors and none of them"):
+        prepare_fully_shard(fresh, other, show=False)
+    assert not any(isinstance(p, DTensor) for p in fresh.parameters())
+    return str(raised.value)
+
+
+def test_optimizers() -> None:
+    """Before, after, several, with state; a stale one is an error at `step()`, and one of another model before."""
+    expected = reference()
+    check(None, before=False)
+    for found in (*run_ranks(WORLD, several_optimizers), *run_ranks(WORLD, trained_before)):
+        assert_same_training(found, expected)
+    assert all("embedding.weight" in told and "fully_shard" in told for told in run_ranks(WORLD, stale))
+
+
+@pytest.mark.parametrize(
+    ("keys", "checkpointed"),
+    [
+        (True, ["embedding", "layers.0", "layers.1", "layers.2", "norm", "head"]),
+        ("units", ["layers.0", "layers.1", "layers.2"]),
+        ({"classes": ["_Attention"]}, ["layers.0.attention", "layers.1.attention", "layers.2.attention"]),
+        ({"at": "units", "every": 2}, ["layers.1"]),
+        ({"at": "units", "save": ["aten.mm", "aten.addmm.default"]}, ["layers.0", "layers.1", "layers.2"]),
+        ({"at": "units", "recompute": False, "offload": True}, ["layers.0", "layers.1", "layers.2"]),
+    ],
+)
+def test_activation_checkpointing(keys: Any, checkpointed: list[str]) -> None:
+    prepared = check({"activation_checkpointing": keys})
+    assert list(prepared.checkpointed) == checkpointed
+
+
+def test_hsdp_with_flexible_reshard_degree() -> None:
+    """An integer, for all units and for one; one that is no factor is refused before anything is changed."""
+    prepared = check({"reshard_after_forward": 2, "override": {"layers.1": {"reshard_after_forward": False}}}, world=4)
+    kept = {row.name: row.reshard_after_forward for row in prepared.units}
+    assert kept == {"root": 2, "embedding": 2, "layers.0": 2, "layers.1": False, "layers.2": 2, "norm+head": 2}
+    assert re.search(r"^layers.0 .* 1/2 ", str(prepared), re.MULTILINE)
+    with pytest.raises(Exception, match="expected a factor of the 2 ranks"):
+        run_ranks(4, with_mesh, {"reshard_after_forward": 4})
+
+
+def two_axes(rank: int) -> Trained:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = EVEN.build()
+    for block in model:  # type: ignore[attr-defined]
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = adamw(model.parameters(), watched=False)
+    prepare_fully_shard(model, optimizer, {"wrap": ["_Residual"]}, mesh=mesh["dp"], show=False)
+    late = prepare_fully_shard(EVEN.build(), mesh=mesh["dp"], show=False).model
+    with pytest.raises(ValueError, match="expected tensor parallelism before fully_shard"):
+        parallelize_module(late.get_submodule("0"), mesh["tp"], {"up": ColwiseParallel()})
+    train(model, optimizer, EVEN, mesh["dp"].get_local_rank())
+    return collect(model, optimizer)
+
+
+def test_composability_with_tp_sp_ep() -> None:
+    """Tensor parallelism goes first, and its order is checked; sequence and expert parallelism are DTensors too."""
+    expected = reference(EVEN, 2)
+    for found in run_ranks(4, two_axes):
+        assert_same_training(found, expected)
+
+
+# ---- initialisation --------------------------------------------------------------------------------------------------
+
+
+class Reset(Transformer):
+    """With an initialiser of its own for each module of torch, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((3,), 2.0))
+
+
+def initialised(rank: int, config: Any, meta_on: str, options: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
+    on_meta = meta_on == "all" or (meta_on == "others" and rank > 0)
+    model = seeded(Reset, 5 + rank)
+    if on_meta:
+        model = model.to_empty(device="meta")
+    optimizer = adamw(model.parameters(), watched=False)
+    prepared = prepare_fully_shard(model, optimizer, config, show=False, **(options or {}))
+    state = {name: collectable(value) for name, value in model.state_dict().items()}
+    train(model, optimizer, CASE, rank, 1)
+    assert len(optimizer.state) == len(list(model.parameters()))
+    return state, (prepared.source, prepared.uninitialised)
+
+
+def collectable(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+@pytest.mark.parametrize(("source", "meta_on"), [("cpu", "none"), ("mixed", "others"), ("auto", "others")])
+def test_the_values_of_rank_0(source: str, meta_on: str) -> None:
+    expected = seeded(Reset, 5).state_dict()
+    for state, (found, lost) in run_ranks(WORLD, initialised, {"initialisation": source}, meta_on):
+        assert found == ("cpu" if source == "cpu" else "mixed") and not lost
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def fill_buffer(module: nn.Module) -> None:
+    if isinstance(module, Reset):
+        nn.init.constant_(module.seen, 2.0)  # type: ignore[arg-type]
+    elif hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def test_the_meta_device_gives_equal_values_at_any_number_of_ranks() -> None:
+    found = [
+        run_ranks(world, initialised, {"initialisation": {"source": source, "seed": 7}}, "all", {"init": fill_buffer})
+        for world, source in ((1, "meta"), (WORLD, "auto"))
+    ]
+    for state, (source, lost) in found[1]:
+        assert source == "meta" and not lost
+        assert all(torch.equal(value, state[name]) for name, value in found[0][0][0].items())
+    assert float(found[0][0][0]["seen"][0]) == 2.0
+
+
+def pretrained(rank: int, folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    with torch.device("meta"):
+        model = Transformer(tied=True)
+    config = {"initialisation": {"path": str(folder)}}
+    prepared = prepare_fully_shard(model, None, config, show=False)
+    assert model.head.weight is model.embedding.weight
+    return {name: collectable(value) for name, value in model.state_dict().items()}, prepared.source
+
+
+def test_pretrained(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    expected = {k: v.clone() for k, v in TIED.build(seed=3).state_dict().items() if k != "head.weight"}
+    safetensors.save_file(expected, tmp_path / "model.safetensors")
+    for state, source in run_ranks(WORLD, pretrained, tmp_path):
+        assert source == "pretrained" and all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("source", "meta_on", "told"),
+    [
+        ("given", "all", "expected values on every rank"),
+        ("cpu", "others", "expected values on every rank"),
+        (
+            "mixed",
+            "none",
+            "expected values on rank 0 and all parameters of the others on the meta device, found 2 of 2",
+        ),
+        ("meta", "others", "found 1 of 2 ranks without"),
+    ],
+)
+def test_values_on_the_wrong_ranks(source: str, meta_on: str, told: str) -> None:
+    with pytest.raises(Exception, match=re.escape(told)):
+        run_ranks(2, initialised, {"initialisation": source}, meta_on)
+
+
+def test_what_is_not_initialised_is_named() -> None:
+    with pytest.raises(Exception, match="seen"):
+        run_ranks(WORLD, initialised, {"initialisation": "meta"}, "all")
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def one_after_the_other(rank: int) -> list[str]:
+    model = CASE.build()
+    frozen = model.get_parameter("head.weight")
+    before = {name: p for name, p in model.named_parameters()}
+    told = []
+    wrong: list[tuple[Any, str]] = [
+        ({"override": {"layers.7": {"reshard_after_forward": True}}}, "which is none of them"),
+        ({"override": {"_Attention": {"reshard_after_forward": True}}}, "which is none of them"),
+        ({"wrap": {"ignored": ["hed"]}}, "which matches none; the nearest is"),
+        ({"dp_shard_size": 3}, "there are 3 of"),
+        ({"wrap": ["Absent"]}, "found no Absent"),
+        ({"activation_checkpointing": {"classes": ["Absent"]}}, "found no Absent"),
+        ({"activation_checkpointing": {"at": "units", "save": ["aten.no_such"]}}, "found 'aten.no_such'"),
+        ("absent.toml", "cannot read"),
+    ]
+    for config, words in wrong:
+        with pytest.raises((ValueError, ConfigError), match=words):
+            prepare_fully_shard(model, None, config, show=False)
+        assert {name: p for name, p in model.named_parameters()} == before
+        assert "forward" not in vars(model.layers[0])  # type: ignore[index]
+    config = {
+        "wrap": {"ignored": ["head.*"]},
+        "override": {"_Block": {"param": "bfloat16", "output": "float32"}, "root": {"output": "float64"}},
+    }
+    prepared = prepare_fully_shard(model, None, config, show=True)
+    assert model.get_parameter("head.weight") is frozen
+    assert {row.compute for row in prepared.units if row.module_class == "_Block"} == {"bfloat16"}
+    assert model(CASE.batch(0)[0]).dtype == torch.float64
+    with pytest.raises(ValueError, match="found fully_shard applied in the model"):
+        prepare_fully_shard(model, show=False)
+    told.append(str(prepared))
+    return told
+
+
+def test_mistakes_change_nothing_and_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (told,) = run_ranks(1, one_after_the_other)
+    out = capsys.readouterr().out
+    assert out == f"{told[0]}\n"
+    assert re.search(r"^layers.0 +_Block +block +8 +1,287 +5.0 KiB +\d+.\d% +default +bfloat16", out, re.MULTILINE)
+
+
+def copied(rank: int) -> Trained:
+    """A deepcopy of a model with checkpointed activations computes with its own parameters."""
+    model = CASE.build()
+    assert fullshard.checkpoint_activations(model, "classes", classes=["_Block"])
+    with pytest.raises(ValueError, match="found one checkpointed before"):
+        fullshard.checkpoint_activations(model, "classes", classes=["_Block"])
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = adamw(other.parameters(), watched=False)
+    prepare_fully_shard(other, optimizer, show=False)
+    train(other, optimizer, CASE, rank)
+    return collect(other, optimizer)
+
+
+def test_activations_before_and_after_sharding() -> None:
+    for found in run_ranks(WORLD, copied):
+        assert_same_training(found, reference())
+    assert all(run_ranks(WORLD, afterwards))
+
+
+def afterwards(rank: int) -> bool:
+    model = CASE.build()
+    prepare_fully_shard(model, show=False)
+    calls: list[int] = []
+    model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))  # type: ignore[index,union-attr]
+    assert fullshard.checkpoint_activations(model, "classes", classes=["_Block"], every=1) == (
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    )
+    CASE.loss(model, CASE.batch(0, rank)).backward()
+    return len(calls) == 2  # forward, and again in backward
