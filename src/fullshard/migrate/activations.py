@@ -151,8 +151,9 @@ def _chosen(tree: Tree, at: str, classes: Sequence[str], where: Chosen | None) -
 
 def _marked(tree: Tree, name: str) -> bool:
     module = tree.modules[name]
-    if hasattr(module, "_activation_checkpointing"):
-        return bool(module._activation_checkpointing)
+    mark = getattr(module, "_activation_checkpointing", None)
+    if mark is not None:
+        return bool(mark)
     above: Iterable[Any] = (tree.modules[outer] for outer in names_above(name))
     asked = next((outer for outer in above if callable(getattr(outer, "activation_checkpointing_fn", None))), None)
     return asked is not None and bool(asked.activation_checkpointing_fn(module))

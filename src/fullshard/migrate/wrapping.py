@@ -75,7 +75,7 @@ def _order(tree: Tree) -> dict[str, int]:
 
 
 def _automatic(tree: Tree) -> str:
-    if any(hasattr(module, "_fsdp_wrap") or hasattr(module, "fsdp_wrap_fn") for module in tree.names):
+    if any(_mark(module) is not None or hasattr(module, "fsdp_wrap_fn") for module in tree.names):
         return "attributes"
     return "no_split_modules" if _no_split(tree) else "blocks"
 
@@ -145,8 +145,8 @@ def _marks(tree: Tree) -> dict[str, Any]:
     for module, name in tree.names.items():
         if not name:
             continue
-        if hasattr(module, "_fsdp_wrap"):
-            answers[name] = module._fsdp_wrap
+        if (mark := _mark(module)) is not None:
+            answers[name] = mark
             continue
         above = (tree.modules[outer] for outer in names_above(name))
         asked = next((outer for outer in above if callable(getattr(outer, "fsdp_wrap_fn", None))), None)
@@ -155,6 +155,10 @@ def _marks(tree: Tree) -> dict[str, Any]:
             # A child asked about itself, as by Composer, may leave the answer open.
             answers |= {} if answer is None else {name: answer}
     return answers
+
+
+def _mark(module: nn.Module) -> Any:
+    return getattr(module, "_fsdp_wrap", None)
 
 
 def _by_size(tree: Tree, keys: WrapKeys) -> list[UnitPlan]:
