@@ -31,7 +31,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine": LOWER,
     "api": LOWER | {"engine"},
     "checkpoint": frozenset({"layout", "policy", "guard", "comm", "api", "_torch", "_version"}),
-    "observe": LOWER | {"engine"},
+    # Reads records, with the rules' texts; the recorder writes what it reads.
+    "see": frozenset({"schedule"}),
+    "observe": LOWER | {"engine", "see", "_version"},
     "extras": LOWER | {"engine", "api", "observe", "rounding"},
     "program": frozenset(),
     "rounding": frozenset(),
@@ -39,17 +41,17 @@ ROOMS: dict[str, frozenset[str]] = {
     "migrate": frozenset(
         {"keys", "policy", "comm", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
     ),
-    "train": frozenset({"", "checkpoint", "program", "keys"}),
+    "train": frozenset({"", "checkpoint", "program", "keys", "observe"}),
     "verify": frozenset({"", "program", "rounding"}),
     # Reads reports and layouts; the probe sends messages as the engine does.
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
     "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
     "__init__": frozenset({"_version", "_public"}),
-    "cli": frozenset({"", "checkpoint", "train", "program", "verify", "doctor", "migrate"}),
+    "cli": frozenset({"", "checkpoint", "train", "program", "verify", "doctor", "migrate", "see"}),
     "__main__": frozenset({"cli"}),
 }
 # Decided without torch, so that they run anywhere and in microseconds.
-PURE = ("fullshard.layout", "fullshard.schedule") + tuple(
+PURE = ("fullshard.layout", "fullshard.schedule", "fullshard.see") + tuple(
     f"fullshard.checkpoint.{name}" for name in "directory errors files manifest plan safetensors".split()
 )
 PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config levels reading verdict".split()))

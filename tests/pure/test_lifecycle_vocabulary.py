@@ -43,13 +43,13 @@ def test_an_event_and_its_text_are_each_others_reverse(kind: str, unit: str, fla
 @given(st.sampled_from(COMMANDS), names, st.sampled_from(["", "  "]))
 def test_a_command_and_its_text_are_each_others_reverse(kind: str, unit: str, indent: str) -> None:
     """With and without the indent of a trace. The record is named, not written."""
-    assert parse_command(indent + str(Command(kind, UnitRecord(unit, 0)))) == (kind, unit)
+    assert parse_command(indent + str(Command(kind, UnitRecord(unit, 0), "R16"))) == (kind, unit)
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_a_command_is_told_in_words_that_name_the_module(kind: str) -> None:
     """None of them is a word of ours that users do not know."""
-    told = {unit: Command(kind, UnitRecord(unit, 0)).told() for unit in ("root", "layers.0", "3")}
+    told = {unit: Command(kind, UnitRecord(unit, 0), "R16").told() for unit in ("root", "layers.0", "3")}
     assert told["root"].endswith(" the root module")
     assert told["layers.0"].endswith(" layers.0")
     assert told["3"].endswith(" module 3")

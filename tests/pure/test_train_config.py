@@ -23,7 +23,8 @@ parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degre
 parallelism.timeout_seconds
 precision.param precision.reduce precision.output
 data.corpus data.text_key data.validation_fraction data.tokenizer data.bpe_vocab
-metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard metrics.plot
+metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
+metrics.record_first metrics.record_every metrics.plot
 checkpoint.every checkpoint.keep_last checkpoint.keep_every checkpoint.asynchronous
 checkpoint.grace_seconds
 sample.prompt sample.tokens sample.temperature sample.top_k

@@ -10,6 +10,7 @@ from .comparison import Comparison as Comparison
 from .comparison import Digits as Digits
 from .comparison import HostCopy as HostCopy
 from .data_group import DataGroup as DataGroup
+from .data_group import Sent as Sent
 from .data_group import communicators as communicators
 from .gather import CastGather as CastGather
 from .gather import CustomBuffers as CustomBuffers

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -105,8 +105,27 @@ _CUT_SECONDS = 3.0
 _BACKEND_SECONDS_MORE = 30.0
 
 
+class Observer(Protocol):
+    """Who is called with the messages of a data group (observe/recorder.py)."""
+
+    def sent(self, message: Sent, call: str, arguments: Sequence[Any]) -> None:
+        """`message` was issued by `call` with `arguments`."""
+        ...
+
+    def waits(self, message: Sent) -> None:
+        """A wait for it begins, on the thread that needs it."""
+        ...
+
+    def waited(self, message: Sent) -> None:
+        """The wait is over; it may have raised."""
+        ...
+
+
 class DataGroup:
     """The connections of `origin`, a process group of ranks of `scope`, for one purpose. Use `open_data_group`."""
+
+    # While its messages are recorded.
+    observer: Observer | None = None
 
     def __init__(
         self, scope: Scope, origin: dist.ProcessGroup, device: torch.device, backend: str, purpose: str
@@ -192,6 +211,8 @@ class DataGroup:
             self.refuse(self.issued + 1, error)
         self.issued += 1
         sent = Sent(self, work, self.issued, in_one=self.backend != "gloo")
+        if self.observer is not None:
+            self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args)
         if self.device.type != "cpu":
             self._under_way.append(sent)
         return sent
@@ -203,7 +224,10 @@ class DataGroup:
         except RuntimeError as error:
             self.refuse(self.issued + 1, error)
         self.issued += 1
-        return [Sent(self, work, self.issued, in_one=True) for work in works]
+        all_sent: list[Work] = [Sent(self, work, self.issued, in_one=True) for work in works]
+        if self.observer is not None and all_sent:
+            self.observer.sent(cast(Sent, all_sent[-1]), call.__name__, args)
+        return all_sent
 
     def oldest(self) -> Sent | None:
         """The oldest message in flight on a device, or None."""
@@ -365,6 +389,9 @@ class Sent:
         scope, work = self.group.scope, self._work
         if work is None:
             return None  # a stream waits already
+        observer = self.group.observer
+        if observer is not None:
+            observer.waits(self)
         self.since = time.monotonic()
         waiting, thread = scope.watch.waiting, threading.get_ident()
         waiting[thread] = self
@@ -385,6 +412,16 @@ class Sent:
             return done
         finally:
             waiting.pop(thread, None)
+            if observer is not None:
+                observer.waited(self)
+
+    @property
+    def future(self) -> torch.futures.Future[Any] | None:
+        """Completes when it arrives, at once if it did; None if the backend has none (point-to-point messages)."""
+        try:
+            return None if self._work is None else self._work.get_future()
+        except RuntimeError:
+            return None
 
     def _is_overdue(self) -> bool:
         """A slice of the wait is over: whether the group was cut some time ago. A collective that is issued while its

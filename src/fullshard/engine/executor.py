@@ -169,6 +169,16 @@ class Executor:
             "reset": self._reset,
         }
 
+    def wrap_actions(self, wrapped: Callable[[str, Callable[[Unit], None]], Callable[[Unit], None]]) -> None:
+        """Run `wrapped(kind, action)` for each action of a command from now on, until `unwrap_actions`."""
+        for kind, action in self._actions.items():
+            self._actions[kind] = wrapped(kind, action)
+
+    def unwrap_actions(self) -> None:
+        """Run the actions themselves again."""
+        for kind in self._actions:
+            self._actions[kind] = getattr(self, f"_{kind}")
+
     def run(self, commands: Sequence[Command]) -> None:
         """Run the commands in order, each in a profiler range if a profiler is active."""
         for position, command in enumerate(commands):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import local_of
-from ..engine import Unit, unit_of
+from ..engine import Root, Unit, unit_of
 from ..engine.misuse import clean_name, parameter_names
 from ..engine.root import formed
 from ..engine.state_dict import standing_parameter as standing
@@ -30,6 +30,7 @@ from ..param import PendingGrad, ShardedParam
 from ..policy import Options
 from ..policy.arguments import expect, expect_module, is_optimizer
 from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes
+from .recorder import recorded_in
 
 if TYPE_CHECKING:
     from .expected import Bytes
@@ -73,6 +74,8 @@ def _below(report: Report) -> list[str]:
             f"communicators beside the mesh's own: {names}; at most {nbytes} outside of the allocator, estimated from "
             f"NCCL's defaults, not measured"
         )
+    if report.record is not None:
+        lines.append(f"steps are recorded: fullshard see {report.record}")
     kept = sum(unit.kept_nbytes for unit in report.units)
     if kept:
         live = sum(unit.kept_nbytes_live for unit in report.units)
@@ -208,6 +211,8 @@ class Report:
     communicators: tuple[Term, ...]
     # Likely mistakes.
     notes: tuple[str, ...]
+    # The folder in which a `Recorder` keeps the steps, for `fullshard see`; None: not recorded.
+    record: str | None = None
 
     @property
     def peak_nbytes(self) -> int:
@@ -257,6 +262,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     first = found[0][1]
     options = first.root.options if first.root is not None else Options.current()
     moment, terms = expected_peak(found, options)
+    folders = [recorded_in(root) for root in {formed(unit): None for _, unit in found} if isinstance(root, Root)]
     pools = {root.shared for root in (formed(unit) for _, unit in found) if root is not None}
     return Report(
         rank=first.groups[0].placing.mesh.get_rank() if first.groups else torch.distributed.get_rank(),
@@ -269,6 +275,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         peak_terms=terms,
         communicators=communicator_terms(found),
         notes=_notes(model, found, rows, unsharded, held),
+        record=next((str(folder) for folder in folders if folder is not None), None),
     )
 
 

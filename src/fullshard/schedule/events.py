@@ -118,10 +118,12 @@ class Event(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One action. `unit` is the record, so that the executor needs no lookup."""
+    """One action. `unit` is the record, so that the executor needs no lookup. `rule`: the [Rn] of rules.py that asked
+    for it, or "called" (by the user)."""
 
     kind: str
     unit: UnitRecord
+    rule: str
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit.name}"

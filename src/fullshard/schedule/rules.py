@@ -25,6 +25,8 @@ from .order import (
 from .record import NOWHERE, Full, Phase, Pins, RunRecord, Sending, UnitRecord, Use, is_held, pin, settle_pins
 
 Commands = list[Command]
+# In the place of a rule, for commands that a call of the user's asked for.
+CALLED = "called"
 _NOTHING: Commands = []
 # States from which an all-gather can start, and states that the end of a backward frees.
 _UNSHARDED_FROM = (Full.SHARDED, Full.SECONDARY)
@@ -46,11 +48,11 @@ def pre_forward(
         if unit.phase is Phase.DONE and unit.plan.frees_late:
             # [R36] That backward needs the frozen weights again until its end.
             unit.phase = Phase.BACKWARD
-        _make_full(unit, commands)
+        _make_full(unit, commands, "R1")
         return commands
     if nested:
         # [R21] A method that calls forward, or recursion: part of the outer use, whose end frees the weights.
-        _make_full(unit, commands)
+        _make_full(unit, commands, "R21")
         return commands
     if run.forward_root is None and not in_backward:
         run.forward_root = unit
@@ -62,11 +64,11 @@ def pre_forward(
         begin_use(run, unit)
     if stale:
         # [R2] Full parameters, present or in flight, are stale once their shards changed.
-        _throw_away(unit, commands)
+        _throw_away(unit, commands, "R2")
     _make_full(unit, commands)
     # [R3] Prefetches are issued before the compute that hides them, in the order in which they will be needed.
     ahead = unit.plan.forward_prefetch if in_backward else next_in_forward(run, unit)
-    _unshard_ahead(ahead, commands)
+    _unshard_ahead(ahead, commands, "R3")
     return commands
 
 
@@ -160,20 +162,20 @@ def pre_backward(
     commands: Commands = []
     if not unit.empty:
         # [R29] Due messages go before any gather, on every rank, whether or not all gradients arrived.
-        _send(visit(run, unit, use), commands)
+        _send(visit(run, unit, use), commands, "R29")
     # [R25] The user may declare that backward does not read the weights (an embedding). If it does, a watched read
     # unshards them anyway.
     gathers = unit.plan.gathers_in_backward or needed
     if unit.phase is Phase.BACKWARD:
         # [R8] Only the first of several outputs begins the backward, but weights needed again are gathered again.
         if gathers:
-            _make_full(unit, commands)
+            _make_full(unit, commands, "R8")
         return commands
     unit.phase = Phase.BACKWARD
     if gathers:
         _make_full(unit, commands)
     # [R9] The next unit of the backward is gathered while this one computes.
-    _unshard_ahead(next_in_backward(run, unit), commands, in_backward=True)
+    _unshard_ahead(next_in_backward(run, unit), commands, "R9", in_backward=True)
     return commands
 
 
@@ -205,16 +207,16 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
     for unit in owing:
         # [R30] In the order in which they owe.
-        _reshard_after_backward(run, unit, commands)
-        _send((unit,), commands)
+        _reshard_after_backward(run, unit, commands, "R30")
+        _send((unit,), commands, "R30")
     for unit in run.units:
         # [R11] Free units that the backward did not reach, or that recomputation gathered after their gradients; send
         # gradients that came after the message, or that an earlier backward held.
-        _reshard_after_backward(run, unit, commands)
+        _reshard_after_backward(run, unit, commands, "R11")
         if present[unit.index] and unit not in owing:
-            _send((unit,), commands)
+            _send((unit,), commands, "R11")
         if unit in aside:
-            _shelve(unit, commands)
+            _shelve(unit, commands, "R31")
         # [R32] A forward that differentiates inside continues with its weights.
         unit.phase = Phase.FORWARD if unit.pins.running else Phase.IDLE
         unit.in_backward = False
@@ -223,7 +225,7 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
             if unit.full is Full.PENDING:
                 # [R12] An unused prefetch. Every rank issued it, so every rank waits for it.
                 unit.full = Full.SHARDED
-                commands.append(Command("cancel", unit))
+                commands.append(Command("cancel", unit, "R12"))
             unit.uses.clear()
             unit.sending.open.clear()
     if run.is_last_backward:
@@ -231,7 +233,8 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
         run.order.clear()
     run.in_backward = False
     run.keep_full = False
-    commands.append(Command("finish", root))
+    # [R37] Messages are waited for, and gradients handed over, where no compute is left that could hide them.
+    commands.append(Command("finish", root, "R37"))
     return commands
 
 
@@ -249,8 +252,8 @@ def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Command
     """Issue the all-gather; `wait_unshard` makes it usable."""
     commands: Commands = []
     if stale:
-        _throw_away(unit, commands)
-    _unshard_ahead((unit,), commands)
+        _throw_away(unit, commands, "R2")
+    _unshard_ahead((unit,), commands, CALLED)
     return commands
 
 
@@ -258,7 +261,7 @@ def wait_unshard(run: RunRecord, unit: UnitRecord) -> Commands:
     """The user needs the full parameters now. Nothing to do if a forward used and freed them in between."""
     commands: Commands = []
     if unit.full not in _UNSHARDED_FROM:
-        _make_full(unit, commands)
+        _make_full(unit, commands, CALLED)
     return commands
 
 
@@ -267,7 +270,7 @@ def reshard(run: RunRecord, unit: UnitRecord) -> Commands:
     commands: Commands = []
     if unit.phase is Phase.FORWARD and not unit.plan.reshard_after_forward:
         return commands
-    _throw_away(unit, commands)
+    _throw_away(unit, commands, CALLED)
     return commands
 
 
@@ -276,7 +279,7 @@ def reset(run: RunRecord, root: UnitRecord) -> Commands:
     commands: Commands = []
     _close_passes(run)
     for unit in run.units:
-        _throw_away(unit, commands)
+        _throw_away(unit, commands, "R14")
         unit.phase = Phase.IDLE
         unit.in_backward = False
         unit.inputs_hooked = False
@@ -296,7 +299,7 @@ def reset(run: RunRecord, root: UnitRecord) -> Commands:
     run.in_backward = False
     run.keep_full = False
     run.generation += 1
-    commands.append(Command("reset", root))
+    commands.append(Command("reset", root, "R14"))
     return commands
 
 
@@ -310,28 +313,28 @@ def _end_use(
     if unit.full is Full.FULL and not keep:
         if unit.pins.count and (unit.plan.reshard_after_forward or not outputs):
             # [R31] A later backward reads it without a report.
-            _shelve(unit, commands)
+            _shelve(unit, commands, "R31")
         elif unit.plan.resident:
             # [R34] There is memory for it until its backward. Where none comes, users must find shards, as in R6.
             if not outputs:
-                _shelve(unit, commands)
+                _shelve(unit, commands, "R34")
         elif unit.plan.reshard_after_forward and unit.plan.keeps_secondary:
             # [R26] Keep a secondary shard, so that backward gathers from the few ranks of a block instead of all.
             unit.full = Full.SECONDARY
-            commands.append(Command("reshard_secondary", unit))
+            commands.append(Command("reshard_secondary", unit, "R26"))
             if not outputs:
                 # [R27] Until the next forward or recomputation, users must find sharded parameters, as in R6.
-                commands.append(Command("shelve", unit))
+                commands.append(Command("shelve", unit, "R27"))
         elif unit.plan.reshard_after_forward:
             # [R5] Only the running units hold full memory.
-            _reshard(unit, commands)
+            _reshard(unit, commands, "R5")
         elif not outputs and unit.plan.keeps_in_evaluation:
             # [R6] No backward will free it. Users must find sharded parameters (an optimizer may be built now), but the
             # next forward reuses the memory, as requested.
-            _shelve(unit, commands)
+            _shelve(unit, commands, "R6")
         elif not outputs:
             # [R20] It was kept only for a backward, and none comes. Freed parameters cannot become stale.
-            _reshard(unit, commands)
+            _reshard(unit, commands, "R20")
     if not unit.empty and not placed:
         # [R7] Backward visits uses in reverse, so each use has its own place in the order.
         unit.uses.append(len(run.order))
@@ -367,41 +370,41 @@ def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
         _close_pass(run, unit)
 
 
-def _unshard(unit: UnitRecord, commands: Commands) -> None:
+def _unshard(unit: UnitRecord, commands: Commands, rule: str) -> None:
     """From SHARDED or SECONDARY to PENDING."""
     # [R28] Secondary shards are gathered from their block: fewer and closer ranks.
-    commands.append(Command("unshard_secondary" if unit.full is Full.SECONDARY else "unshard", unit))
+    commands.append(Command("unshard_secondary" if unit.full is Full.SECONDARY else "unshard", unit, rule))
     unit.full = Full.PENDING
 
 
-def _make_full(unit: UnitRecord, commands: Commands) -> None:
+def _make_full(unit: UnitRecord, commands: Commands, rule: str = "R16") -> None:
     """[R16] From any state to FULL, with only the missing commands."""
     if unit.full in _UNSHARDED_FROM and not unit.empty:
-        _unshard(unit, commands)
+        _unshard(unit, commands, rule)
     if unit.full is Full.PENDING:
         unit.full = Full.FULL
-        commands.append(Command("wait", unit))
+        commands.append(Command("wait", unit, rule))
     elif unit.full is Full.SHELVED:
         unit.full = Full.FULL
-        commands.append(Command("expose", unit))
+        commands.append(Command("expose", unit, rule))
 
 
-def _unshard_ahead(units: Sequence[UnitRecord], commands: Commands, *, in_backward: bool = False) -> None:
+def _unshard_ahead(units: Sequence[UnitRecord], commands: Commands, rule: str, *, in_backward: bool = False) -> None:
     for unit in units:
         if in_backward and not unit.plan.gathers_in_backward:
             continue
         if unit.full in _UNSHARDED_FROM and not unit.empty:
-            _unshard(unit, commands)
+            _unshard(unit, commands, rule)
 
 
-def _reshard(unit: UnitRecord, commands: Commands) -> None:
+def _reshard(unit: UnitRecord, commands: Commands, rule: str) -> None:
     unit.full = Full.SHARDED
-    commands.append(Command("reshard", unit))
+    commands.append(Command("reshard", unit, rule))
 
 
-def _shelve(unit: UnitRecord, commands: Commands) -> None:
+def _shelve(unit: UnitRecord, commands: Commands, rule: str) -> None:
     unit.full = Full.SHELVED
-    commands.append(Command("shelve", unit))
+    commands.append(Command("shelve", unit, rule))
 
 
 def _show_shards(run: RunRecord, commands: Commands) -> None:
@@ -409,19 +412,19 @@ def _show_shards(run: RunRecord, commands: Commands) -> None:
     only one that failed, and `reset` does that on all ranks."""
     for unit in run.units:
         if unit.full is Full.FULL and not unit.pins.running:
-            _shelve(unit, commands)
+            _shelve(unit, commands, "R33")
         elif unit.full is Full.SECONDARY:
-            commands.append(Command("shelve", unit))
+            commands.append(Command("shelve", unit, "R33"))
 
 
-def _throw_away(unit: UnitRecord, commands: Commands) -> None:
+def _throw_away(unit: UnitRecord, commands: Commands, rule: str) -> None:
     """From any state to SHARDED."""
     unit.pins.count = 0
     if unit.full is Full.PENDING:
         unit.full = Full.SHARDED
-        commands.append(Command("cancel", unit))
+        commands.append(Command("cancel", unit, rule))
     elif unit.full is not Full.SHARDED:
-        _reshard(unit, commands)
+        _reshard(unit, commands, rule)
 
 
 def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
@@ -434,17 +437,17 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
     return commands
 
 
-def _reshard_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands) -> None:
+def _reshard_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands, rule: str = "R17") -> None:
     if unit.full in _RESHARDED_FROM and unit.plan.reshard_after_backward and not is_held(run, unit):
         if unit.plan.resident and not unit.plan.trainable:
             # [R35] Frozen weights stay valid for the next step; if something writes them, see R2.
             if unit.full is Full.FULL:
-                _shelve(unit, commands)
+                _shelve(unit, commands, "R35")
             return
-        _reshard(unit, commands)
+        _reshard(unit, commands, rule)
 
 
-def _send(units: Sequence[UnitRecord], commands: Commands) -> None:
+def _send(units: Sequence[UnitRecord], commands: Commands, rule: str = "R18") -> None:
     for unit in units:
         # [R18] Gradients are reduced, or accumulated unreduced for a later backward (no_sync).
-        commands.append(Command("reduce" if unit.plan.sync else "accumulate", unit))
+        commands.append(Command("reduce" if unit.plan.sync else "accumulate", unit, rule))

@@ -139,6 +139,8 @@ class MetricsKeys:
     eval_every: int = setting(50, "steps between two validations; the last step always validates", least=1)
     eval_windows: int = setting(128, "sequences of one validation; 0 = the whole validation part", least=0)
     tensorboard: bool = setting(True, "also write TensorBoard files, where tensorboard is installed")
+    record_first: int = setting(3, "first steps that are recorded in full, for `fullshard see`", least=0)
+    record_every: int = setting(100, "steps between two more of them; 0 = none; both 0 = no record", least=0)
     plot: bool = setting(True, "draw loss.png at the end, where matplotlib is installed")
 
 

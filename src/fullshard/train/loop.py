@@ -24,6 +24,7 @@ from torch import Tensor
 
 import fullshard
 from fullshard import checkpoint
+from fullshard.observe import Recorder
 from fullshard.train.config import AUTO, Config
 from fullshard.train.console import Console
 from fullshard.train.data import SampleOrder, Tokenizer, TokenSplit, validation_windows, windows
@@ -68,6 +69,7 @@ class Outputs:
     console: Console
     metrics: MetricsFile | None = None
     tensorboard: TensorBoard | None = None
+    recorder: Recorder | None = None  # of every rank
 
     def step(self, record: StepRecord) -> None:
         for file in (self.metrics, self.tensorboard):
@@ -82,7 +84,7 @@ class Outputs:
 
     def close(self) -> None:
         self.console.end()
-        for file in (self.tensorboard, self.metrics):
+        for file in (self.tensorboard, self.metrics, self.recorder):
             if file is not None:
                 file.close()
 
@@ -150,12 +152,15 @@ class Trainer:
         outputs.console.begin(steps, after)
         record = None
         for step in range(after + 1, steps + 1):
-            record = self.replayed(step) if every and step % every == 0 else self.step(step)
+            record = self.replayed(step) if every and step % every == 0 else self.step(step, outputs.recorder)
             if checkpoints is None or not (self.stopped_by or checkpoints.due(step, steps)):
                 outputs.step(record)
                 continue
             outputs.step(replace(record, drift=self._drift()))
+            saving = time.monotonic()
             checkpoints.save(step, wait=bool(self.stopped_by) or step == steps)
+            if outputs.recorder is not None:
+                outputs.recorder.note("checkpoint", f"step-{step}", seconds=time.monotonic() - saving)
             if self.stopped_by:
                 raise Stopped(self.stopped_by, step)
         return Outcome(record, time.monotonic() - begun, self.held or fullshard.report(self.model, self.optimizer))
@@ -178,7 +183,10 @@ class Trainer:
             raise fullshard.ReplayError(found)
         return second
 
-    def step(self, step: int) -> StepRecord:
+    def step(self, step: int, recorder: Recorder | None = None) -> StepRecord:
+        """One optimizer step, and validation if it is due. `recorder`: records the first."""
+        if recorder is not None:
+            recorder.begin(step)
         begun = time.monotonic()
         keys = self.config.training
         self.random.begin(step)
@@ -208,6 +216,8 @@ class Trainer:
                 self.held = fullshard.report(self.model, self.optimizer)
         self.optimizer.zero_grad()
         seconds = time.monotonic() - begun
+        if recorder is not None:
+            recorder.end(loss=loss.per_token, norm=norm, lr=lr)
         val = self.validate() if step % self.config.metrics.eval_every == 0 or step == keys.steps else None
         flop_per_second, peak = tokens * self.flop_per_token / seconds, self.peak_flop_per_second
         return StepRecord(

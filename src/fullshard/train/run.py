@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import UnitReport, report
+from fullshard.observe import Recorder, first_and_every
 from fullshard.train import data, folder, metrics
 from fullshard.train.config import Config, ConfigError
 from fullshard.train.console import Console, clock, console_for, draw_loss, memory_lines
@@ -46,7 +47,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
         console.say("no whole checkpoint is left: beginning anew with step 1")
     if newest is not None:
         console.say(f"continuing after step {after}, from {newest}")
-    outputs = Outputs(console)
+    outputs = Outputs(console, recorder=_recorder(config, trainer, run_dir, after))
     if world.rank == 0:
         folder.forget_steps_after(run_dir, after)
         folder.open_manifest(
@@ -57,7 +58,7 @@ def train(config: Config, world: World, run_dir: Path) -> None:
                 "set_aside": [path.name for path, _ in checkpoints.aside],
             },
         )
-        outputs = _outputs(config, console, run_dir, after)
+        outputs = _outputs(config, outputs, run_dir, after)
     try:
         with noting_stops(config.checkpoint.grace_seconds):
             outcome = trainer.run(outputs, checkpoints, after=after)
@@ -103,8 +104,17 @@ def _tokenizer(config: Config, world: World, corpus: data.Corpus, run_dir: Path)
     return data.BPETokenizer(world.store.get("tokenizer").decode())
 
 
-def _outputs(config: Config, console: Console, run_dir: Path, after: int) -> Outputs:
-    outputs = Outputs(console, metrics.MetricsFile(run_dir / "metrics.jsonl"))
+def _recorder(config: Config, trainer: Trainer, run_dir: Path, after: int) -> Recorder | None:
+    keys = config.metrics
+    if not keys.record_first and not keys.record_every:
+        return None
+    in_full = first_and_every(after + keys.record_first if keys.record_first else 0, keys.record_every)
+    return Recorder(trainer.model, run_dir / "see", trainer.optimizer, in_full=in_full, first_step=after + 1)
+
+
+def _outputs(config: Config, outputs: Outputs, run_dir: Path, after: int) -> Outputs:
+    console = outputs.console
+    outputs.metrics = metrics.MetricsFile(run_dir / "metrics.jsonl")
     if config.metrics.tensorboard and metrics.installed("tensorboard"):
         outputs.tensorboard = metrics.TensorBoard(run_dir / "tensorboard", after + 1)
     elif config.metrics.tensorboard:
@@ -188,6 +198,8 @@ def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.T
         f"{last.val_bits_per_byte:.4f} bits per byte"
     )
     console.say(f"run folder: {run_dir} ({', '.join(files)})")
+    if config.metrics.record_first or config.metrics.record_every:
+        console.say(f"see:        fullshard see {run_dir}")
     console.say(f'generate:   fullshard generate {run_dir} --prompt "{config.sample.prompt}"')
 
 

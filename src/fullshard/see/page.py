@@ -1,0 +1,341 @@
+"""One HTML page about a run, or about two of them: no other file, no network. Its script only hides, and enlarges."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+from . import picture
+from .causes import Exposure, Standing, exposures, standings, stragglers
+from .compare import Change, changes
+from .record import KINDS, RankRecord, Run, Step
+from .timeline import Memory, host_bound, human, milliseconds, on_device, shares
+
+# Ranks and steps beyond these are summed in tables, and drawn only if they are asked for (--rank, --step).
+DRAWN_RANKS, DRAWN_STEPS, RANKED = 8, 6, 15
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1110px; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+table { border-collapse: collapse; margin: .5rem 0; }
+td, th { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+tr.marked td { color: #b3261e; font-weight: 600; }
+svg { max-width: 100%; height: auto; } svg text:not([fill]) { fill: #444; }
+figcaption, .small { color: #555; font-size: 13px; } figure { margin: .6rem 0 1.6rem; overflow: hidden; }
+.key span { display: inline-block; margin-right: 1rem; }
+.key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; }
+.warn { color: #b3261e; } .lanes { cursor: grab; } nav select { font: inherit; margin-right: 1rem; }
+h2 { margin-top: 2rem; border-bottom: 1px solid #ddd; }
+"""
+
+# Everything is in the page without it; it hides the steps and ranks that are not chosen, and enlarges lanes.
+_SCRIPT = """
+document.querySelectorAll('nav.choice').forEach(nav => {
+  const run = nav.dataset.run;
+  const show = () => {
+    const [step, rank] = [...nav.querySelectorAll('select')].map(s => s.value);
+    document.querySelectorAll(`section.shown[data-run="${run}"]`).forEach(s => {
+      s.hidden = s.dataset.step !== step || s.dataset.rank !== rank;
+    });
+  };
+  nav.hidden = false;
+  nav.addEventListener('change', show);
+  show();
+});
+document.querySelectorAll('svg.lanes').forEach(svg => {
+  const whole = svg.viewBox.baseVal, full = {x: whole.x, width: whole.width};
+  let from = null;
+  const put = (x, width) => {
+    width = Math.min(full.width, Math.max(full.width / 200, width));
+    x = Math.min(full.x + full.width - width, Math.max(full.x, x));
+    svg.setAttribute('viewBox', `${x} ${whole.y} ${width} ${whole.height}`);
+    svg.setAttribute('preserveAspectRatio', 'none');
+  };
+  svg.addEventListener('wheel', e => {
+    e.preventDefault();
+    const box = svg.getBoundingClientRect(), now = svg.viewBox.baseVal;
+    const part = (e.clientX - box.left) / box.width, width = now.width * (e.deltaY > 0 ? 1.25 : 0.8);
+    put(now.x + part * (now.width - width), width);
+  }, {passive: false});
+  svg.addEventListener('mousedown', e => { from = e.clientX; e.preventDefault(); });
+  window.addEventListener('mouseup', () => { from = null; });
+  window.addEventListener('mousemove', e => {
+    if (from === null) return;
+    const now = svg.viewBox.baseVal;
+    put(now.x - (e.clientX - from) / svg.getBoundingClientRect().width * now.width, now.width);
+    from = e.clientX;
+  });
+  svg.addEventListener('dblclick', () => put(full.x, full.width));
+});
+"""
+
+
+def page(runs: Sequence[Run], step: int | None = None, rank: int | None = None) -> str:
+    """The page. `step`, `rank`: draw these, instead of the last steps and the first ranks. Raises `RecordError`."""
+    title = " and ".join(run.name for run in runs)
+    parts = [
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>fullshard see {html.escape(title)}</title>',
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",
+    ]
+    if len(runs) == 2:
+        parts += _changed(changes(runs[0], runs[1], step))
+    for number, run in enumerate(runs):
+        if len(runs) > 1:
+            parts.append(f'<h1 id="run{number}">{"AB"[number]}: {html.escape(run.name)}</h1>')
+        parts += _run(run, number, step, rank, runs)
+    return "\n".join([*parts, f"<script>{_SCRIPT}</script></html>"]) + "\n"
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def _run(run: Run, number: int, step: int | None, rank: int | None, runs: Sequence[Run]) -> list[str]:
+    chosen = run.shown_step(step)
+    first = run.rank(rank) if rank is not None else run.ranks[0]
+    header = run.ranks[0].header
+    told = ", ".join(f"{name} {version}" for name, version in header.versions.items())
+    units = len(header.units)
+    parts = [
+        f'<p class="small">{run.world} ranks on {html.escape(header.device)}, {units} units, '
+        f"{sum(unit.numel for unit in header.units):,} parameters; {html.escape(told)}; "
+        f"{len(run.ranks[0].steps)} steps, {len(run.ranks[0].detailed())} of them recorded in full</p>"
+    ]
+    if run.missing:
+        parts.append(f'<p class="warn">no record here of ranks {", ".join(map(str, run.missing))}</p>')
+    open_ones = [str(each.header.rank) for each in run.ranks if not each.ended]
+    if open_ones:
+        parts.append(
+            f'<p class="warn">the record of ranks {", ".join(open_ones)} has no end: the run goes on, or was killed</p>'
+        )
+    parts += [
+        f'<p class="warn">rank {each.header.rank}, step {failed.number}: {html.escape(failed.failed)}</p>'
+        for each in run.ranks
+        for failed in each.steps
+        if failed.failed
+    ]
+    parts += _where_time_went(run, chosen, first)
+    drawn_ranks = [first] if rank is not None else list(run.ranks[:DRAWN_RANKS])
+    common = sorted(set.intersection(*({s.number for s in each.detailed()} for each in run.ranks)))
+    drawn_steps = [chosen] if step is not None else common[-DRAWN_STEPS:]
+    parts.append(f"<h2>Steps, rank by rank</h2>{_choice(number, drawn_steps, drawn_ranks, chosen)}{_KEY}")
+    end, most = _scale(runs, step) if len(runs) > 1 else (0, 0)
+    for record in drawn_ranks:
+        for shown in drawn_steps:
+            found = record.step(shown)
+            assert found is not None
+            same_scale = (end, most) if shown == chosen else (0, 0)
+            is_told = shown == chosen and record is first
+            parts.append(
+                f'<section class="shown" data-run="{number}" data-step="{shown}" data-rank="{record.header.rank}">'
+                f"{_step(record, found, *same_scale)}"
+                f"{'' if is_told else _ranked(record, exposures(run, record, shown), found)}</section>"
+            )
+    return parts + _curves(run) + _ranks(run, chosen) + _checkpoints(run.ranks[0])
+
+
+def _scale(runs: Sequence[Run], step: int | None) -> tuple[int, int]:
+    """The same axes for two runs: the longest step, and the largest peak."""
+    ends, peaks = [], []
+    for run in runs:
+        for rank in run.ranks:
+            found = rank.step(run.shown_step(step))
+            if found is not None and found.detail is not None:
+                ends.append(found.nanoseconds)
+                peaks.append(Memory(found.detail).peak()[1])
+    return max(ends, default=0), max(peaks, default=0)
+
+
+def _where_time_went(run: Run, number: int, rank: RankRecord) -> list[str]:
+    step = rank.step(number)
+    assert step is not None and step.detail is not None
+    found = shares(step)
+    total = max(found.total, 1)
+    bound = f"host-bound: {100 * found.host / total:.0f} %"
+    if on_device(step.detail):
+        bound += f" (the device waited for the host for {milliseconds(host_bound(step.detail))})"
+    else:
+        bound += " (commands, apart from waits)"
+    return [
+        f"<h2>Where the time of step {number} went</h2>",
+        f"<p>{milliseconds(step.nanoseconds)} on rank {rank.header.rank}: {100 * found.compute / total:.0f} % compute "
+        f"of units, <b>{100 * found.wait / total:.0f} % exposed messages</b>, {html.escape(bound)}, "
+        f"{100 * found.other / total:.0f} % data, loss and optimizer.</p>",
+        _ranked(rank, exposures(run, rank, number), step),
+    ]
+
+
+def _ranked(rank: RankRecord, found: Sequence[Exposure], step: Step) -> str:
+    if not found:
+        return f"<p>No message was waited for in step {step.number} on rank {rank.header.rank}.</p>"
+    least = step.nanoseconds / 200
+    shown = [item for place, item in enumerate(found[:RANKED]) if place < 3 or item.nanoseconds > least]
+    rows = [
+        (
+            rank.name_of(item.unit) if item.unit >= 0 else "",
+            f"{item.what}{', ' + item.phase if item.phase else ''}",
+            milliseconds(item.nanoseconds),
+            f"{100 * item.nanoseconds / max(step.nanoseconds, 1):.1f} %",
+            item.text,
+        )
+        for item in shown
+    ]
+    more = len(found) - len(shown)
+    below = f'<p class="small">{more} more, each shorter</p>' if more > 0 else ""
+    return _table(("unit", "message", "exposed", "of the step", "cause"), rows, right=(2, 3), name="exposed") + below
+
+
+_KEY = (
+    '<p class="key small">'
+    + "".join(
+        f'<span><i style="background:{color}"></i>{name}</span>'
+        for name, color in (*picture.COLORS.items(), ("waits", "#dc2626"), ("commands", "#52525b"))
+    )
+    + "</p>"
+)
+
+
+def _choice(run: int, steps: Sequence[int], ranks: Sequence[RankRecord], chosen: int) -> str:
+    step_options = "".join(f"<option{' selected' if s == chosen else ''}>{s}</option>" for s in steps)
+    rank_options = "".join(f"<option>{rank.header.rank}</option>" for rank in ranks)
+    return (
+        f'<nav class="choice" data-run="{run}" hidden>step <select aria-label="step">{step_options}</select> rank '
+        f'<select aria-label="rank">{rank_options}</select></nav>'
+    )
+
+
+def _step(rank: RankRecord, step: Step, end: int, most: int) -> str:
+    assert step.detail is not None
+    at, peak, holders = Memory(step.detail).peak()
+    held = [
+        f"{kind} of {rank.name_of(unit)} {human(nbytes)}" if unit >= 0 else f"{kind} {human(nbytes)}"
+        for unit, kind, nbytes in holders[:5]
+    ]
+    sums = {kind: sum(n for _, k, n in holders if k == kind) for kind in KINDS}
+    kinds = ", ".join(f"{kind} {human(nbytes)}" for kind, nbytes in sums.items() if nbytes)
+    unknown = sum(message.arrival is None for message in step.detail.messages)
+    caption = "Above: compute of units (forward light, backward dark), waits (red), commands (grey). Below: messages, "
+    caption += "from issue to arrival; an arrow leads to the moment of need, red if it was waited for. Wheel: enlarge; "
+    caption += "drag: move; double click: whole."
+    if unknown and not on_device(step.detail):
+        caption += f" Of {unknown} messages the backend does not tell the arrival: drawn to the end of their wait."
+    return (
+        f"<h3>Step {step.number}, rank {rank.header.rank}: {milliseconds(step.nanoseconds)}</h3>"
+        + _figure(picture.lanes(rank, step, end), caption)
+        + _figure(
+            picture.bytes_by_kind(rank, step, end=end, most=most),
+            f"Bytes that the library holds, without activations. Peak {human(peak)} at {milliseconds(at)}: "
+            f"{html.escape(kinds)}. Its five largest: {html.escape('; '.join(held))}.",
+        )
+        + _figure(
+            picture.bytes_by_unit(rank, step),
+            "The same by unit, without shards and optimizer; all rows have one scale.",
+        )
+    )
+
+
+def _curves(run: Run) -> list[str]:
+    steps = run.ranks[0].steps
+    figures = list(dict.fromkeys(name for step in steps for name in step.figures))
+    parts = ["<h2>Loss, norms and times</h2>"]
+    for name in figures:
+        points = [(step.number, _number(step.figures.get(name))) for step in steps if name in step.figures]
+        lost = [str(x) for x, y in points if not math.isfinite(y)]
+        caption = html.escape(name) + (f"; not finite in step {', '.join(lost[:5])}" if lost else "")
+        parts.append(_figure(picture.curve([(name, "#1d4ed8", points)], name), caption))
+    times = [
+        (f"rank {rank.header.rank}", picture.unit_color(rank.header.rank, "backward"), _times(rank))
+        for rank in run.ranks[:DRAWN_RANKS]
+    ]
+    parts.append(_figure(picture.curve(times, "time of each step"), "Milliseconds of each step but the first."))
+    return parts
+
+
+def _times(rank: RankRecord) -> list[tuple[int, float]]:
+    return [(step.number, step.nanoseconds / 1e6) for step in rank.steps[1:] or rank.steps]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _ranks(run: Run, number: int) -> list[str]:
+    found = standings(run, number)
+    late = {each.rank for each in stragglers(found)}
+    rows = [_standing(each) for each in found]
+    bars = [
+        (f"rank {each.rank}", [(n, c, p) for (n, c), p in zip(picture.PART_COLORS.items(), each.shares, strict=True)])
+        for each in found[: 4 * DRAWN_RANKS]
+    ]
+    parts = [f"<h2>Ranks in step {number}</h2>"]
+    if late:
+        names = ", ".join(map(str, sorted(late)))
+        parts.append(f'<p class="warn">straggler: rank {names}; the others wait for it</p>')
+    elif len(found) > 1:
+        parts.append("<p>No rank keeps the others waiting all the time.</p>")
+    head = ("rank", "median step", "compute", "exposed", "host", "other", "last at messages", "later by")
+    parts.append(
+        _table(head, rows, right=range(1, 8), marked={i for i, e in enumerate(found) if e.rank in late}, name="ranks")
+    )
+    parts.append(
+        _figure(
+            picture.bars(bars, "shares by rank"), "compute (blue), exposed messages (red), host (dark), other (light)"
+        )
+    )
+    return parts
+
+
+def _standing(each: Standing) -> tuple[str, ...]:
+    found = each.shares
+    parts = (each.steps, found.compute, found.wait, found.host, found.other)
+    return (str(each.rank), *map(milliseconds, parts), f"{100 * each.last:.0f} %", milliseconds(each.late))
+
+
+def _checkpoints(rank: RankRecord) -> list[str]:
+    rows = [(str(note.step), note.what, milliseconds(note.nanoseconds), note.text) for note in rank.notes]
+    if not rows:
+        return []
+    return [
+        "<h2>Checkpoints</h2>",
+        _table(("after step", "what", "the run stood still", ""), rows, right=(2,), name="notes"),
+    ]
+
+
+# ---- two runs --------------------------------------------------------------------------------------------------------
+
+
+def _changed(found: Sequence[Change]) -> list[str]:
+    rows = [(item.what, item.before, item.after, item.change) for item in found]
+    marked = {i for i, item in enumerate(found) if item.worse}
+    return [
+        "<h2>What changed from A to B</h2>",
+        _table(("", "A", "B", "change"), rows, right=(1, 2, 3), marked=marked, name="changes"),
+        '<p class="small">Red: worse by more than a twentieth.</p>',
+    ]
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>" if svg else ""
+
+
+def _table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Iterable[int] = (),
+    marked: Iterable[int] = (),
+    name: str = "",
+) -> str:
+    numbers, red = set(right), set(marked)
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=n' if i in numbers else ''}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(row)
+        )
+
+    lines = [f"<tr>{cells(head, 'th')}</tr>"]
+    lines += [f"<tr{' class=marked' if i in red else ''}>{cells(row, 'td')}</tr>" for i, row in enumerate(rows)]
+    return f'<table class="{name}">{"".join(lines)}</table>'
