@@ -92,7 +92,7 @@ def test_metrics_have_a_line_per_step(finished: Finished) -> None:
 def test_the_folder_holds_everything(finished: Finished) -> None:
     names = {path.name for path in finished.run_dir.iterdir()}
     expected = {"config.toml", "manifest.json", "metrics.jsonl", "model.safetensors", "sample.txt", "loss.png"}
-    assert names == expected | {"tensorboard", "checkpoints"}
+    assert names == expected | {"tensorboard", "checkpoints", "see"}
     assert (finished.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert list((finished.run_dir / "tensorboard").iterdir())
 

@@ -39,7 +39,9 @@ def add_command(commands: Any) -> None:
     see.add_argument("--html", type=Path, metavar="FILE", help="default: see.html in the record's folder")
     see.add_argument("--perfetto", type=Path, metavar="FILE", help="write a Chrome trace of the step, and no page")
     see.add_argument("--unit", metavar="NAME", help="print the commands of one unit, and write no page")
-    see.add_argument("--svg", type=Path, metavar="FILE", help="write the lanes of the step as a picture, and no page")
+    see.add_argument(
+        "--svg", type=Path, metavar="FILE", help="write lanes and bytes of the step as a picture, and no page"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,7 +71,7 @@ def _show(arguments: argparse.Namespace, runs: list[Run]) -> int:
         if arguments.unit is not None:
             print(story.story(rank, found, arguments.unit))
         if arguments.svg is not None:
-            _write(arguments.svg, picture.lanes(rank, found))
+            _write(arguments.svg, picture.picture(rank, found))
         return 0
     if arguments.perfetto is not None:
         _write(arguments.perfetto, chrome.chrome_trace(first, first.shown_step(step)))

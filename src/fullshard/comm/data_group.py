@@ -108,8 +108,12 @@ _BACKEND_SECONDS_MORE = 30.0
 class Observer(Protocol):
     """Who is called with the messages of a data group (observe/recorder.py)."""
 
-    def sent(self, message: Sent, call: str, arguments: Sequence[Any]) -> None:
-        """`message` was issued by `call` with `arguments`."""
+    def now(self) -> int:
+        """Its clock."""
+        ...
+
+    def sent(self, message: Sent, call: str, arguments: Sequence[Any], begun: int) -> None:
+        """`message` was issued by `call` with `arguments`, which began at `begun`."""
         ...
 
     def waits(self, message: Sent) -> None:
@@ -205,6 +209,7 @@ class DataGroup:
         """Run `call(*args)`, which sends one message over `group` and returns its work; or the method of that name."""
         if self._renewed != self.scope.renewed:
             self.connect()
+        begun = 0 if self.observer is None else self.observer.now()
         try:
             work = getattr(self._group, call)(*args) if isinstance(call, str) else call(*args)
         except RuntimeError as error:
@@ -212,13 +217,14 @@ class DataGroup:
         self.issued += 1
         sent = Sent(self, work, self.issued, in_one=self.backend != "gloo")
         if self.observer is not None:
-            self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args)
+            self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args, begun)
         if self.device.type != "cpu":
             self._under_way.append(sent)
         return sent
 
     def issue_each(self, call: Callable[..., list[Work]], *args: Any) -> list[Work]:
         """`issue` for a call that counts as one message but returns several works."""
+        begun = 0 if self.observer is None else self.observer.now()
         try:
             works = call(*args)
         except RuntimeError as error:
@@ -226,7 +232,7 @@ class DataGroup:
         self.issued += 1
         all_sent: list[Work] = [Sent(self, work, self.issued, in_one=True) for work in works]
         if self.observer is not None and all_sent:
-            self.observer.sent(cast(Sent, all_sent[-1]), call.__name__, args)
+            self.observer.sent(cast(Sent, all_sent[-1]), call.__name__, args, begun)
         return all_sent
 
     def oldest(self) -> Sent | None:

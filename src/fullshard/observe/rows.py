@@ -168,7 +168,8 @@ class StepRows:
         found = {"events": self.events, "commands": self.commands, "messages": list(self.messages.values())}
         return found | {"levels": self.levels}
 
-    def _now(self) -> int:
+    def now(self) -> int:
+        """Nanoseconds since the step began."""
         return perf_counter_ns() - self.begin
 
     def _mark(self) -> int | None:
@@ -177,7 +178,7 @@ class StepRows:
     # ---- events and commands -------------------------------------------------------------------------------
 
     def _event(self, names: dict[str, int], event: Event) -> None:
-        self.events.append([self._now(), event.kind, names[event.unit], " ".join(event.flags), self._mark()])
+        self.events.append([self.now(), event.kind, names[event.unit], " ".join(event.flags), self._mark()])
 
     def _command(self, command: Command) -> None:
         self._running = (-1, command.kind, command.rule)
@@ -186,11 +187,11 @@ class StepRows:
         def run(unit: Unit) -> None:
             number, rule = self._numbers[unit], self._running[2]
             self._running = (number, kind, rule)
-            begin = self._now()
+            begin = self.now()
             try:
                 action(unit)
             finally:
-                self.commands.append([kind, number, rule, begin, self._now(), len(self.events) - 1])
+                self.commands.append([kind, number, rule, begin, self.now(), len(self.events) - 1])
                 self._running = (-1, "", "")
                 self._after(unit, executor, kind)
 
@@ -198,30 +199,30 @@ class StepRows:
 
     # ---- messages ------------------------------------------------------------------------------------------
 
-    def sent(self, message: Sent, call: str, arguments: Sequence[Any]) -> None:
+    def sent(self, message: Sent, call: str, arguments: Sequence[Any], begun: int) -> None:
         """`comm.data_group.Observer`."""
         group = message.group
         number, kind, _ = self._running
         nbytes = message_nbytes(call, arguments, len(group.ranks))
         purpose = kind or group.scope.told or group.purpose
-        row = [group.name, message.number, number, purpose, nbytes, self._now(), None, None, None, None, None]
+        row = [group.name, message.number, number, purpose, nbytes, begun, None, None, None, None, None]
         self.messages[group.name, message.number] = row
         future = message.future if group.device.type == "cpu" else None
         if future is not None:
-            future.add_done_callback(lambda _: row.__setitem__(_ARRIVAL, self._now()))
+            future.add_done_callback(lambda _: row.__setitem__(_ARRIVAL, self.now()))
 
     def waits(self, message: Sent) -> None:
         """`comm.data_group.Observer`."""
         row = self.messages.get((message.group.name, message.number))
         if row is not None and row[_NEED] is None:
             row[_DEVICE_NEED] = self._mark()
-            row[_NEED] = self._now()
+            row[_NEED] = self.now()
 
     def waited(self, message: Sent) -> None:
         """`comm.data_group.Observer`."""
         row = self.messages.get((message.group.name, message.number))
         if row is not None:
-            row[_READY] = self._now()
+            row[_READY] = self.now()
             row[_DEVICE_READY] = self._mark()
 
     # ---- bytes ---------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class StepRows:
     def _level(self, unit: int, kind: str, nbytes: int) -> None:
         if self._held[unit, kind] != nbytes:
             self._held[unit, kind] = nbytes
-            self.levels.append([self._now(), unit, kind, nbytes])
+            self.levels.append([self.now(), unit, kind, nbytes])
 
     def _after(self, unit: Unit, executor: Executor | None, kind: str) -> None:
         """Note what the command `kind` of `unit` changed."""

@@ -318,7 +318,7 @@ def _changed(found: Sequence[Change]) -> list[str]:
 
 
 def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>" if svg else ""
+    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
 
 
 def _table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -85,6 +86,25 @@ def _box(x: float, y: float, width: float, height: float, fill: str, title: str,
         f'<rect{name} x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.6):.2f}" height="{height:.1f}" fill="{fill}">'
         f"<title>{html.escape(title)}</title></rect>"
     )
+
+
+def picture(rank: RankRecord, step: Step) -> str:
+    """Lanes, bytes by kind and bytes by unit of a step, below each other, as one file."""
+    drawn = [lanes(rank, step), bytes_by_kind(rank, step), bytes_by_unit(rank, step), _key()]
+    heights = [float(re.search(r'viewBox="0 0 \d+ (\d+)"', one)[1]) for one in drawn]  # type: ignore[index]
+    parts = [f'<rect width="{WIDTH}" height="{sum(heights):.0f}" fill="#fff"/>']
+    for number, (one, height) in enumerate(zip(drawn, heights, strict=True)):
+        parts.append(one.replace("<svg ", f'<svg y="{sum(heights[:number]):.0f}" height="{height:.0f}" ', 1))
+    return _svg("picture", sum(heights), parts, f"step {step.number} of rank {rank.header.rank}") + "\n"
+
+
+def _key() -> str:
+    """What the colours mean."""
+    parts, x = [], float(LEFT)
+    for name, color in (*COLORS.items(), ("waits", _WAIT), ("commands", _HOST)):
+        parts.append(f'<rect x="{x:.0f}" y="6" width="10" height="10" fill="{color}"/>' + _text(x + 14, 15, name))
+        x += 30 + 6.2 * len(name)
+    return _svg("key", 22, parts, "colours")
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------------

@@ -197,9 +197,9 @@ def _finish(trainer: Trainer, console: Console, run_dir: Path, tokenizer: data.T
         f"{last.step} steps in {clock(outcome.seconds)}: validation loss {last.val_loss:.4f} nats per token, "
         f"{last.val_bits_per_byte:.4f} bits per byte"
     )
-    console.say(f"run folder: {run_dir} ({', '.join(files)})")
     if config.metrics.record_first or config.metrics.record_every:
         console.say(f"see:        fullshard see {run_dir}")
+    console.say(f"run folder: {run_dir} ({', '.join(files)})")
     console.say(f'generate:   fullshard generate {run_dir} --prompt "{config.sample.prompt}"')
 
 
