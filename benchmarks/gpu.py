@@ -86,13 +86,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or pretend")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all parts together (default: 9.5)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="only these; default: all of them")
     options = parser.parse_args()
     device = device_of(options.device)
     if device.type == PRETEND:
         print("no hardware: this tries the script; times on this device mean nothing and are left out")
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = {}
-    for part in parts(options.device):
+    found_parts = parts(options.device)
+    names = [part.name for part in found_parts]
+    if unknown := set(options.parts or ()).difference(names):
+        parser.error(f"--parts: expected some of {', '.join(map(repr, names))}, found {sorted(unknown)}")
+    for part in found_parts:
+        if options.parts and part.name not in options.parts:
+            continue
         left = end - time.monotonic()
         if left < 15:
             results[part.name] = {"ok": False, "seconds": 0.0, "text": "", "figures": None, "error": "no time left"}

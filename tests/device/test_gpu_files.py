@@ -31,11 +31,12 @@ def test_the_tests_for_hardware() -> None:
     assert " passed" in last and "skipped" not in last, printed
 
 
-@pytest.mark.slow
 @pytest.mark.hang_after(600)
-def test_the_benchmarks_for_hardware() -> None:
+@pytest.mark.parametrize("parts", [("ranks",), pytest.param((), marks=pytest.mark.slow)], ids=["ranks", "all"])
+def test_the_benchmarks_for_hardware(parts: tuple[str, ...]) -> None:
     """Every part runs, bytes are those of `report`, and no time is told."""
-    printed = run("benchmarks.gpu", "--device", "pretend", "--tiny", timeout_s=570)
+    only = ["--parts", *parts] if parts else []
+    printed = run("benchmarks.gpu", "--device", "pretend", "--tiny", *only, timeout_s=570)
     results = json.loads(printed.splitlines()[-1])["results"]
     assert all(part["ok"] for part in results.values()), printed
     assert "times on this device mean nothing" in printed
@@ -48,6 +49,6 @@ def test_the_benchmarks_for_hardware() -> None:
             if row["report"] is not None:
                 assert abs(row["peak / report"] - 1) <= 0.05, (found["world"], way, row)
             assert all(row[time] is None for time in ("step", "/ bare", "/ fsdp2", "exposed", "hidden"))
-    for part in ("step, 8B-shaped", "step, 1B-shaped"):
+    for part in () if parts else ("step, 8B-shaped", "step, 1B-shaped"):
         for result in results[part]["figures"]["results"]:
             assert result["ways"]["fullshard"]["step_ms"] is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
 from fullshard import PeerFailed, RanksDisagree, checkpoint, fully_shard
+from tests.harness.fates import run_fates
 from tests.harness.models import assert_close_to_tensor_max, seeded
 from tests.harness.on_device import whole
 from tests.harness.pool import pool
@@ -183,6 +186,48 @@ def test_the_model_is_lost_on_all_ranks_until_all_of_it_was_loaded(how: str, tmp
         assert "not loaded here yet: 0.weight, 0.bias, 1.forwards, 3.weight and 1 more" in forward
         assert part.endswith("not loaded here yet: 1.forwards, 3.weight, 3.bias")
         _same(values)
+
+
+# ---- a rank that is killed -------------------------------------------------------------------------------------------
+
+
+def _killed(rank: int, folder: str) -> tuple[list[str], list[str]]:
+    """Rank 1 is killed while its peers' messages of a backward are under way. What is said then, and afterwards."""
+    from tests.harness import pretend
+
+    with pretend.watched():
+        model, optimizer = _build()
+        for step in range(FAILED):
+            _step(model, optimizer, rank, step)
+        if rank == 1:
+            model[0].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(PeerFailed) as caught:
+            _step(model, optimizer, rank, FAILED)
+        said, refused = [str(caught.value)], []
+        stepped = next(iter(optimizer.state.values()))["step"].item()
+        assert stepped == FAILED
+        optimizer.zero_grad()
+        model.reset_iter_state()
+        for call in (
+            optimizer.step,
+            lambda: _loss(model, rank, FAILED),
+            lambda: checkpoint.save({"m": model.state_dict()}, checkpoint_id=folder),
+        ):
+            with pytest.raises((PeerFailed, RanksDisagree, checkpoint.CheckpointError)) as later:
+                call()
+            refused.append(str(later.value))
+        return said, refused
+
+
+def test_after_a_rank_was_killed_nothing_of_the_model_is_used(tmp_path: Path) -> None:
+    survivor, killed = run_fates(2, _killed, str(tmp_path / "lost"), backend="late", lost=(1,))
+    assert killed.code == -signal.SIGKILL
+    assert survivor.value is not None, survivor.output
+    (first,), refused = survivor.value
+    assert "rank 1" in first
+    assert all("rank 1" in text for text in refused), refused
+    assert any(LOST in text for text in refused), refused
+    assert not (tmp_path / "lost").exists() or not any((tmp_path / "lost").iterdir())
 
 
 # ---- what the host waits for -----------------------------------------------------------------------------------------

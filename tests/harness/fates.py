@@ -57,11 +57,13 @@ def run_fates(
     environment: Mapping[str, str] | None = None,
     stays: bool = True,
     lost: tuple[int, ...] = (),
+    backend: str = "gloo",
 ) -> list[Told]:
     """Call `fn(rank, *args)` on `world` forks. `stays`: a rank whose `fn` returned ends when all have; else at once.
-    `lost`: ranks that nobody waits for once the others have told."""
+    `lost`: ranks that nobody waits for once the others have told. Backend "late": on the device "pretend"."""
     with tempfile.TemporaryDirectory(prefix="fullshard-fates-") as folder:
-        ranks = [_fork(rank, world, fn, args, Path(folder), limit, environment or {}, stays) for rank in range(world)]
+        place, given = Path(folder), environment or {}
+        ranks = [_fork(rank, world, fn, args, place, limit, given, stays, backend) for rank in range(world)]
         told: dict[int, Told] = {}
         waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
         deadline = time.monotonic() + timeout
@@ -95,6 +97,7 @@ def _fork(
     limit: float,
     environment: Mapping[str, str],
     stays: bool,
+    backend: str,
 ) -> tuple[int, Connection]:
     ours, theirs = Pipe()
     sys.stdout.flush()
@@ -107,7 +110,7 @@ def _fork(
         return pid, ours
     ours.close()
     try:
-        _rank_main(theirs, rank, world, fn, args, folder, limit, environment, stays)
+        _rank_main(theirs, rank, world, fn, args, folder, limit, environment, stays, backend)
     finally:
         os._exit(70)
 
@@ -122,6 +125,7 @@ def _rank_main(
     limit: float,
     environment: Mapping[str, str],
     stays: bool,
+    backend: str,
 ) -> None:
     import faulthandler
 
@@ -144,7 +148,11 @@ def _rank_main(
     begun, told = time.monotonic(), Told()
     try:
         store = _store(rank, folder)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
+        if backend == "late":
+            from tests.harness import late
+
+            late.register()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
         begun = time.monotonic()
         value = fn(rank, *args)
         told = Told(value, seconds=time.monotonic() - begun)

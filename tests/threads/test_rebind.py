@@ -224,9 +224,7 @@ def test_tensor_parallel_parameters() -> None:
         for parameter, value in zip(model.parameters(), expected, strict=True):
             state = optimizer.state[parameter]["momentum_buffer"]
             assert state.placements == parameter.placements and torch.equal(state.full_tensor(), value)
-        with pytest.raises(
-            ValueError, match=r"SGD: .*tensors in the place of 0\.weight that are not known.*parallelize"
-        ):
+        with pytest.raises(ValueError, match=r"SGD: .*tensors instead of 0\.weight that are not known.*parallelize"):
             fullshard.rebind_optimizer(early, model)
         assert not isinstance(early.param_groups[0]["params"][1], DTensor), "and nothing was changed"
 
@@ -267,7 +265,7 @@ def test_what_cannot_be_bound_is_named_and_left() -> None:
         stranger = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
         refused(stranger, model, ValueError, "SGD: .*found 2 tensors and none of them")
         copied = torch.optim.SGD(nn.Linear(4, 6).parameters(), lr=0.1)
-        refused(copied, model, ValueError, r"found tensors in the place of 0\.weight, 0\.bias that are not known")
+        refused(copied, model, ValueError, r"found tensors instead of 0\.weight, 0\.bias that are not known")
         with pytest.raises(TypeError, match="optimizer: expected a torch.optim.Optimizer, found FSDPSequential"):
             fullshard.rebind_optimizer(model, model)  # type: ignore[type-var]
 
