@@ -153,7 +153,7 @@ def _errors(result: Result) -> str:
 
     def x(value: float) -> float:
         value = min(value, 10**high) if math.isfinite(value) else 10**high
-        return left + (math.log10(max(value, least)) - low) / (high - low) * (width - left - 80)
+        return left + (math.log10(max(value, least)) - low) / (high - low) * (width - left - 90)
 
     parts = []
     for i, (name, (error, allowed)) in enumerate(rows):
@@ -163,7 +163,7 @@ def _errors(result: Result) -> str:
         parts.append(
             f'<text x="{left - 8}" y="{y + 10}" text-anchor="end">{html.escape(short)}</text>'
             f'<rect x="{left}" y="{y}" width="{max(x(error) - left, 1):.1f}" height="{line - 5}" fill="{color}"/>'
-            f'<text x="{x(error) + 5:.1f}" y="{y + 10}">{error:.1e}</text>'
+            f'<text x="{width - 8}" y="{y + 10}" text-anchor="end">{error:.1e}</text>'
             f'<line x1="{x(allowed):.1f}" x2="{x(allowed):.1f}" y1="{y - 2}" y2="{y + line - 3}" stroke="#111"/>'
         )
     height = 6 + len(rows) * line
