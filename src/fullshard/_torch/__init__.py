@@ -46,6 +46,13 @@
     torch.autograd.profiler._is_profiler_enabled  profiler ranges cost five microseconds each, so they  2.13
                                                 are made only while a profiler is active
     OpOverload._schema                          which operations of a sharded parameter return a view   2.13
+    _C._current_autograd_node, Node.            whose backward an operation belongs to, on the tape of  2.13
+    _sequence_nr, autograd._get_sequence_nr     a step (plan/facts.py); without hooks on the model
+    OpOverload._overloadpacket,                 the operations of a step and the storages that they     2.13
+    UntypedStorage._cdata,                      make (plan/facts.py)
+    torch.utils._python_dispatch
+    aten._scaled_dot_product_flash_attention_   fused attention on the meta device                      2.13
+    for_cpu, _C.DisableTorchFunction
     torch.testing._internal.distributed.fake_pg layouts at any world size in one process (fake.py)      2.13
     module._is_fsdp_managed_module,             attributes that dynamo and transformers check           2.13
     ._fsdp_use_orig_params
@@ -126,12 +133,25 @@ from .modules import (
     run_first,
     swappable,
 )
+from .operations import (
+    TorchDispatchMode,
+    attention_for_cpu,
+    current_node,
+    is_write,
+    next_node_number,
+    node_number,
+    operation_name,
+    overloads,
+    storage_key,
+    without_torch_functions,
+)
 
 __all__ = [
     "MIXED",
     "NcclWatchdog",
     "Recorded",
     "TorchCPUOffloadPolicy",
+    "TorchDispatchMode",
     "TorchFSDPModule",
     "TorchMixedPrecisionPolicy",
     "TorchOffloadPolicy",
@@ -139,12 +159,14 @@ __all__ = [
     "active_collectives",
     "allocate_for",
     "applied_apis",
+    "attention_for_cpu",
     "backend_of",
     "base_of",
     "buffers_of",
     "children_of",
     "concatenated_mesh",
     "current_backward",
+    "current_node",
     "cut_dim",
     "default_store",
     "dtensor_like",
@@ -154,6 +176,7 @@ __all__ = [
     "gradient_versions",
     "hand_over_hooks",
     "in_transform",
+    "is_write",
     "issued_by_group",
     "keeping_versions",
     "keeps_graph",
@@ -162,8 +185,12 @@ __all__ = [
     "local_of",
     "mark_managed",
     "nccl_watchdog",
+    "next_node_number",
     "no_torch_function",
+    "node_number",
     "non_persistent_buffers",
+    "operation_name",
+    "overloads",
     "pop_saved_tensor_hooks",
     "post_accumulate_grad_hooks",
     "profiling",
@@ -180,6 +207,7 @@ __all__ = [
     "set_local",
     "settled",
     "sharded_parameter",
+    "storage_key",
     "strided_shard",
     "swappable",
     "take_spec",
@@ -189,5 +217,6 @@ __all__ = [
     "version_of",
     "versions_of_gradient",
     "with_tensor_hooks",
+    "without_torch_functions",
     "without_transforms",
 ]

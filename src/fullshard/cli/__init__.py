@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import __version__
-from fullshard.cli import doctor, migrate, see, verify
+from fullshard.cli import doctor, migrate, plan, see, verify
 from fullshard.train import cli as train
 
 STYLES = ("fullshard", "hf", "titan")  # name styles of a Llama's parameters, as in `fullshard.checkpoint`
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_command(commands)
     migrate.add_command(commands)
     see.add_command(commands)
+    plan.add_command(commands)
     _add_checkpoint(commands)
     return top
 
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return migrate.run(arguments)
         if arguments.command == "see":
             return see.run(arguments)
+        if arguments.command == "plan":
+            return plan.run(arguments)
         if arguments.command != "checkpoint":
             return train.run(arguments)
         from fullshard.cli import checkpoint

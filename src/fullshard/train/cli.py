@@ -67,6 +67,9 @@ def add_commands(commands: Any) -> None:
         help="continue the run in this folder with its configuration (default: the newest unfinished one in runs/)",
     )
     train.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per CUDA device, else 2)")
+    train.add_argument(
+        "--plan", action="store_true", help="print memory, messages and time of a step, predicted, before the first one"
+    )
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
 
     generate = commands.add_parser("generate", help="generate text from the model of a run")
@@ -113,6 +116,13 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(to_toml(config, notes=_automatic(config, world)), end="")
         return 0
+    plan = None
+    if arguments.plan and os.environ.get("RANK", "0") == "0":
+        from fullshard.plan.result import table
+        from fullshard.train.planned import compared, plan_here
+
+        plan = plan_here(config, world)
+        print(table(plan) + "\n", flush=True)
     if inside:
         return _be_one_of(config)
     from fullshard.train.data import check_data
@@ -120,7 +130,10 @@ def _train(arguments: argparse.Namespace) -> int:
 
     check_data(config.data)
     run_dir = make_run_dir(config)
-    return launch.launch(config, run_dir, world)
+    code = launch.launch(config, run_dir, world)
+    if plan is not None and code == 0:
+        print(compared(plan, run_dir), flush=True)
+    return code
 
 
 def _config(arguments: argparse.Namespace) -> Config:

@@ -1,0 +1,255 @@
+"""`fullshard plan`: what a rank holds, sends and waits for, before a launch; on the meta device, in one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.plan import Planner, Strategy
+    from fullshard.program import Program
+
+_EXAMPLES = """\
+examples:
+  fullshard plan llama-8b --ranks 8 --hardware h100-80g
+  fullshard plan llama-70b --ranks 8 --hardware a100-80g --rough      the rule of thumb, and the truth beside it
+  fullshard plan llama-70b --ranks 64 --hardware h100-80g --search    what fits, the fastest first
+  fullshard plan train.toml --ranks 4 --hardware cpu                  a config of the trainer
+  fullshard plan Llama-3.2-1B/config.json --ranks 8 --hardware mi300x-192g --batch 16 --micro 4
+  fullshard plan my_model:program --ranks 16 --hardware my.toml --html plan.html
+
+SOURCE: a config of the trainer (.toml), module:function that returns a fullshard.Program, a Hugging Face config.json,
+or a named shape. --explain answers one question: docs/plan.md has the list.
+
+exit codes: 0 it fits, or a question was answered; 1 it does not fit; 2 cannot plan
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add `plan` to the parser of the command line."""
+    plan = commands.add_parser(
+        "plan",
+        help="predict memory, messages and time of a step",
+        description="Predict what each rank holds, sends and waits for in a step, and what fits.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("source", metavar="SOURCE")
+    plan.add_argument("--ranks", type=int, default=8, metavar="N", help="devices, any number (default: 8)")
+    plan.add_argument(
+        "--hardware", default="h100-80g", metavar="NAME", help="a profile, a TOML file, or here: this CPU, measured"
+    )
+    plan.add_argument("--budget", type=float, metavar="GB", help="memory of a device (default: the hardware's)")
+    plan.add_argument("--replicas", type=int, metavar="N", help="copies of the state, HSDP (default: 1)")
+    plan.add_argument(
+        "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
+    )
+    plan.add_argument("--batch", type=int, metavar="N", help="samples of a rank in a step (default: one micro-batch)")
+    plan.add_argument("--micro", type=int, metavar="N", help="samples of one forward (default: 1, or the config's)")
+    plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample")
+    plan.add_argument("--recompute", choices=("none", "selective", "whole"), help="activations (default: none)")
+    plan.add_argument("--param-dtype", metavar="DTYPE", help="of computation (default: bfloat16; on a CPU as stored)")
+    plan.add_argument("--reduce-dtype", metavar="DTYPE", help="of reductions (default: float32)")
+    plan.add_argument("--offload", action="store_true", help="shards, gradients and state on the host")
+    plan.add_argument("--optimizer", help="adamw, adam, adamw8bit, sgd, sgd-momentum or none (default: adamw)")
+    plan.add_argument("--failures", type=float, metavar="HOURS", help="between two failures of one device")
+    plan.add_argument("--search", action="store_true", help="try every combination of the dials")
+    plan.add_argument("--explain", metavar="QUESTION", help="answer one question")
+    plan.add_argument("--rough", action="store_true", help="the rule of thumb of the guide, and the plan beside it")
+    plan.add_argument("--assumptions", action="store_true", help="print everything that is assumed")
+    plan.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    plan.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the memory over a step")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write one page with everything")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; its exit code."""
+    from fullshard.program import ProgramError
+    from fullshard.train.config import ConfigError
+
+    try:
+        return _run(arguments)
+    except (ProgramError, ConfigError, ValueError, OSError) as error:
+        print(f"fullshard plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from fullshard.plan import Planner, find_hardware
+    from fullshard.plan.facts import describe, measured_cpu
+    from fullshard.plan.page import page, svg
+    from fullshard.plan.questions import QUESTIONS, explain, ranked
+    from fullshard.plan.result import FAILURE_HOURS, assumptions, table
+
+    for name in ("ranks", "replicas", "batch", "micro", "sequence", "budget", "failures"):
+        if (value := getattr(arguments, name)) is not None and value <= 0:
+            raise ValueError(f"--{name} {value:g}: expected more than 0")
+    if arguments.explain is not None and arguments.explain not in QUESTIONS:
+        raise ValueError(f"--explain {arguments.explain}: expected one of {', '.join(QUESTIONS)}")
+    hardware = find_hardware("cpu" if arguments.hardware == "here" else arguments.hardware)
+    if arguments.hardware == "here":
+        hardware = measured_cpu(hardware)
+    programs, strategy = _source(arguments, hardware.backend)
+    made: dict[int | None, Program] = {}
+
+    def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Any:
+        if sequence not in made:
+            made[sequence] = programs(sequence)
+        return describe(made[sequence], arguments.source, samples=samples, compute=compute, alone=alone)
+
+    planner = Planner(
+        described,
+        hardware,
+        budget=None if arguments.budget is None else arguments.budget * 1e9,
+        sequence=arguments.sequence,
+        failure_hours=arguments.failures or FAILURE_HOURS,
+    )
+    if arguments.explain is not None:
+        lines = explain(arguments.explain, planner, strategy)
+        print(json.dumps({"question": arguments.explain, "answer": lines}) if arguments.json else "\n".join(lines))
+        return 0
+    plan = planner.plan(strategy)
+    changes = planner.search(strategy) if arguments.search or not plan.fits else []
+    for path, text in ((arguments.svg, svg), (arguments.html, page)):
+        if path is not None:
+            path.write_text(text(plan), encoding="utf-8")
+    if arguments.json:
+        found = plan.as_json()
+        found["changes"] = [
+            {
+                "says": change.says,
+                "peak_bytes": int(change.plan.peak_nbytes),
+                "step_seconds": change.plan.seconds,
+                "tokens_per_second": change.plan.tokens_per_second,
+            }
+            for change in changes[:10]
+        ]
+        print(json.dumps(found))
+        return 0 if plan.fits else 1
+    if arguments.rough:
+        print("\n".join(_rough(planner, strategy)) + "\n")
+    print(table(plan))
+    if changes:
+        print("\n" + ("what fits, the fastest first" if arguments.search else "the cheapest changes that fit"))
+        print("\n".join(ranked(changes)))
+    elif not plan.fits:
+        print("\nnothing that was tried fits: use more ranks, a smaller model or shorter sequences")
+    if arguments.assumptions:
+        print("\nassumed\n" + "\n".join(f"  {text}" for text in assumptions(plan)))
+    return 0 if plan.fits else 1
+
+
+def _rough(planner: Planner, strategy: Strategy) -> list[str]:
+    """The guide's example by its rule, then this model by the same rule."""
+    from fullshard.plan import rough
+
+    model = planner.model(strategy.micro, strategy.compute)
+    samples, length = strategy.micro * strategy.accumulate, model.tokens // model.samples
+    found = rough.rough_of(model.numel, strategy.ranks, samples, length)
+    lines = [
+        "rough: the rule of thumb of the guide (seed 002), its example of 70B on 8 x A100-80GB",
+        *rough.lines(rough.EXAMPLE, rough.EXAMPLE_BATCH, rough.EXAMPLE_LENGTH, 80e9),
+        *rough.remedy(rough.EXAMPLE, rough.EXAMPLE_BATCH, 80e9),
+        f"rough: the same rule for {model.name}, {samples} samples of {length} tokens on {strategy.ranks} devices",
+        *rough.lines(found, samples, length, planner.budget),
+    ]
+    return [*lines, _enough(planner, strategy), "the ledger, for what was asked:"]
+
+
+def _enough(planner: Planner, strategy: Strategy) -> str:
+    """From how many ranks on it fits by the ledger, with whole recomputation and one sample at a time."""
+    samples = strategy.micro * strategy.accumulate
+    ranks = strategy.ranks
+    while ranks <= 1 << 20:
+        changed = replace(
+            strategy, ranks=ranks, recompute="whole", micro=1, accumulate=samples, send_each=True, reshard=True
+        )
+        plan = planner.estimate(changed)
+        if plan.fits:
+            gigabytes = plan.peak_nbytes / 1e9
+            return (
+                f"the ledger: {samples} samples, one at a time, recomputed: fits on {ranks} devices, {gigabytes:.1f} GB"
+            )
+        ranks *= 2
+    return "the ledger: it fits on no number of devices"
+
+
+def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int | None], Program], Strategy]:
+    """The programs of SOURCE by length of sequence, and the strategy that was asked for."""
+    from fullshard.plan import Strategy
+    from fullshard.program import ProgramError, find_program
+    from fullshard.train import shapes
+    from fullshard.train.config import load_config
+    from fullshard.train.planned import programs_of, strategy_of
+
+    source = arguments.source
+    strategy = Strategy(ranks=arguments.ranks, backend=backend)
+    if backend != "gloo":
+        strategy = replace(strategy, compute="bfloat16", reduce="float32")
+    programs: Callable[[int | None], Program]
+    path = Path(source)
+    if source.endswith(".toml"):
+        config = load_config(path)
+        if arguments.replicas is not None:
+            keys = replace(config.parallelism, data_parallel_replicate_degree=arguments.replicas)
+            config = replace(config, parallelism=keys)
+        config.check_world(arguments.ranks)
+        programs, strategy = programs_of(config), strategy_of(config, arguments.ranks, backend)
+    elif source in shapes.NAMED:
+        programs = lambda sequence: shapes.named(source, sequence)  # noqa: E731
+    elif source.endswith(".json") or (path / "config.json").is_file():
+        file = path / "config.json" if path.is_dir() else path
+        programs = lambda sequence: shapes.hugging_face(file, sequence)  # noqa: E731
+    elif ":" in source:
+        if arguments.sequence is not None:
+            raise ValueError(f"--sequence: the batches of {source} have a length of their own; leave it out")
+        found = find_program(source)
+        programs = lambda sequence: found  # noqa: E731
+    else:
+        raise ProgramError(
+            f"{source}: expected a .toml, a config.json, module:function, or one of {', '.join(shapes.NAMED)}"
+        )
+    return programs, _with_dials(strategy, arguments)
+
+
+def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
+    """`strategy` with what the command line says."""
+    changes: dict[str, Any] = {}
+    if arguments.replicas is not None:
+        changes["replicas"] = arguments.replicas
+    if arguments.reshard is not None:
+        changes["reshard"] = _reshard(arguments.reshard)
+    micro = strategy.micro if arguments.micro is None else arguments.micro
+    batch = arguments.batch or max(strategy.micro * strategy.accumulate if arguments.micro is None else 0, micro)
+    if batch % micro:
+        raise ValueError(f"--batch {batch}: expected a multiple of the micro-batch, {micro}")
+    changes |= {"micro": micro, "accumulate": batch // micro}
+    for name, value in (("recompute", arguments.recompute), ("optimizer", arguments.optimizer)):
+        if value is not None:
+            changes[name] = value
+    for name, value in (("compute", arguments.param_dtype), ("reduce", arguments.reduce_dtype)):
+        if value is not None:
+            changes[name] = _dtype(value)
+    return replace(strategy, offload=arguments.offload, **changes)
+
+
+def _reshard(text: str) -> bool | int:
+    words = {"always": True, "never": False}
+    if text in words:
+        return words[text]
+    if not text.isdigit():
+        raise ValueError(f"--reshard {text}: expected always, never or a number of ranks")
+    return int(text)
+
+
+def _dtype(text: str) -> str:
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "default": ""}
+    name = names.get(text, text)
+    if name not in ("", "bfloat16", "float16", "float32", "float64"):
+        raise ValueError(f"{text}: expected a dtype of bfloat16, float16, float32, float64, or default")
+    return name

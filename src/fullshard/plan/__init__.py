@@ -1,0 +1,21 @@
+"""Predicts what a rank holds, sends and waits for in a step, before a launch. All but `facts` needs no torch.
+
+facts         a user's model as data: one step on the meta device, recorded        needs torch
+description   a model as data: units, parameters, the tape of a step
+spans         a tape between the events of the schedule, with and without recomputation
+strategy      dials, and what they make of each unit: layouts and messages
+machine       hardware as data
+simulation    the rules of `schedule` run with clocks and a byte counter: `account`, `clock`, `reductions`
+result        a plan: the ledger, times, padding, the interval of checkpoints
+search        which strategy fits, and which is the fastest
+questions     `--explain`
+rough         the rule of thumb of seed 002
+page          a picture and a page
+"""
+
+from .machine import find_hardware as find_hardware
+from .result import Plan as Plan
+from .result import plan_of as plan_of
+from .search import Planner as Planner
+from .strategy import Strategy as Strategy
+from .strategy import units_of as units_of

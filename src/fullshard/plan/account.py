@@ -1,0 +1,149 @@
+"""The books of a simulated step: bytes by kind and unit, message buffers, moments, waits and messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+# Kinds of bytes. The first ones are there all the time.
+KINDS = (
+    "parameters",
+    "optimizer",
+    "buffers",
+    "batch",
+    "gradients of shards",
+    "held gradients",
+    "full parameters",
+    "kept parts",
+    "staging",
+    "gradients",
+    "messages",
+    "activations",
+    "loss",
+    "optimizer step",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of the step: when, in which phase (`forward layers.3`), and bytes by kind, in the order of `KINDS`."""
+
+    seconds: float
+    phase: str
+    nbytes: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """Time that compute waited for a message."""
+
+    unit: str
+    what: str
+    seconds: float
+
+
+@dataclass
+class Traffic:
+    """Messages of a step on one axis. `nbytes`: what this rank sends; `payload`: elements that are no padding, in
+    bytes."""
+
+    calls: int = 0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Simulated:
+    """One step. `peak`: its largest moment; `terms`: (name, bytes) there, the largest first. `compute`: seconds of
+    kernels; `exposed`: where compute waited. `host_bound`: seconds in which the device waited for the host."""
+
+    moments: list[Moment] = field(default_factory=list)
+    peak: Moment = Moment(0.0, "never", (0.0,) * len(KINDS))
+    terms: list[tuple[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    compute: float = 0.0
+    optimizer_seconds: float = 0.0
+    host_bound: float = 0.0
+    exposed: list[Exposed] = field(default_factory=list)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(wait.seconds for wait in self.exposed)
+
+
+class Bytes:
+    """What is there, by kind and unit."""
+
+    def __init__(self) -> None:
+        self.there: dict[tuple[str, str], float] = {}
+        self.kinds = dict.fromkeys(KINDS, 0.0)
+        self.total = 0.0
+        self.most = 0.0
+        self.at_most: list[tuple[str, float]] = []
+        self.peak: tuple[float, ...] = (0.0,) * len(KINDS)
+        self.is_new_peak = False
+
+    def add(self, kind: str, name: str, nbytes: float) -> None:
+        if not nbytes:
+            return
+        self.there[kind, name] = self.there.get((kind, name), 0.0) + nbytes
+        self.kinds[kind] += nbytes
+        self.total += nbytes
+        if self.total > self.most:
+            self.look()
+
+    def set(self, kind: str, name: str, nbytes: float) -> None:
+        self.add(kind, name, nbytes - self.there.get((kind, name), 0.0))
+
+    def clear(self, kind: str, name: str) -> float:
+        nbytes = self.there.pop((kind, name), 0.0)
+        self.kinds[kind] -= nbytes
+        self.total -= nbytes
+        return nbytes
+
+    def nbytes(self, kind: str, name: str) -> float:
+        return self.there.get((kind, name), 0.0)
+
+    def forget(self) -> None:
+        """Look for the peak anew."""
+        self.most = 0.0
+        self.at_most = []
+
+    def look(self) -> None:
+        """Note what is there, which is more than ever."""
+        self.most, self.is_new_peak = self.total, True
+        self.peak = tuple(self.kinds.values())
+        self.at_most = [(f"{kind} {name}".strip(), nbytes) for (kind, name), nbytes in self.there.items() if nbytes > 0]
+
+
+class Pool:
+    """Message buffers; on a CPU they are kept, as in `comm/pool.py`."""
+
+    def __init__(self, counted: Bytes, *, keep: bool) -> None:
+        self._counted, self._keep = counted, keep
+        self._free: Counter[Hashable] = Counter()
+
+    def take(self, kind: str, name: str, key: Hashable, nbytes: float) -> None:
+        if not nbytes:
+            return
+        if self._keep:
+            if self._free[key]:
+                self._free[key] -= 1
+                return
+            name = "kept from step to step"
+        self._counted.add(kind, name, nbytes)
+
+    def give(self, kind: str, name: str, key: Hashable, nbytes: float) -> None:
+        if not nbytes:
+            return
+        if self._keep:
+            self._free[key] += 1
+        else:
+            self._counted.add(kind, name, -nbytes)

@@ -1,0 +1,97 @@
+"""The clocks of a simulated step: of the device, of the host, and of each axis of the mesh.
+
+A message starts when its axis is free and what it reads is computed. A wait for one that has not arrived is exposed
+time. On a CPU the host computes, so both clocks are one.
+"""
+
+from __future__ import annotations
+
+from .account import Exposed, Simulated
+from .machine import Hardware
+from .spans import Work
+
+AXES = ("shard", "replicate", "block", "host")
+
+
+class Clock:
+    """`now`: when the device has done all that it was given; `host`: when the host has given it. What happens is
+    written to `found`."""
+
+    def __init__(self, hardware: Hardware, itemsize: int) -> None:
+        self.hardware = hardware
+        self.itemsize = itemsize
+        self.begin(Simulated())
+
+    def begin(self, found: Simulated) -> None:
+        """From now on, at zero."""
+        self.found = found
+        self.now = self.host = 0.0
+        self.free = dict.fromkeys(AXES, 0.0)
+        self._busy: list[tuple[float, float]] = []
+
+    def compute(self, work: Work) -> None:
+        """The device does `work`, slower while messages take a part of it."""
+        hardware, begun = self.hardware, self.now
+        launching = work.kernels * hardware.launch
+        self.host += launching
+        seconds = self.seconds(work)
+        overlap = sum(max(0.0, min(stop, begun + seconds) - max(start, begun)) for start, stop in self._busy)
+        self._busy = [(start, stop) for start, stop in self._busy if stop > begun]
+        self.found.compute += seconds
+        seconds += min(overlap, seconds) * hardware.contention
+        if hardware.blocking:
+            self.now = begun + seconds + launching
+        else:
+            self.now = max(begun + seconds, self.host)
+        self.found.host_bound += max(0.0, self.now - begun - seconds)
+
+    def seconds(self, work: Work) -> float:
+        """The roofline: matrix products by their operations or by their bytes, the rest by its bytes."""
+        stream = self.hardware.bandwidth * self.hardware.stream
+        products = max(work.matmul / self.hardware.flops(self.itemsize), work.matmul_nbytes / stream)
+        return products + work.nbytes / stream
+
+    def copy(self, nbytes: float) -> None:
+        """The device reads and writes `nbytes`, both together."""
+        seconds = nbytes / (self.hardware.bandwidth * self.hardware.stream)
+        self.now += seconds
+        self.found.compute += seconds
+
+    def send(self, axis: str, ranks: int, stride: int, nbytes: float, calls: int, rounds: int = 1) -> float:
+        """Issue a message of `nbytes`, of which each rank sends (ranks - 1) / ranks in each round; when it arrives."""
+        if ranks == 1 or not calls:
+            return self.now
+        bandwidth, latency = self.hardware.ring(ranks, stride)
+        share = nbytes * (ranks - 1) / ranks * rounds
+        seconds = share / bandwidth + latency * rounds
+        start = max(self.free[axis], self.now)
+        self.free[axis] = start + seconds
+        self._busy.append((start, start + seconds))
+        traffic = self.found.traffic[axis]
+        traffic.calls += calls
+        traffic.nbytes += share
+        traffic.seconds += seconds
+        return start + seconds
+
+    def upload(self, nbytes: float) -> float:
+        """Copy to or from the host, beside compute; when it is there."""
+        start = max(self.free["host"], self.now)
+        self.free["host"] = start + nbytes / self.hardware.host
+        traffic = self.found.traffic["host"]
+        traffic.calls += 1
+        traffic.nbytes += nbytes
+        traffic.seconds += nbytes / self.hardware.host
+        return self.free["host"]
+
+    def wait(self, when: float, unit: str, what: str) -> None:
+        """Compute cannot go on before `when`."""
+        if when > self.now:
+            self.found.exposed.append(Exposed(unit, what, when - self.now))
+            self.now = when
+
+    def skip(self, seconds: float, compute: float) -> None:
+        """Time passes as before, `compute` of it in kernels."""
+        self.now += seconds
+        self.host += seconds
+        self.found.compute += compute
+        self.free = {axis: free + seconds for axis, free in self.free.items()}

@@ -1,0 +1,130 @@
+"""What a plan is made of: a model as data. Its units and parameters, and the tape of one step of it.
+
+    Tape     every operation of one forward and backward of the plain model on the meta device, in order, with the
+    storages
+             that came and went. It does not depend on ranks, strategy or hardware (`facts` writes it)
+    Model    units, parameters, buffers, and the tape at one size of the micro-batch
+
+Standard library only. Bytes are of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+# A use of no unit: the loss, and what runs before and after the model.
+OUTSIDE = -1
+
+
+class Kind(IntEnum):
+    """What a line of the tape says."""
+
+    ENTER = 0  # a forward of a unit begins: `use` is its number; `a` is the unit
+    EXIT = 1  # it ended
+    OP = 2  # an operation ran: `a` floating-point operations, `b` bytes read and written, `name`
+    ALLOCATE = 3  # a storage came: `a` is its number, `b` its bytes
+    FREE = 4  # the storage `a` went
+    BACKWARD = 5  # the backward of `use` begins; before this line no operation of its backward ran
+    BACKWARD_END = 6  # the backward of `use` is over: no operation of it follows
+    GRADS_READY = 7  # all gradients of the unit `a` are there
+    LOSS = 8  # the backward begins
+
+
+class Line(NamedTuple):
+    """One line of the tape; see `Kind`. `use` is the innermost use that it belongs to, or OUTSIDE."""
+
+    kind: Kind
+    use: int
+    a: int = 0
+    b: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`name`: in the model. `dtype`: of storage. `placed`: the dim it is cut along."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    placed: int = 0
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """A module that is sharded by itself. `name`: dotted, "" is the model. `reshard`: what the call of `fully_shard`
+    for this unit says about `reshard_after_forward`, None for nothing."""
+
+    name: str
+    module_class: str
+    parameters: tuple[Parameter, ...]
+    reshard: bool | int | None = None
+
+    @property
+    def title(self) -> str:
+        return self.name or "root"
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """`gradients`: the unit of each storage that became the gradient of a parameter. `matmuls`: storages that a matrix
+    product or attention made, which selective recomputation keeps. `inputs` and `outputs` of each use: storages."""
+
+    lines: tuple[Line, ...]
+    gradients: dict[int, int]
+    matmuls: frozenset[int]
+    inputs: tuple[frozenset[int], ...]
+    outputs: tuple[frozenset[int], ...]
+    # Bytes of the batch, which the caller holds.
+    batch_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as data. `units`: the root first, then in the order of `model.modules()`; the root is there also without
+    parameters of its own. `compute`: the dtype that the tape was recorded in, "" for that of the parameters. `samples`,
+    `tokens`: of the micro-batch on the tape."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    tape: Tape
+    buffer_nbytes: int
+    samples: int
+    tokens: int
+    compute: str = ""
+    # (sequence length, layers, width) of a decoder, for the operations that a model needs per token; None: unknown.
+    attention: tuple[int, int, int] | None = None
+    # Elements of parameters that are only looked up in.
+    looked_up: int = 0
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(p.numel for unit in self.units for p in unit.parameters if p.trainable)
+
+    @property
+    def flop_per_token(self) -> float:
+        """Operations that the model requires for a trained token, as in `train.model.flop_per_token` and torchtitan: 6
+        per element that multiplies, and 12 (6 where causal attention is counted once) per layer, position and width."""
+        multiplied = 6.0 * (self.numel - self.looked_up)
+        if self.attention is None:
+            return multiplied
+        length, layers, width = self.attention
+        return multiplied + 6.0 * layers * length * width

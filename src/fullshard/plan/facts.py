@@ -1,0 +1,562 @@
+"""The one file of this room with torch: a user's model becomes data.
+
+The plain model runs one forward and backward on the meta device, where tensors have shapes and no memory, so that a
+model of any size does. Every operation and every storage goes on the tape. The module of an operation in backward is
+that of the forward that recorded its node: nodes are numbered in the order in which forwards make them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from .._torch import (
+    TorchDispatchMode,
+    attention_for_cpu,
+    current_node,
+    is_write,
+    next_node_number,
+    node_number,
+    operation_name,
+    overloads,
+    storage_key,
+    without_torch_functions,
+)
+from ..program import Program, ProgramError, to_device
+from .description import OUTSIDE, Kind, Line, Model, Parameter, Tape, UnitShape
+from .machine import Hardware
+from .spans import is_matmul
+
+META = torch.device("meta")
+
+
+class _Call(NamedTuple):
+    """One call of `fully_shard` by the program."""
+
+    modules: tuple[nn.Module, ...]
+    given: dict[str, Any]
+
+
+def describe(
+    program: Program, name: str, *, samples: int | None = None, compute: str = "", alone: bool = False
+) -> Model:
+    """The model of `program` as data, with the tape of a step on batch 0.
+
+    samples: the size of the batch, None for that of `program`: its tensors get another first dim. compute: the dtype
+    of full parameters (`param_dtype`), "" for their own. alone: nothing but the model is a unit. Raises `ProgramError`
+    for a model that cannot be built on the meta device, and for a step that needs the values of data.
+    """
+    dtype: torch.dtype | None = getattr(torch, compute) if compute else None
+    torch.manual_seed(0)
+    try:
+        with META:
+            model = program.model()
+    except Exception as error:
+        raise ProgramError(f"{name}: the model cannot be built on the meta device: {_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ProgramError(f"{name}: expected `model` to build an nn.Module, found a {type(model).__name__}")
+    model.to(META)
+    calls = [_Call((model,), {})] if alone else _calls(program, model, name)
+    names = {id(module): dotted for dotted, module in model.named_modules()}
+    if not calls:
+        raise ProgramError(f"{name}: expected `shard` to call fully_shard at least once, found no call")
+    order = {id(module): i for i, module in enumerate(model.modules())}
+    inner = sorted((call for call in calls if model not in call.modules), key=lambda call: order[id(call.modules[0])])
+    own = next((call.given for call in calls if model in call.modules), {})
+    owned = _owned(model, [call.modules for call in inner], calls)
+    units = [_unit("", model, owned[0], own)]
+    units += [
+        _unit("+".join(names[id(m)] for m in call.modules), call.modules[0], found, call.given)
+        for call, found in zip(inner, owned[1:], strict=True)
+    ]
+    shapes = tuple(units)
+    place: dict[int, int] = {id(model): 0}
+    place |= {id(module): i for i, call in enumerate(inner, 1) for module in call.modules}
+    unit_of = {id(p): i for i, found in enumerate(owned) for p in found.values()}
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    parameters = _convert(model, dtype)
+    try:
+        batch = to_device(program.batch(0), META)
+        if samples is not None:
+            batch = _resized(batch, _sizes(batch)[0], samples)
+        tape = _record(program, model, batch, place, {id(new): unit_of.get(old, 0) for old, new in parameters}, dtype)
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise ProgramError(f"{name}: a step on the meta device raised {_line(error)}") from error
+    samples_there, tokens = _sizes(batch)
+    looked_up = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and not _is_tied(model, module.weight)
+    )
+    return Model(
+        name,
+        shapes,
+        tape,
+        buffers,
+        samples_there,
+        tokens,
+        compute,
+        _attention(model, batch),
+        looked_up,
+    )
+
+
+# ---- units -----------------------------------------------------------------------------------------------------------
+
+
+def _calls(program: Program, model: nn.Module, name: str) -> list[_Call]:
+    """The calls of `fully_shard` that the program makes; nothing is sharded."""
+    calls: list[_Call] = []
+
+    def shard(module: Any, **given: Any) -> Any:
+        modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+        calls.append(_Call(modules, given))
+        return module
+
+    try:
+        program.shard(model, shard)
+    except Exception as error:
+        raise ProgramError(f"{name}: `shard` raised {_line(error)}") from error
+    return calls
+
+
+def _owned(model: nn.Module, groups: list[tuple[nn.Module, ...]], calls: list[_Call]) -> list[dict[str, nn.Parameter]]:
+    """The parameters of the root and of each group, by name: each belongs to the innermost unit that was sharded
+    first."""
+    ignored = {id(p) for call in calls for p in call.given.get("ignored_params") or ()}
+    first = {id(m): i for i, modules in enumerate(groups, 1) for m in modules}
+    sharded_in = [[id(m) for m in call.modules] for call in calls]
+    dotted = {id(p): n for n, p in model.named_parameters()}
+    found: list[dict[str, nn.Parameter]] = [{} for _ in range(len(groups) + 1)]
+    taken: set[int] = set(ignored)
+    for modules in sharded_in:
+        unit = next((first[m] for m in modules if m in first), 0)
+        for module in model.modules():
+            if id(module) in modules:
+                for parameter in module.parameters():
+                    if id(parameter) not in taken:
+                        taken.add(id(parameter))
+                        found[unit][dotted[id(parameter)]] = parameter
+    return found
+
+
+def _unit(name: str, module: nn.Module, found: dict[str, nn.Parameter], given: dict[str, Any]) -> UnitShape:
+    placing = given.get("shard_placement_fn")
+    parameters = []
+    for dotted, p in found.items():
+        placed = None if placing is None else placing(p)
+        dim = getattr(placed, "dim", 0)
+        parameters.append(
+            Parameter(
+                dotted, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, dim % max(p.ndim, 1)
+            )
+        )
+    return UnitShape(name, type(module).__name__, tuple(parameters), given.get("reshard_after_forward"))
+
+
+def _convert(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[int, nn.Parameter]]:
+    """Put the full parameters on the modules, in the dtype of computation: (id of the former one, new one)."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                made[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=kind, device=META), parameter.requires_grad
+                )
+            setattr(module, name, made[id(parameter)])
+    return list(made.items())
+
+
+def _is_tied(model: nn.Module, weight: Tensor) -> bool:
+    users = [m for m in model.modules() for p in m.parameters(recurse=False) if p is weight]
+    return len(users) > 1 or not any(
+        m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == len(weight)
+    )
+
+
+def _sizes(batch: Any) -> tuple[int, int]:
+    """Samples and tokens of a batch: the first dim of its first tensor, and its elements if they are numbers of
+    tokens."""
+    found = list(_tensors([batch]))
+    if not found or not found[0].ndim:
+        return 1, 1
+    first = found[0]
+    tokens = first.numel() if not first.is_floating_point() and first.ndim > 1 else len(first)
+    return len(first), tokens
+
+
+def _resized(value: Any, there: int, samples: int) -> Any:
+    """`value` with `samples` in the first dim of its tensors, where they have as many as the batch."""
+    if isinstance(value, Tensor):
+        return value.new_empty(samples, *value.shape[1:]) if value.ndim and len(value) == there else value
+    if isinstance(value, dict):
+        return type(value)({key: _resized(item, there, samples) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_resized(item, there, samples) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_resized(item, there, samples) for item in value)
+    return value
+
+
+def _attention(model: nn.Module, batch: Any) -> tuple[int, int, int] | None:
+    """(length, layers, width) of a decoder, from what its configuration says."""
+    shape: Any = getattr(model, "shape", None) or getattr(model, "config", None)
+    layers = getattr(shape, "layers", None) or getattr(shape, "num_hidden_layers", None)
+    width = getattr(shape, "dim", None) or getattr(shape, "hidden_size", None)
+    first = next(_tensors([batch]), None)
+    if not isinstance(layers, int) or not isinstance(width, int) or first is None or first.ndim != 2:
+        return None
+    return int(first.shape[1]), layers, width
+
+
+# ---- tape ------------------------------------------------------------------------------------------------------------
+
+
+def _record(
+    program: Program,
+    model: nn.Module,
+    batch: Any,
+    place: dict[int, int],
+    unit_of: dict[int, int],
+    compute: torch.dtype | None,
+) -> Tape:
+    recorder = _Recorder([*model.parameters(), *model.buffers(), *_tensors([batch])])
+    with _wrapped(model, place, recorder, compute), recorder, _FlashAttention():
+        loss = program.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"expected a loss of one element, found {what}")
+        recorder.write(Line(Kind.LOSS, OUTSIDE))
+        recorder.backward = True
+        loss.backward()
+        recorder.backward = False
+    gradients = {
+        recorder.number(p.grad): unit_of.get(id(p), 0)
+        for p in model.parameters()
+        if p.grad is not None and recorder.number(p.grad) >= 0
+    }
+    lines = recorder.close()
+    nbytes = sum(t.nbytes for t in _tensors([batch]))
+    return Tape(
+        _with_gradients(_with_ends(lines), gradients),
+        gradients,
+        frozenset(recorder.matmuls),
+        tuple(frozenset(found) for found in recorder.inputs),
+        tuple(frozenset(found) for found in recorder.outputs),
+        nbytes,
+    )
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Attention as the fused kernels do it. On the meta device torch would choose the one that writes all scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    fused = (
+        query.ndim == 4 and query.shape[-1] == value.shape[-1] and (attn_mask is None or not attn_mask.requires_grad)
+    )
+    if not fused:
+        with without_torch_functions():
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    return attention_for_cpu(query, key, value, is_causal, attn_mask, scale)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes the tape. Storages are numbered in the order in which they come."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lines: list[Line] = []
+        # By the address of the storage's implementation, which is another's once it went. -1: there before.
+        self._numbers = {storage_key(tensor.untyped_storage()): -1 for tensor in known}
+        self._known = known
+        self._count = 0
+        self._open: list[int] = []
+        # By use: the number of its first node, and after its last one.
+        self.ranges: list[list[int]] = []
+        self.inputs: list[set[int]] = []
+        self.outputs: list[set[int]] = []
+        self.matmuls: set[int] = set()
+        self.backward = False
+        self._now = OUTSIDE
+        self._is_closed = False
+
+    def write(self, line: Line) -> None:
+        self._lines.append(line)
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of the tensor's storage; -1 if it was there before."""
+        return self._numbers.get(storage_key(tensor.untyped_storage()), -1)
+
+    def enter(self, unit: int, inputs: list[Tensor]) -> int:
+        use = len(self.ranges)
+        self.ranges.append([next_node_number(), 1 << 62])
+        self.inputs.append({n for t in inputs if (n := self.number(t)) >= 0})
+        self.outputs.append(set())
+        self._open.append(use)
+        self.write(Line(Kind.ENTER, use, unit))
+        return use
+
+    def leave(self, use: int, outputs: list[Tensor]) -> None:
+        self.ranges[use][1] = next_node_number()
+        self.outputs[use] = {n for t in outputs if (n := self.number(t)) >= 0}
+        self.write(Line(Kind.EXIT, use))
+        self._open.remove(use)
+
+    def close(self) -> list[Line]:
+        self._is_closed = True
+        return self._lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.backward:
+            self._switch()
+        result = func(*args, **(kwargs or {}))
+        given = {storage_key(t.untyped_storage()) for t in _tensors([*args, *(kwargs or {}).values()])}
+        made = [t for t in _tensors([result]) if storage_key(t.untyped_storage()) not in given]
+        writes = is_write(func)
+        if not made and not writes:
+            return result  # a view
+        use = self._use
+        name = operation_name(func)
+        flop = _flop(func, args, kwargs or {}, result)
+        moved = sum(map(_nbytes, _tensors([*args, *(kwargs or {}).values()]))) + sum(map(_nbytes, made))
+        # What comes is there before the operation's inputs can go.
+        for tensor in made:
+            number = self._born(tensor.untyped_storage(), use)
+            if is_matmul(name):
+                self.matmuls.add(number)
+        self.write(Line(Kind.OP, use, flop, moved, name))
+        return result
+
+    @property
+    def _use(self) -> int:
+        return self._now if self.backward else self._open[-1] if self._open else OUTSIDE
+
+    def _switch(self) -> None:
+        """Note which use's backward runs, from the node that runs."""
+        node = current_node()
+        number = -1 if node is None else node_number(node)
+        if number < 0:
+            return  # an accumulation belongs to what came before it
+        inside = [use for use, (first, stop) in enumerate(self.ranges) if first <= number < stop]
+        use = inside[-1] if inside else OUTSIDE
+        if use != self._now:
+            self._now = use
+            for one in inside:
+                self.write(Line(Kind.BACKWARD, one))
+
+    def _born(self, storage: torch.UntypedStorage, use: int) -> int:
+        key = storage_key(storage)
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        number = self._numbers[key] = self._count
+        self._count += 1
+        self.write(Line(Kind.ALLOCATE, use, number, storage.nbytes()))
+        weakref.finalize(storage, self._gone, key, number)
+        return number
+
+    def _gone(self, address: int, number: int) -> None:
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        if not self._is_closed:
+            self.write(Line(Kind.FREE, self._use, number))
+
+
+@contextmanager
+def _wrapped(
+    model: nn.Module, place: dict[int, int], recorder: _Recorder, compute: torch.dtype | None
+) -> Iterator[None]:
+    """The forwards of the units tell the recorder when they begin and end, and cast as mixed precision does."""
+    modules = [module for module in model.modules() if id(module) in place]
+    for module in modules:
+        module.forward = partial(_forward, module.forward, place[id(module)], recorder, compute)
+    gc.collect()
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _forward(
+    forward: Callable[..., Any], unit: int, recorder: _Recorder, compute: torch.dtype | None, *args: Any, **kwargs: Any
+) -> Any:
+    use = recorder.enter(unit, list(_tensors([args, kwargs])))
+    if compute is not None:
+        args, kwargs = _cast(args, compute), _cast(kwargs, compute)
+    out = forward(*args, **kwargs)
+    recorder.leave(use, list(_tensors([out])))
+    return out
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+def _with_ends(lines: list[Line]) -> list[Line]:
+    """Each backward begins once, and ends after its last operation: a BACKWARD_END for each use."""
+    begun: set[int] = set()
+    last: dict[int, int] = {}
+    once: list[Line] = []
+    parents = _parents(lines)
+    in_backward = False
+    for line in lines:
+        in_backward = in_backward or line.kind is Kind.LOSS
+        if line.kind is Kind.BACKWARD:
+            if line.use in begun:
+                continue
+            begun.add(line.use)
+        once.append(line)
+        use: int | None = line.use
+        while in_backward and use is not None and use in begun:
+            last[use] = len(once) - 1
+            use = parents.get(use)
+    ends: dict[int, list[int]] = {}
+    for use, position in last.items():
+        ends.setdefault(position, []).append(use)
+    out: list[Line] = []
+    for position, line in enumerate(once):
+        out.append(line)
+        out += [Line(Kind.BACKWARD_END, use) for use in sorted(ends.get(position, ()), reverse=True)]
+    return out
+
+
+def _parents(lines: list[Line]) -> dict[int, int]:
+    """Of each use, the one around it."""
+    found: dict[int, int] = {}
+    open_: list[int] = []
+    for line in lines:
+        if line.kind is Kind.ENTER:
+            if open_:
+                found[line.use] = open_[-1]
+            open_.append(line.use)
+        elif line.kind is Kind.EXIT:
+            open_.remove(line.use)
+    return found
+
+
+def _with_gradients(lines: list[Line], gradients: dict[int, int]) -> tuple[Line, ...]:
+    """A line after the operation that made the last gradient of a unit."""
+    last: dict[int, int] = {}
+    for position, line in enumerate(lines):
+        if line.kind is Kind.ALLOCATE and line.a in gradients:
+            last[gradients[line.a]] = position
+    ready = {position: unit for unit, position in last.items()}
+    out: list[Line] = []
+    due: int | None = None
+    ran = False
+    for position, line in enumerate(lines):
+        # Autograd lets go of what an operation's node saved before it accumulates what it made.
+        if due is not None and ran and line.kind is not Kind.FREE:
+            out.append(Line(Kind.GRADS_READY, OUTSIDE, due))
+            due = None
+        out.append(line)
+        if position in ready:
+            due, ran = ready[position], False
+        elif line.kind is Kind.OP:
+            ran = True
+    if due is not None:
+        out.append(Line(Kind.GRADS_READY, OUTSIDE, due))
+    return tuple(out)
+
+
+def _flop(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
+    count = flop_registry.get(overloads(func))
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=result))
+    if "attention_for_cpu" not in operation_name(func):
+        return 0
+    backward = "backward" in operation_name(func)
+    query, key = args[1:3] if backward else args[:2]
+    batch, heads, length, width = query.shape
+    causal = args[7] if backward and len(args) > 7 else (args[4] if len(args) > 4 and not backward else False)
+    # Two products forward; backward makes five, one of which is the scores again.
+    products = 5 if backward else 2
+    whole = 2 * products * batch * heads * length * key.shape[2] * width
+    return int(whole // 2 if causal else whole)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from _tensors(value)
+        elif hasattr(value, "__dataclass_fields__"):
+            yield from _tensors(vars(value))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _line(error: BaseException) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def measured_cpu(base: Hardware) -> Hardware:
+    """`base` with what this CPU reaches, in the threads that torch uses now: matrix products, memory, and the host
+    time of an operation. Takes about a second."""
+
+    def best(call: Callable[[], object], repeats: int = 5) -> float:
+        taken = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+        return min(taken[1:])
+
+    width, numel = 768, 1 << 23
+    rates = []
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.ones(width, width, dtype=dtype)
+        rates.append(2 * width**3 / best(lambda a=a: a @ a))  # type: ignore[misc]
+    long, small = torch.ones(numel), torch.ones(8)
+    # Reads one and writes one.
+    bandwidth = 2 * long.nbytes / best(lambda: torch.neg(long))
+    launch = best(lambda: [torch.neg(small) for _ in range(1000)]) / 1000
+    return replace(
+        base, name="this machine", flops2=rates[0], flops4=rates[1], bandwidth=bandwidth, stream=1.0, launch=launch
+    )

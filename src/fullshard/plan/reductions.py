@@ -1,0 +1,174 @@
+"""Reductions of a simulated step: their buffers and messages, one after the other, as `engine/executor.py` and
+`comm/reduce.py` have them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ..layout import UnitMemory
+from ..layout.memory import DOWNLOADS_IN_FLIGHT
+from .account import Bytes, Pool
+from .clock import Clock
+from .strategy import Group, Strategy, Unit
+
+# Send buffers at once on a device, and reductions under way on a CPU (policy/options.py).
+SEND_BUFFERS, REDUCTIONS_IN_FLIGHT = 1, 2
+
+
+@dataclass
+class Flight:
+    """A reduction under way. `arrives`: the time of its message; `stage`: 0 over the shards, 1 among the replicas."""
+
+    unit: Unit
+    group: Group
+    arrives: float
+    stage: int = 0
+    cast: float = 0.0
+
+
+class Reductions:
+    """Those under way: `sharing` over the shards, then `replicating` among the replicas. `keeps`: as on a CPU, where a
+    message is sent before the oldest is waited for."""
+
+    def __init__(self, strategy: Strategy, counted: Bytes, pool: Pool, clock: Clock, *, keeps: bool) -> None:
+        self.strategy, self.bytes, self.pool, self.clock, self.keeps = strategy, counted, pool, clock, keeps
+        self.sharing: deque[Flight] = deque()
+        self.replicating: deque[Flight] = deque()
+        self.downloads: deque[tuple[str, float]] = deque()
+
+    def make_room(self) -> None:
+        """Before a message is made: on a device there is one send buffer."""
+        if self.keeps:
+            return
+        while len(self.sharing) >= SEND_BUFFERS:
+            self.advance(self.sharing)
+        while sum(f.group.memory.pack.world == 1 for f in self.replicating) + len(self.sharing) >= SEND_BUFFERS:
+            self.advance(self.replicating)
+
+    def limit(self) -> None:
+        """After the messages of a unit: on a CPU, wait for all but the latest."""
+        while self.keeps and len(self.sharing) > REDUCTIONS_IN_FLIGHT:
+            self.advance(self.sharing)
+
+    def finish(self) -> None:
+        """Wait for all."""
+        for flights in (self.sharing, self.replicating):
+            while flights:
+                self.advance(flights)
+        while self.downloads:
+            self._downloaded()
+        if self.strategy.offload:
+            self.clock.wait(self.clock.free["host"], "root", "copies to the host")
+
+    def issue(self, unit: Unit, group: Group, own: float, *, held: bool) -> None:
+        """Make and send the message of a group. `own`: bytes of its gradients, whole; `held`: they are those of a
+        window."""
+        sent, name = group.sent, unit.shape.title
+        assert sent is not None
+        if sent.pack.world == 1 and sent.replicas == 1:
+            # The result is the gradients, cast if their dtype is another.
+            if sent.storage_itemsize != (sent.held_itemsize if held else sent.compute_itemsize):
+                self.bytes.add("gradients of shards", name, sent.reduced_nbytes)
+                self.clock.copy(sent.reduced_nbytes + own)
+            else:
+                self.bytes.add("gradients", name, -own)
+                self.bytes.add("gradients of shards", name, own)
+            return
+        self.pool.take("messages", name, self._key("send", sent), sent.send_nbytes)
+        made_of = sent.held_itemsize if held else sent.compute_itemsize
+        cast = float(sent.leaving_nbytes) if sent.wire_itemsize != made_of else 0.0
+        self.bytes.add("messages", name, cast)
+        self._receive(sent, name, take=True)
+        self.clock.copy(2.0 * sent.send_nbytes + 2.0 * cast)
+        leaving = 0.0 if cast else float(sent.leaving_nbytes)
+        # What is sent from where it is stays until its message left; the rest was copied.
+        self.bytes.add("gradients", name, -own)
+        self.bytes.add("messages", name, leaving)
+        flight = Flight(unit, group, self.clock.now, cast=cast + leaving)
+        if sent.pack.world > 1:
+            ranks = self.strategy.shard
+            flight.arrives = self.clock.send("shard", ranks, 1, group.reduced_message_nbytes, group.reduce_calls)
+            self.sharing.append(flight)
+        else:
+            flight.stage = 1
+            flight.arrives = self._all_reduce(group)
+            self.replicating.append(flight)
+            while len(self.replicating) > REDUCTIONS_IN_FLIGHT:
+                self.advance(self.replicating)
+
+    @staticmethod
+    def _key(use: str, sent: UnitMemory) -> Hashable:
+        return use, sent.pack, sent.sent_itemsize, sent.direct_gradients
+
+    def _receive(self, sent: UnitMemory, name: str, *, take: bool) -> None:
+        nbytes = float(sent.receive_nbytes)
+        if sent.exchanges:
+            (self.pool.take if take else self.pool.give)("messages", name, self._key("receive", sent), nbytes)
+        else:
+            self.bytes.add("messages", name, nbytes if take else -nbytes)
+
+    def _all_reduce(self, group: Group) -> float:
+        nbytes = group.replicated_message_nbytes
+        return self.clock.send("replicate", self.strategy.replicas, self.strategy.shard, nbytes, 1, rounds=2)
+
+    def advance(self, flights: deque[Flight]) -> None:
+        """Wait for the oldest message; then send the next one of its reduction, or take the result."""
+        flight = flights.popleft()
+        group, name = flight.group, flight.unit.shape.title
+        sent = group.sent
+        assert sent is not None
+        self.clock.wait(flight.arrives, name, "all-reduce" if flight.stage else "reduce-scatter")
+        if flight.stage == 0:
+            chunk = sent.receive_nbytes if not sent.exchanges else 0
+            if sent.exchanges:
+                # The sum over ranks, in the dtype of the sum.
+                summed = self._chunk(group, sent.sum_itemsize)
+                self.bytes.add("messages", name, summed)
+                self.clock.copy(sent.receive_nbytes + summed)
+            else:
+                summed = float(chunk)
+            self.pool.give("messages", name, self._key("send", sent), sent.send_nbytes)
+            self.bytes.add("messages", name, -flight.cast)
+            if sent.exchanges:
+                self._receive(sent, name, take=False)
+            flight.cast = summed
+            if sent.replicas > 1:
+                flight.stage = 1
+                flight.arrives = self._all_reduce(group)
+                self.replicating.append(flight)
+                while len(self.replicating) > REDUCTIONS_IN_FLIGHT:
+                    self.advance(self.replicating)
+                return
+        self._collect(flight)
+
+    @staticmethod
+    def _chunk(group: Group, itemsize: int) -> float:
+        assert group.sent is not None
+        sent = group.sent
+        return sent.reduced_nbytes / sent.storage_itemsize * itemsize
+
+    def _collect(self, flight: Flight) -> None:
+        sent, name = flight.group.sent, flight.unit.shape.title
+        assert sent is not None
+        result = float(sent.reduced_nbytes)
+        wider = sent.pack.world > 1 and sent.sum_itemsize != sent.storage_itemsize
+        if sent.pack.world == 1:
+            self.bytes.add("gradients of shards", name, result)
+            self.pool.give("messages", name, self._key("send", sent), sent.send_nbytes)
+        elif wider:
+            self.bytes.add("gradients of shards", name, result)
+            self.bytes.add("messages", name, -flight.cast)
+        else:
+            self.bytes.add("messages", name, -flight.cast)
+            self.bytes.add("gradients of shards", name, result)
+        if sent.offloaded:
+            self.downloads.append((name, result))
+            self.clock.upload(result)
+            while len(self.downloads) > DOWNLOADS_IN_FLIGHT:
+                self._downloaded()
+
+    def _downloaded(self) -> None:
+        name, nbytes = self.downloads.popleft()
+        self.bytes.add("gradients of shards", name, -nbytes)

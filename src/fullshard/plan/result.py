@@ -1,0 +1,393 @@
+"""A plan: what one rank holds, sends and waits for in a step, as values, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+from .account import KINDS, Simulated
+from .description import OUTSIDE, Model
+from .machine import Hardware
+from .simulation import simulate
+from .spans import Step
+from .strategy import Strategy, Unit, units_of
+
+# NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
+COMMUNICATOR_NBYTES = (4 << 20) * 32
+# 419 unexpected interruptions in 54 days on 16,384 devices (Llama 3).
+FAILURE_HOURS = 54 * 24 * 16384 / 419
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Bytes of a parameter that are sent by every gather and are no parameter, over all ranks; and what would save
+    them."""
+
+    parameter: str
+    nbytes: int
+    share: float
+    cure: str
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Seconds to save and to load; the best time between two of them (Young 1974, Daly 2006); the time between
+    failures."""
+
+    save: float
+    load: float
+    young: float
+    daly: float
+    between_failures: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One strategy on one hardware. `terms`: bytes at the peak by name, allowances included; their sum is
+    `peak_nbytes`."""
+
+    model: Model
+    strategy: Strategy
+    hardware: Hardware
+    budget: float
+    units: tuple[Unit, ...]
+    step: Step
+    simulated: Simulated
+    terms: tuple[tuple[str, float], ...]
+    padding: tuple[Padding, ...]
+    checkpoints: Checkpoints
+
+    @property
+    def peak_nbytes(self) -> float:
+        return sum(nbytes for _, nbytes in self.terms)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_nbytes <= self.budget
+
+    @property
+    def seconds(self) -> float:
+        return self.simulated.seconds
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step of one rank."""
+        return self.model.tokens / self.model.samples * self.strategy.micro * self.strategy.accumulate
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's peak that the operations which the model requires take (PaLM's MFU)."""
+        peak = self.hardware.flops2 if self.narrow else self.hardware.flops4
+        return self.model.flop_per_token * self.tokens_per_second / peak
+
+    @property
+    def narrow(self) -> bool:
+        dtypes = {p.dtype for unit in self.model.units for p in unit.parameters}
+        return (self.strategy.compute or next(iter(dtypes), "float32")) in ("bfloat16", "float16")
+
+    @property
+    def largest(self) -> list[tuple[str, float]]:
+        """The five largest things of the peak, by what and unit."""
+        others = [term for term in self.terms if term[0] not in KINDS]
+        return sorted([*self.simulated.terms, *others], key=lambda term: -term[1])[:5]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `fullshard plan --json` prints; documented in docs/plan.md."""
+        found = self.simulated
+        return {
+            "model": self.model.name,
+            "parameters": self.model.numel,
+            "hardware": self.hardware.name,
+            "strategy": _strategy(self.strategy),
+            "fits": self.fits,
+            "budget_bytes": int(self.budget),
+            "peak_bytes": int(self.peak_nbytes),
+            "peak_moment": found.peak.phase,
+            "terms": {name: int(nbytes) for name, nbytes in self.terms},
+            "largest": [{"name": name, "bytes": int(nbytes)} for name, nbytes in self.largest],
+            "phases": {phase: dict(zip(KINDS, map(int, row), strict=True)) for phase, row in self.phases().items()},
+            "units": [_unit_row(unit, self.held(i)) for i, unit in enumerate(self.units)],
+            "bytes_sent": {axis: int(t.nbytes) for axis, t in found.traffic.items() if t.calls},
+            "messages": {axis: t.calls for axis, t in found.traffic.items() if t.calls},
+            "padding": [{"parameter": p.parameter, "bytes": p.nbytes, "cure": p.cure} for p in self.padding],
+            "step_seconds": found.seconds,
+            "compute_seconds": found.compute,
+            "exposed_seconds": found.exposed_seconds,
+            "optimizer_seconds": found.optimizer_seconds,
+            "host_bound_seconds": found.host_bound,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "checkpoint": {
+                "save_seconds": self.checkpoints.save,
+                "load_seconds": self.checkpoints.load,
+                "young_seconds": self.checkpoints.young,
+                "daly_seconds": self.checkpoints.daly,
+                "between_failures_seconds": self.checkpoints.between_failures,
+            },
+            "assumptions": list(assumptions(self)),
+        }
+
+    def held(self, unit: int) -> float:
+        """Activations that the unit's forward leaves for its backward."""
+        return dict(self.step.held).get(unit, 0.0)
+
+    def phases(self) -> dict[str, tuple[float, ...]]:
+        """The largest moment of forward, loss, backward and optimizer, by kind."""
+        found: dict[str, tuple[float, ...]] = {}
+        for moment in self.simulated.moments:
+            phase = moment.phase.split()[0].replace("end", "backward")
+            if phase not in found or sum(found[phase]) < moment.total:
+                found[phase] = moment.nbytes
+        return found
+
+
+def plan_of(
+    model: Model,
+    step: Step,
+    strategy: Strategy,
+    hardware: Hardware,
+    *,
+    budget: float | None = None,
+    failure_hours: float = FAILURE_HOURS,
+) -> Plan:
+    """The plan of one strategy. `step`: of its size of the micro-batch and its recomputation; `budget`: bytes of a
+    device, None for all of it; `failure_hours`: between two failures of one device."""
+    units = units_of(model, strategy)
+    simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
+    by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
+    axes = [strategy.shard, strategy.replicas, max(unit.part for unit in units)]
+    communicators = sum(ranks > 1 for ranks in axes) + 1 if hardware.backend == "nccl" and strategy.ranks > 1 else 0
+    counted = simulated.peak.total
+    terms = [
+        *by_kind,
+        ("communicators", communicators * COMMUNICATOR_NBYTES),
+        ("reserved by the device", hardware.reserved),
+        ("allowance for fragmentation", hardware.fragmentation * counted),
+    ]
+    return Plan(
+        model,
+        strategy,
+        hardware,
+        hardware.memory if budget is None else budget,
+        units,
+        step,
+        simulated,
+        tuple((name, float(nbytes)) for name, nbytes in terms if nbytes),
+        padding_of(units),
+        checkpoints_of(units, strategy, hardware, failure_hours),
+    )
+
+
+def padding_of(units: Sequence[Unit], least: float = 0.01) -> tuple[Padding, ...]:
+    """Parameters of whose gathers at least `least` is padding, the worst first; one line for equal ones."""
+    found: dict[tuple[tuple[int, ...], int], Padding] = {}
+    for unit in units:
+        for group in unit.groups:
+            for parameter, segment in zip(group.parameters, group.memory.pack.segments, strict=True):
+                layout = segment.layout
+                waste = layout.padded_full_numel - layout.numel
+                if layout.world == 1 or not layout.numel or waste / layout.numel < least or waste < 1024:
+                    continue
+                nbytes = waste * group.memory.compute_itemsize
+                key = (layout.shape, layout.dim)
+                known = found.get(key)
+                name = parameter.name if known is None else known.parameter
+                total = nbytes + (0 if known is None else known.nbytes)
+                found[key] = Padding(name, total, waste / layout.numel, _cure(layout.shape, layout.dim, layout.world))
+    return tuple(sorted(found.values(), key=lambda padding: -padding.nbytes))
+
+
+def _cure(shape: tuple[int, ...], dim: int, world: int) -> str:
+    even = [i for i, size in enumerate(shape) if size % world == 0]
+    if even:
+        return f"shard_placement_fn: Shard({even[0]}), whose {shape[even[0]]} rows {world} ranks share evenly"
+    fewer = max((n for n in range(1, min(world, shape[dim]) + 1) if shape[dim] % n == 0 and world % n == 0), default=1)
+    if fewer > 1:
+        return f"HSDP with {fewer} ranks that share, or {-(-shape[dim] // world) * world} rows instead of {shape[dim]}"
+    return f"{-(-shape[dim] // world) * world} rows instead of {shape[dim]}"
+
+
+def checkpoints_of(units: Sequence[Unit], strategy: Strategy, hardware: Hardware, failure_hours: float) -> Checkpoints:
+    """Each rank writes its shards and its state; of replicas, one writes. The interval that loses the least time, for a
+    save of d seconds and M seconds between failures of the job: sqrt(2 d M) (Young), and Daly's higher order."""
+    nbytes = sum(g.memory.shard_nbytes + g.state_nbytes for unit in units for g in unit.groups)
+    save = nbytes / hardware.storage
+    between = failure_hours * 3600 / strategy.ranks
+    young = sqrt(2 * save * between)
+    part = save / (2 * between)
+    daly = young * (1 + sqrt(part) / 3 + part / 9) - save if save < 2 * between else between
+    return Checkpoints(save, save, young, daly, between)
+
+
+def _strategy(strategy: Strategy) -> dict[str, Any]:
+    return {
+        "ranks": strategy.ranks,
+        "replicas": strategy.replicas,
+        "shard": strategy.shard,
+        "reshard_after_forward": strategy.reshard,
+        "param_dtype": strategy.compute or None,
+        "reduce_dtype": strategy.reduce or None,
+        "micro_batch": strategy.micro,
+        "accumulate": strategy.accumulate,
+        "recompute": strategy.recompute,
+        "offload": strategy.offload,
+        "optimizer": strategy.optimizer,
+    }
+
+
+def _unit_row(unit: Unit, held: float) -> dict[str, Any]:
+    return {
+        "name": unit.shape.title,
+        "class": unit.shape.module_class,
+        "parameters": unit.shape.numel,
+        "shard_bytes": sum(g.memory.shard_nbytes for g in unit.groups),
+        "optimizer_bytes": sum(g.state_nbytes for g in unit.groups),
+        "full_bytes": sum(g.memory.full_nbytes for g in unit.groups),
+        "gradient_bytes": sum(g.sent.gradient_nbytes for g in unit.groups if g.sent is not None),
+        "gathered_bytes": sum(g.gathered_nbytes for g in unit.groups),
+        "activation_bytes": int(held),
+    }
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def gigabytes(nbytes: float) -> str:
+    """Bytes in powers of 1000, as devices are sold.
+
+    >>> gigabytes(79.5e9), gigabytes(2.5e6), gigabytes(812)
+    ('79.50 GB', '2.50 MB', '812 B')
+    """
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.0123), duration(90), duration(7200)
+    ('12.3 ms', '90.0 s', '2.0 h')
+    """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 3600:.1f} h"
+
+
+def table(plan: Plan) -> str:
+    """What a person reads."""
+    model, found, strategy = plan.model, plan.simulated, plan.strategy
+    lines = [
+        f"{model.name}: {model.numel:,} parameters in {len(plan.units)} units, {strategy.ranks} x {plan.hardware.name}",
+        f"{strategy}; {strategy.compute or 'parameters as stored'}, reduced in {strategy.reduce or 'the same'}; "
+        f"{strategy.optimizer}; {plan.tokens:,.0f} tokens per rank and step",
+        "",
+    ]
+    verdict = "fits" if plan.fits else "does not fit"
+    lines.append(f"{verdict}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}")
+    lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in sorted(plan.terms, key=lambda t: -t[1])]
+    lines += ["", "the five largest of these, by unit"]
+    lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in plan.largest]
+    lines += ["", f"{'most in':<10}" + "".join(f"{_short(kind):>13}" for kind in KINDS[:13])]
+    for phase, row in plan.phases().items():
+        lines.append(f"{phase:<10}" + "".join(f"{gigabytes(nbytes) if nbytes else '-':>13}" for nbytes in row[:13]))
+    lines += ["", *_unit_lines(plan), ""]
+    for axis, traffic in found.traffic.items():
+        if traffic.calls:
+            lines.append(
+                f"messages, axis {axis}: {traffic.calls} calls, {gigabytes(traffic.nbytes)} of each rank, "
+                f"{duration(traffic.seconds)} on the wire"
+            )
+    for padding in plan.padding[:3]:
+        lines.append(
+            f"padding: {padding.parameter} sends {gigabytes(padding.nbytes)} of padding ({padding.share:.0%}); "
+            f"{padding.cure}"
+        )
+    lines += [
+        f"step {duration(found.seconds)}: compute {duration(found.compute)}, waiting for messages "
+        f"{duration(found.exposed_seconds)}, for the host {duration(found.host_bound)}, "
+        f"optimizer {duration(found.optimizer_seconds)}",
+        f"{plan.tokens_per_second:,.0f} tokens per second and rank, MFU {plan.mfu:.1%}",
+        f"a checkpoint takes about {duration(plan.checkpoints.save)}; best every {duration(plan.checkpoints.daly)} "
+        f"(Daly; Young {duration(plan.checkpoints.young)}), with a failure about every "
+        f"{duration(plan.checkpoints.between_failures)}",
+        "times come from a model of the hardware, not from a run: --assumptions",
+    ]
+    return "\n".join(lines)
+
+
+def _short(kind: str) -> str:
+    words = {"gradients of shards": "grad shards", "held gradients": "held grads", "full parameters": "full"}
+    return words.get(kind, kind)
+
+
+def _unit_lines(plan: Plan) -> list[str]:
+    """Units with equal figures in one line."""
+    rows: list[tuple[list[str], tuple[str, ...]]] = []
+    for i, unit in enumerate(plan.units):
+        row = _unit_row(unit, plan.held(i))
+        figures = tuple(
+            gigabytes(row[key])
+            for key in ("shard_bytes", "optimizer_bytes", "full_bytes", "gradient_bytes", "activation_bytes")
+        )
+        cells = (unit.shape.module_class, f"{unit.shape.numel:,}", *figures)
+        if rows and rows[-1][1] == cells:
+            rows[-1][0].append(unit.shape.title)
+        else:
+            rows.append(([unit.shape.title], cells))
+    header = ("unit", "class", "parameters", "shards", "optimizer", "full", "gradients", "activations held")
+    body = [
+        (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})", *cells) for names, cells in rows
+    ]
+    body.append(("outside of units", "", "", "", "", "", "", gigabytes(plan.held(OUTSIDE))))
+    widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *body)
+    ]
+
+
+def assumptions(plan: Plan) -> tuple[str, ...]:
+    """Everything that was assumed and not counted."""
+    hw = plan.hardware
+    return (
+        f"hardware {hw.name}: {hw.flops2 / 1e12:.0f} TFLOP/s in 16 bits and {hw.flops4 / 1e12:.3g} in float32, "
+        f"of which "
+        f"matrix products reach {hw.matmul:.0%}; {hw.bandwidth / 1e9:.0f} GB/s of memory, of which other kernels reach "
+        f"{hw.stream:.0%}",
+        "every operation outside of matrix products reads its inputs from and writes its results to device "
+        "memory once: "
+        "eager kernels, nothing is fused",
+        "attention is a fused kernel, which holds no scores; other operations hold what they hold on a CPU, workspaces "
+        "of libraries are not counted",
+        f"messages: {hw.intra_node / 1e9:.0f} GB/s inside of a node of {hw.node}, {hw.inter_node / 1e9:.0f} "
+        f"GB/s per device "
+        f"between nodes, {hw.latency * 1e6:.0f} us each and {hw.hop * 1e6:.0f} us more for each node; one at a time on "
+        f"each axis; compute is {hw.contention:.0%} slower beside them",
+        f"the host takes {hw.launch * 1e6:.0f} us for an operation",
+        f"{gigabytes(hw.reserved)} are taken by driver and libraries; {hw.fragmentation:.0%} of what is counted "
+        f"is allowed "
+        f"for fragmentation; a communicator takes {gigabytes(COMMUNICATOR_NBYTES)} (NCCL's defaults)",
+        "ranks are alike: no stragglers, no time for data, logging or checkpoints in a step",
+        "a steady step: the order is known and the optimizer has its state; the optimizer reads and writes its "
+        "state once",
+        f"storage {gigabytes(hw.storage)}/s for each rank; a device fails about every "
+        f"{plan.checkpoints.between_failures * plan.strategy.ranks / 3600:,.0f} h (Llama 3: 419 in 54 days on 16,384)",
+        f"MFU counts {plan.model.flop_per_token:.4g} operations per token: 6 for each element that multiplies "
+        f"and, where "
+        f"the shape is known, causal attention; recomputation is not counted",
+        "figures of another micro-batch in a search are linear in its size",
+    )
+
+
+def with_budget(plan: Plan, budget: float) -> Plan:
+    return replace(plan, budget=budget)

@@ -1,0 +1,323 @@
+"""A step in time and bytes: the rules of `schedule` run with clocks and a byte counter, as the engine's executor runs
+them.
+
+Two steps are taken: the first records the order, the second is measured, as in a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+
+from ..schedule import Command, RunRecord, UnitRecord, rules
+from .account import Bytes, Exposed, Moment, Pool, Simulated, Traffic
+from .clock import AXES, Clock
+from .machine import Hardware
+from .reductions import Reductions
+from .spans import Span, Step
+from .strategy import Group, Strategy, Unit
+
+
+def simulate(
+    units: Sequence[Unit], step: Step, strategy: Strategy, hardware: Hardware, buffer_nbytes: float = 0.0
+) -> Simulated:
+    """One steady step of one rank: `accumulate` forwards and backwards of `step`, and the optimizer's.
+    `buffer_nbytes`: of the model's buffers."""
+    return Simulation(units, strategy, hardware, buffer_nbytes).run(step)
+
+
+class Simulation:
+    """One rank. Each command has a method of its name, as in the executor."""
+
+    def __init__(self, units: Sequence[Unit], strategy: Strategy, hardware: Hardware, buffer_nbytes: float) -> None:
+        self.units, self.strategy = units, strategy
+        self.schedule = RunRecord([_record(unit, i) for i, unit in enumerate(units)])
+        self.schedule.prefetch_depth = strategy.prefetch_depth
+        self.bytes = Bytes()
+        self.pool = Pool(self.bytes, keep=hardware.blocking)
+        self.clock = Clock(hardware, _itemsize(units, strategy))
+        self.reductions = Reductions(strategy, self.bytes, self.pool, self.clock, keeps=hardware.blocking)
+        self.measured = False
+        self.phase = ""
+        # By index of the unit: when its gather arrives; bytes of gradients that no command took yet.
+        self.arrivals: dict[int, float] = {}
+        self.gradients: dict[int, float] = dict.fromkeys(range(len(units)), 0.0)
+        # Units whose held gradients go with this backward, and units whose gradients stay here.
+        self.touched: list[str] = []
+        self.staying: list[Unit] = []
+        for unit in units:
+            for group in unit.groups:
+                if not group.memory.offloaded:
+                    self.bytes.add("parameters", unit.shape.title, group.memory.shard_nbytes)
+                    self.bytes.add("optimizer", unit.shape.title, group.state_nbytes)
+        self.bytes.add("buffers", "", buffer_nbytes)
+
+    @property
+    def found(self) -> Simulated:
+        return self.clock.found
+
+    # ---- the step --------------------------------------------------------------------------------------------
+
+    def run(self, step: Step) -> Simulated:
+        self.bytes.add("batch", "", step.batch_nbytes)
+        windows = self.strategy.accumulate
+        for measured in (False, True):
+            self.measured = measured
+            self.bytes.forget()
+            self.clock.begin(Simulated(traffic={axis: Traffic() for axis in AXES}))
+            for window in range(windows):
+                # Between the first and the last of a window all are alike: one stands for the others.
+                if 1 < window < windows - 1:
+                    continue
+                for record in self.schedule.units:
+                    record.plan.sync = window == windows - 1 or self.strategy.send_each
+                before = self._figures()
+                self._pass(step)
+                if window == 1 and windows > 3:
+                    self._repeat(windows - 3, before)
+            self._optimize()
+        found = self.found
+        found.seconds = self.clock.now
+        found.terms = sorted(self.bytes.at_most, key=lambda term: -term[1])
+        return found
+
+    def _figures(self) -> tuple[float, float, float, dict[str, Traffic]]:
+        traffic = {axis: Traffic(t.calls, t.nbytes, t.seconds) for axis, t in self.found.traffic.items()}
+        return self.clock.now, self.found.compute, self.found.exposed_seconds, traffic
+
+    def _repeat(self, times: int, before: tuple[float, float, float, dict[str, Traffic]]) -> None:
+        """What happened since `before` happens so often again."""
+        now, compute, exposed, traffic = self._figures()
+        self.clock.skip(times * (now - before[0]), times * (compute - before[1]))
+        if waited := times * (exposed - before[2]):
+            self.found.exposed.append(Exposed("further micro-batches", "messages", waited))
+        for axis, t in self.found.traffic.items():
+            t.calls += times * (traffic[axis].calls - before[3][axis].calls)
+            t.nbytes += times * (traffic[axis].nbytes - before[3][axis].nbytes)
+            t.seconds += times * (traffic[axis].seconds - before[3][axis].seconds)
+
+    def _pass(self, step: Step) -> None:
+        """One forward and backward."""
+        run, records = self.schedule, self.schedule.units
+        for span in step.spans:
+            event = span.event
+            if event is not None and event.kind == "loss":
+                self.phase = "loss"
+            elif event is not None and event.unit >= 0:
+                self._event(event.kind, records[event.unit])
+            self._span(span)
+        present = [self.gradients[record.index] > 0 for record in records]
+        self.phase = "end of backward"
+        self._do(rules.backward_end(run, records[0], present))
+        self.bytes.set("activations", "", 0.0)
+        self.bytes.set("loss", "", 0.0)
+        self._note()
+
+    def _event(self, kind: str, record: UnitRecord) -> None:
+        """Report to the rules what the engine's hooks report."""
+        run, name = self.schedule, record.name
+        if kind == "pre_forward":
+            self.phase = f"forward {name}"
+            self._do(rules.pre_forward(run, record))
+        elif kind == "post_forward":
+            self._do(rules.post_forward(run, record))
+            if run.forward_root is not None:
+                self.phase = f"forward {run.forward_root.name}"
+        elif kind == "pre_backward":
+            self.phase = f"backward {name}"
+            self._do(rules.pre_backward(run, record))
+        elif kind == "grads_ready":
+            self._do(rules.grads_ready(run, record))
+        elif kind == "inputs_reached":
+            self._do(rules.inputs_reached(run, record, present=self.gradients[record.index] > 0))
+        self._note()
+
+    def _span(self, span: Span) -> None:
+        """Compute until the next event."""
+        self.clock.compute(span.work)
+        for there, share in ((span.peak, span.ready), (span.end, 1.0 - span.ready)):
+            # What goes first makes room for what comes.
+            self.bytes.set("loss", "", 0.0)
+            self.bytes.set("activations", "", min(there, self.bytes.nbytes("activations", "")))
+            for index, nbytes in span.gradients:
+                self.gradients[index] += nbytes * share
+                self.bytes.add("gradients", self.schedule.units[index].name, nbytes * share)
+            loss = min(span.loss, there)
+            self.bytes.set("activations", "", there - loss)
+            self.bytes.set("loss", "", loss)
+            self._note()
+
+    def _note(self) -> None:
+        """A moment for the picture; and the peak, if it came since the last one."""
+        if self.measured:
+            self.found.moments.append(Moment(self.clock.now, self.phase, tuple(self.bytes.kinds.values())))
+            if self.bytes.is_new_peak:
+                self.found.peak = Moment(self.clock.now, self.phase, self.bytes.peak)
+        self.bytes.is_new_peak = False
+
+    # ---- full parameters -------------------------------------------------------------------------------------
+
+    def _do(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if self.measured:
+                self.found.commands.append(str(command))
+            getattr(self, f"_{command.kind}")(self.units[command.unit.index], command.unit)
+
+    def _unshard(self, unit: Unit, record: UnitRecord) -> None:
+        name, arrives = unit.shape.title, self.clock.now
+        for group in unit.groups:
+            memory = group.memory
+            if memory.offloaded:
+                self.bytes.add("staging", name, memory.uploaded_nbytes)
+                arrives = max(arrives, self.clock.upload(memory.shard_nbytes))
+            self.bytes.add("full parameters", name, memory.arriving_nbytes)
+            self.pool.take("staging", name, _staging_key(group), memory.staging_nbytes)
+            sent = self.clock.send("shard", self.strategy.shard, 1, group.gathered_nbytes, group.gather_calls)
+            arrives = max(arrives, sent)
+        self.arrivals[record.index] = arrives
+
+    def _unshard_secondary(self, unit: Unit, record: UnitRecord) -> None:
+        name, arrives = unit.shape.title, self.clock.now
+        for group in unit.groups:
+            memory = group.memory
+            self.bytes.add("full parameters", name, memory.arriving_nbytes)
+            self.pool.take("staging", name, _staging_key(group, kept=True), memory.secondary_staging_nbytes)
+            sent = self.clock.send("block", unit.part, 1, group.kept_gathered_nbytes, group.gather_calls)
+            arrives = max(arrives, sent)
+        self.arrivals[record.index] = arrives
+
+    def _wait(self, unit: Unit, record: UnitRecord) -> None:
+        name = unit.shape.title
+        self.clock.wait(self.arrivals.pop(record.index, 0.0), name, "all-gather")
+        kept = self.bytes.nbytes("kept parts", name) > 0
+        for group in unit.groups:
+            memory = group.memory
+            self.bytes.add("full parameters", name, memory.full_nbytes - memory.arriving_nbytes)
+            staging = memory.secondary_staging_nbytes if kept else memory.staging_nbytes
+            if memory.full_nbytes:
+                # Packed parameters are copied out; one rank casts.
+                self.clock.copy(2 * staging if memory.pack.world > 1 else memory.full_nbytes + memory.shard_nbytes)
+            self.pool.give("staging", name, _staging_key(group, kept=kept), staging)
+            if memory.offloaded and not kept:
+                self.bytes.add("staging", name, -memory.uploaded_nbytes)
+        self.bytes.clear("kept parts", name)
+
+    def _reshard(self, unit: Unit, record: UnitRecord) -> None:
+        self.bytes.clear("full parameters", unit.shape.title)
+        self.bytes.clear("kept parts", unit.shape.title)
+
+    def _cancel(self, unit: Unit, record: UnitRecord) -> None:
+        self._wait(unit, record)
+        self._reshard(unit, record)
+
+    def _shelve(self, unit: Unit, record: UnitRecord) -> None:
+        """The memory stays."""
+
+    _expose = _shelve
+
+    def _reshard_secondary(self, unit: Unit, record: UnitRecord) -> None:
+        kept = sum(group.memory.kept_nbytes for group in unit.groups)
+        self.bytes.add("kept parts", unit.shape.title, kept)
+        self.clock.copy(2 * kept)
+        self.bytes.clear("full parameters", unit.shape.title)
+
+    # ---- gradients -------------------------------------------------------------------------------------------
+
+    def _accumulate(self, unit: Unit, record: UnitRecord) -> None:
+        """Gradients stay here until the backward is over."""
+        self.staying.append(unit)
+        self.gradients[record.index] = 0.0
+
+    def _reduce(self, unit: Unit, record: UnitRecord) -> None:
+        name = unit.shape.title
+        self.gradients[record.index] = 0.0
+        held = self.bytes.nbytes("held gradients", name) > 0
+        if held:
+            # The sum with those of earlier backwards is new: if this backward fails, they must be unchanged.
+            self.bytes.clear("gradients", name)
+            self.bytes.add("gradients", name, _held_nbytes(unit))
+            self.touched.append(name)
+        whole = self.bytes.nbytes("gradients", name)
+        sent_numel = sum(group.sent.pack.numel for group in unit.groups if group.sent is not None)
+        for group in unit.groups:
+            if group.sent is not None:
+                self.reductions.make_room()
+                self.reductions.issue(unit, group, whole * group.sent.pack.numel / max(sent_numel, 1), held=held)
+        self.bytes.clear("gradients", name)
+        self.reductions.limit()
+
+    def _finish(self, unit: Unit, record: UnitRecord) -> None:
+        self.reductions.finish()
+        for name in self.touched:
+            self.bytes.clear("held gradients", name)
+        for kept in self.staying:
+            # In the reduce dtype, or added to those that are there.
+            held, name = _held_nbytes(kept), kept.shape.title
+            self.bytes.clear("gradients", name)
+            self.bytes.set("held gradients", name, held)
+            self.clock.copy(2 * held)
+        for each in self.units:
+            # Added to those of earlier backwards, of which there were as many bytes.
+            reduced = sum(group.sent.reduced_nbytes for group in each.groups if group.sent is not None)
+            if self.bytes.nbytes("gradients of shards", each.shape.title) > reduced:
+                self.bytes.set("gradients of shards", each.shape.title, reduced)
+        self.touched.clear()
+        self.staying.clear()
+
+    # ---- optimizer -------------------------------------------------------------------------------------------
+
+    def _optimize(self) -> None:
+        """Elementwise: parameters and state are read and written, gradients read. Then gradients are freed."""
+        self.phase = "optimizer"
+        hardware, offload = self.clock.hardware, self.strategy.offload
+        groups = [group for unit in self.units for group in unit.groups if group.sent is not None]
+        if self.strategy.optimizer != "none" and groups:
+            written = sum(group.sent.reduced_nbytes + group.state_nbytes for group in groups if group.sent is not None)
+            read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
+            rate = hardware.host if offload else hardware.bandwidth * hardware.stream
+            if not offload:
+                # torch's default for DTensors steps one parameter after the other, with two results of its size.
+                self.bytes.add("optimizer step", "", 2 * max(_largest(group) for group in groups))
+                self._note()
+                self.bytes.clear("optimizer step", "")
+            seconds = (2 * written + read) / rate
+            self.found.optimizer_seconds = seconds
+            self.clock.now += seconds
+        for unit in self.units:
+            self.bytes.clear("gradients of shards", unit.shape.title)
+        self._note()
+
+
+def _record(unit: Unit, index: int) -> UnitRecord:
+    record = UnitRecord(unit.shape.title, index, reshard_after_forward=not unit.keeps)
+    record.empty = not unit.groups
+    record.plan.keeps_secondary = bool(unit.part)
+    record.plan.trainable, record.plan.frees_late = unit.trainable, unit.some_frozen
+    record.plan.gather_nbytes = unit.gather_nbytes
+    return record
+
+
+def _itemsize(units: Sequence[Unit], strategy: Strategy) -> int:
+    """Of the dtype of most of the computation."""
+    sizes = Counter[int]()
+    for unit in units:
+        for group in unit.groups:
+            sizes[group.memory.compute_itemsize] += group.memory.pack.numel
+    return max(sizes, key=lambda size: sizes[size], default=4)
+
+
+def _staging_key(group: Group, *, kept: bool = False) -> Hashable:
+    memory = group.memory
+    return "staging", memory.kept if kept else memory.pack, memory.plan, memory.compute_itemsize
+
+
+def _largest(group: Group) -> int:
+    """Bytes of the largest shard that is trained."""
+    sent = group.sent
+    assert sent is not None
+    return max(segment.layout.padded_local_numel for segment in sent.pack.segments) * sent.storage_itemsize
+
+
+def _held_nbytes(unit: Unit) -> int:
+    """Of the gradients of a window, in the reduce dtype."""
+    return sum(group.sent.held_nbytes for group in unit.groups if group.sent is not None)

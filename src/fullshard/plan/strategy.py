@@ -1,0 +1,300 @@
+"""How a model is sharded and trained, as a value; and what that makes of each unit: its layouts and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..layout import (
+    FlatLayout,
+    ShardLayout,
+    UnitMemory,
+    align_numel,
+    direct_gradients,
+    direct_indices,
+    exchanges_gradients,
+    groups_messages,
+    itemsize,
+    plan_gather,
+    secondary_layout,
+)
+from .description import Model, Parameter, UnitShape
+from .spans import NONE, RECOMPUTATIONS
+
+# As `api/fully_shard.py` has it: full parameters of this many bytes travel by themselves where messages are grouped.
+DIRECT_GATHER_NBYTES = 1 << 20
+# Bytes of state for each element of a parameter: copies in the dtype of the parameter, and bytes beside them. 8-bit
+# Adam has two bytes of state, and two numbers of 4 bytes for each block of 256 elements.
+OPTIMIZERS: dict[str, tuple[int, float]] = {
+    "adamw": (2, 0.0),
+    "adam": (2, 0.0),
+    "adamw8bit": (0, 2.0 + 2 * 4 / 256),
+    "sgd": (0, 0.0),
+    "sgd-momentum": (1, 0.0),
+    "none": (0, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`ranks`: all of them, in `replicas` groups that hold each shard once. `reshard`: of the units but the root,
+    `reshard_after_forward`; `root_reshard`: of the root, None as without an argument. `compute`, `reduce`: dtypes, ""
+    for that of the parameters. `micro`: samples of one forward of a rank; `accumulate`: forwards and backwards of a
+    step, of which the last sends gradients (`send_each`: each does). `recompute`: one of `RECOMPUTATIONS`, or one for
+    each unit.
+
+    >>> Strategy(ranks=16, replicas=2).shard
+    8
+    """
+
+    ranks: int = 1
+    replicas: int = 1
+    reshard: bool | int = True
+    root_reshard: bool | int | None = None
+    compute: str = ""
+    reduce: str = ""
+    micro: int = 1
+    accumulate: int = 1
+    send_each: bool = False
+    recompute: str | tuple[str, ...] = NONE
+    offload: bool = False
+    optimizer: str = "adamw"
+    prefetch_depth: int = 1
+    backend: str = "nccl"
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "replicas", "micro", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.ranks % self.replicas:
+            raise ValueError(f"replicas: expected a number that divides the {self.ranks} ranks, found {self.replicas}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
+        if not isinstance(self.reshard, bool) and (self.reshard < 2 or self.shard % self.reshard):
+            raise ValueError(
+                f"reshard: expected a number above 1 that divides the {self.shard} ranks that share, found "
+                f"{self.reshard}"
+            )
+        ways = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+        if not set(ways) <= set(RECOMPUTATIONS):
+            raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTATIONS)}, found {self.recompute!r}")
+
+    @property
+    def shard(self) -> int:
+        """How many ranks share the parameters."""
+        return self.ranks // self.replicas
+
+    def __str__(self) -> str:
+        kept = "" if isinstance(self.reshard, bool) else f" keeping 1/{self.reshard}"
+        name = "ZeRO-3" if self.reshard else "ZeRO-2"
+        words = [name + kept if self.shard > 1 else "DDP" if self.replicas > 1 else "one rank"]
+        if self.replicas > 1 and self.shard > 1:
+            words.append(f"HSDP {self.replicas} x {self.shard}")
+        words.append(f"micro-batch {self.micro}" + (f" x {self.accumulate}" if self.accumulate > 1 else ""))
+        if self.recompute != NONE:
+            words.append(f"recompute {self.recompute if isinstance(self.recompute, str) else 'by unit'}")
+        words += ["each reduced"] * (self.send_each and self.accumulate > 1) + ["offload"] * self.offload
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of a unit that travel together: of one dtype. `sent`: those that get gradients, as their reduction
+    has them; None if there are none."""
+
+    memory: UnitMemory
+    sent: UnitMemory | None
+    parameters: tuple[Parameter, ...]
+    state_nbytes: int
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the messages of an all-gather: what every rank has of it afterwards."""
+        pack, plan = self.memory.pack, self.memory.plan
+        if pack.world == 1:
+            return 0
+        direct = sum(pack.segments[i].layout.padded_full_numel for i in plan.direct)
+        return (direct + plan.staging_numel(pack)) * self.memory.compute_itemsize
+
+    @property
+    def kept_gathered_nbytes(self) -> int:
+        """The same for the gather of secondary shards over their block."""
+        kept, plan = self.memory.kept, self.memory.plan
+        if kept is None:
+            return 0
+        direct = sum(kept.segments[i].layout.padded_full_numel for i in plan.direct)
+        return (direct + plan.staging_numel(kept)) * self.memory.compute_itemsize
+
+    @property
+    def gather_calls(self) -> int:
+        return len(self.memory.plan.direct) + bool(self.memory.plan.packed) if self.memory.pack.world > 1 else 0
+
+    @property
+    def reduced_message_nbytes(self) -> int:
+        """Bytes that this rank puts into the messages of a reduction over the shards."""
+        if self.sent is None or self.sent.pack.world == 1:
+            return 0
+        return self.sent.send_nbytes + self.sent.leaving_nbytes
+
+    @property
+    def reduce_calls(self) -> int:
+        if self.sent is None or self.sent.pack.world == 1:
+            return 0
+        return len(self.sent.direct_gradients) + 1
+
+    @property
+    def replicated_message_nbytes(self) -> int:
+        """Bytes of the all-reduce over the replicas."""
+        if self.sent is None or self.sent.replicas == 1:
+            return 0
+        return self.sent.replicating_nbytes or self.sent.send_nbytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit under a strategy. `keeps`: full parameters stay after forward; `part`: of which a part is kept, 0 for
+    none."""
+
+    shape: UnitShape
+    groups: tuple[Group, ...]
+    keeps: bool
+    part: int
+
+    @property
+    def trainable(self) -> bool:
+        return any(p.trainable for p in self.shape.parameters)
+
+    @property
+    def some_frozen(self) -> bool:
+        return any(not p.trainable for p in self.shape.parameters)
+
+    @property
+    def gather_nbytes(self) -> int:
+        return sum(g.memory.gather_nbytes + g.memory.uploaded_nbytes for g in self.groups)
+
+
+def units_of(model: Model, strategy: Strategy) -> tuple[Unit, ...]:
+    """Every unit of the model, the root first."""
+    return tuple(_unit(shape, i == 0, strategy) for i, shape in enumerate(model.units))
+
+
+def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
+    reshard = shape.reshard
+    if reshard is None:
+        reshard = strategy.root_reshard if outer else strategy.reshard
+    if reshard is None:
+        reshard = not outer
+    part = 0 if isinstance(reshard, bool) or reshard == strategy.shard else int(reshard)
+    kinds: dict[str, list[Parameter]] = {}
+    for parameter in shape.parameters:
+        kinds.setdefault(parameter.dtype, []).append(parameter)
+    groups = tuple(
+        _group(shape.title, tuple(found), dtype, not reshard, part, outer, replace(strategy, recompute=NONE))
+        for dtype, found in kinds.items()
+    )
+    # Equal layouts are made once; names are those of the first unit that has them.
+    groups = tuple(replace(g, parameters=tuple(found)) for g, found in zip(groups, kinds.values(), strict=True))
+    return Unit(shape, groups, not reshard, part)
+
+
+def _group(
+    name: str,
+    parameters: tuple[Parameter, ...],
+    dtype: str,
+    keeps: bool,
+    part: int,
+    outer: bool,
+    strategy: Strategy,
+) -> Group:
+    shapes = tuple((p.shape, p.placed, p.trainable) for p in parameters)
+    memory, sent = _layouts(shapes, dtype, keeps, part, outer, replace(strategy, micro=1, optimizer="none"))
+    copies, beside = OPTIMIZERS[strategy.optimizer]
+    state = 0
+    if sent is not None:
+        for parameter in parameters:
+            if parameter.trainable:
+                layout = ShardLayout(parameter.shape, parameter.placed, strategy.shard)
+                numel = layout.local_numel(0)
+                state += copies * numel * itemsize(dtype) + int(beside * numel) + 4 * (strategy.optimizer != "none")
+    return Group(replace(memory, name=name), None if sent is None else replace(sent, name=name), parameters, state)
+
+
+@lru_cache(maxsize=4096)
+def _layouts(
+    shapes: tuple[tuple[tuple[int, ...], int, bool], ...],
+    dtype: str,
+    keeps: bool,
+    part: int,
+    outer: bool,
+    strategy: Strategy,
+) -> tuple[UnitMemory, UnitMemory | None]:
+    """The memory of one group, and of the part of it that is reduced; as `param/group.py` and `comm/reduce.py`
+    decide."""
+    storage = itemsize(dtype)
+    floating = dtype.startswith(("float", "bfloat"))
+    compute_dtype = strategy.compute if strategy.compute and floating else dtype
+    compute = itemsize(compute_dtype)
+    reduce = itemsize(strategy.reduce) if strategy.reduce and floating else compute
+    wire = min(compute, reduce)
+    summed = max(reduce, 4) if floating else reduce
+    world, backend = strategy.shard, strategy.backend
+    alignment = align_numel([storage, compute, wire])
+    threshold = DIRECT_GATHER_NBYTES
+
+    def packed(chosen: Sequence[tuple[tuple[int, ...], int, bool]], first: tuple[int, ...]) -> FlatLayout:
+        return FlatLayout.build(
+            [ShardLayout(shape, dim, world) for shape, dim, _ in chosen],
+            alignment,
+            first=first,
+            full_align_numel=alignment if world == 1 else None,
+        )
+
+    layouts = [ShardLayout(shape, dim, world) for shape, dim, _ in shapes]
+    direct = direct_indices(layouts, compute, backend=backend, direct_threshold_nbytes=threshold)
+    pack = packed(shapes, direct)
+    plan = plan_gather(pack, compute, backend=backend, direct_threshold_nbytes=threshold)
+    exchanges = exchanges_gradients(backend)
+    sums_here = exchanges and world > 1
+    # A window holds gradients in the reduce dtype, and sends them in it.
+    held = reduce if strategy.accumulate > 1 and not strategy.send_each else 0
+    memory = UnitMemory(
+        "",
+        pack,
+        plan,
+        storage,
+        compute,
+        wire if exchanges and not held else reduce,
+        reshard=not keeps,
+        outer=outer,
+        exchanges=exchanges,
+        replicas=strategy.replicas,
+        sum_itemsize=summed if sums_here else reduce,
+        kept=secondary_layout(pack, plan, part) if part and not keeps else None,
+        frozen=not any(trainable for _, _, trainable in shapes),
+        held_itemsize=held,
+        offloaded=strategy.offload,
+    )
+    if memory.frozen:
+        return memory, None
+    chosen = [shape for shape in shapes if shape[2]]
+    positions = [i for i, shape in enumerate(shapes) if shape[2]]
+    sent_layouts = [layouts[i] for i in positions]
+    leaving: tuple[int, ...] = ()
+    if world > 1:
+        if exchanges:
+            leaving = direct_gradients(sent_layouts, memory.wire_itemsize, backend=backend)
+        elif groups_messages(backend):
+            leaving = tuple(
+                k
+                for k, (i, layout) in enumerate(zip(positions, sent_layouts, strict=True))
+                if i in plan.direct and layout.padded_full_numel == layout.numel
+            )
+    sent_pack = packed(chosen, leaving)
+    sent_plan = plan_gather(
+        packed(chosen, direct_indices(sent_layouts, compute, backend=backend, direct_threshold_nbytes=threshold)),
+        compute,
+        backend=backend,
+        direct_threshold_nbytes=threshold,
+    )
+    return memory, replace(memory, pack=sent_pack, plan=sent_plan, direct_gradients=leaving, kept=None)

@@ -1,0 +1,90 @@
+"""A config of the trainer as `fullshard plan` takes it: its model, its strategy, and the hardware of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fullshard.plan import Plan, Planner, Strategy, find_hardware
+from fullshard.plan.description import Model
+from fullshard.plan.facts import describe, measured_cpu
+from fullshard.plan.machine import PROFILES
+from fullshard.plan.result import duration, gigabytes
+from fullshard.program import Program
+from fullshard.train.config import Config
+from fullshard.train.data import ByteTokenizer
+from fullshard.train.metrics import read_metrics
+from fullshard.train.model import llama_shape
+from fullshard.train.process import device_kind, threads_per_process
+from fullshard.train.shapes import language_model
+
+
+def programs_of(config: Config) -> Callable[[int | None], Program]:
+    """The program of the config for a length of sequences, None for its own. A BPE tokenizer is taken to have all of
+    its tokens."""
+    vocabulary = config.data.bpe_vocab if config.data.tokenizer == "bpe" else ByteTokenizer().vocab
+    shape = llama_shape(config, vocabulary)
+    return lambda sequence: language_model(shape, sequence or config.training.sequence_length)
+
+
+def strategy_of(config: Config, world: int, backend: str) -> Strategy:
+    """How the trainer shards and trains on `world` processes; after `Config.check_world`."""
+    keys, precision = config.training, config.precision
+    micro = config.micro_batch(world)
+    always = config.parallelism.reshard_after_forward
+    return Strategy(
+        ranks=world,
+        replicas=config.parallelism.degrees(world)[0],
+        reshard=always != "never",
+        root_reshard={"default": None, "always": True, "never": False}[always],
+        compute="" if precision.param == "default" else precision.param,
+        reduce="" if precision.reduce == "default" else precision.reduce,
+        micro=micro,
+        accumulate=keys.global_batch // world // micro,
+        send_each=keys.accumulate == "reduce",
+        recompute="whole" if keys.recompute == "block" else "none",
+        backend=backend,
+    )
+
+
+# ---- fullshard train --plan ------------------------------------------------------------------------------------
+
+
+def plan_here(config: Config, world: int) -> Plan:
+    """The plan of a run on this machine: its CPU, measured with the threads of one process, or its devices by name."""
+    kind = device_kind(config)
+    if kind == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads_per_process(config, world))
+        hardware = measured_cpu(find_hardware("cpu"))
+        torch.set_num_threads(threads)
+    else:
+        called = torch.cuda.get_device_name()
+        names = {name.partition("-")[0]: name for name in PROFILES}
+        hardware = find_hardware(next((full for name, full in names.items() if name in called.lower()), "h100-80g"))
+        hardware = replace(hardware, memory=float(torch.cuda.get_device_properties(0).total_memory))
+    programs = programs_of(config)
+
+    def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Model:
+        return describe(programs(sequence), "the trainer's model", samples=samples, compute=compute, alone=alone)
+
+    return Planner(described, hardware).plan(strategy_of(config, world, hardware.backend))
+
+
+def compared(plan: Plan, run_dir: Path) -> str:
+    """One line: the predicted step beside the median of those that the run measured. Memory is compared on devices
+    alone: on a CPU the run measures the process, with its libraries."""
+    records = read_metrics(run_dir / "metrics.jsonl")
+    if not records:
+        return "plan: the run measured no step"
+    seconds = median(record["seconds"] for record in records)
+    line = f"plan: a step was predicted to take {duration(plan.seconds)} and took {duration(seconds)} (median)"
+    if not plan.hardware.blocking:
+        held = max(record["memory_bytes"] for record in records)
+        there = sum(nbytes for name, nbytes in plan.terms if name in ("parameters", "optimizer", "buffers"))
+        line += f"; between steps {gigabytes(there)} were predicted, {gigabytes(held)} measured"
+    return line

@@ -1,0 +1,111 @@
+"""Models by name and by a Hugging Face `config.json`, as `Program`s without values: for `fullshard plan`.
+
+The batches have shapes alone. A step takes the mean cross entropy over tokens in float32, as the trainer does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard.program import Program, ProgramError
+from fullshard.train.model import Llama, LlamaShape
+
+# As their authors published them (Llama 2 and Llama 3.1); context: of pretraining.
+NAMED = {
+    "llama-2-7b": LlamaShape(32000, 32, 4096, 32, 32, 11008, 4096, tie_embeddings=False),
+    "llama-8b": LlamaShape(128256, 32, 4096, 32, 8, 14336, 8192, tie_embeddings=False, rope_theta=500000.0),
+    "llama-70b": LlamaShape(128256, 80, 8192, 64, 8, 28672, 8192, tie_embeddings=False, rope_theta=500000.0),
+    "llama-405b": LlamaShape(128256, 126, 16384, 128, 8, 53248, 8192, tie_embeddings=False, rope_theta=500000.0),
+}
+# Model types of Hugging Face that have the trainer's Llama's layers and shapes.
+_LIKE_LLAMA = ("llama", "mistral")
+_LONGEST = 4096
+
+
+def named(name: str, sequence: int | None = None) -> Program:
+    """The program of a named shape, with batches of one sequence of `sequence` tokens (default: its context)."""
+    return language_model(NAMED[name], sequence or NAMED[name].context)
+
+
+def language_model(shape: LlamaShape, sequence: int) -> Program:
+    """The program of a Llama of that shape, on sequences of that length."""
+    return _program(lambda: Llama(replace(shape, context=sequence)), _logits, shape.vocab, sequence)
+
+
+def hugging_face(path: Path, sequence: int | None = None) -> Program:
+    """The program of a `config.json`: the causal language model that transformers would make; without transformers,
+    that of a Llama or Mistral. Raises `ProgramError` for a file that is no such configuration."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProgramError(f"{path}: cannot read it: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ProgramError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(told, dict) or not isinstance(told.get("model_type"), str):
+        raise ProgramError(f"{path}: expected a Hugging Face config.json with a model_type, found none")
+    length = sequence or min(told.get("max_position_embeddings") or _LONGEST, _LONGEST)
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        return language_model(_shape(path, told), length)
+    try:
+        config = transformers.AutoConfig.for_model(**told)
+        config.use_cache = False
+        vocabulary = int(config.get_text_config().vocab_size)
+    except Exception as error:
+        raise ProgramError(f"{path}: transformers cannot read it: {str(error).strip().splitlines()[0]}") from None
+
+    def build() -> nn.Module:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        return model
+
+    return _program(build, lambda model, tokens: model(input_ids=tokens).logits, vocabulary, length)
+
+
+def _shape(path: Path, told: dict[str, Any]) -> LlamaShape:
+    if told["model_type"] not in _LIKE_LLAMA:
+        raise ProgramError(
+            f"{path}: a {told['model_type']} needs the package transformers, which is not installed; "
+            f"pip install 'fullshard[hf]'"
+        )
+    try:
+        heads = told["num_attention_heads"]
+        return LlamaShape(
+            told["vocab_size"],
+            told["num_hidden_layers"],
+            told["hidden_size"],
+            heads,
+            told.get("num_key_value_heads") or heads,
+            told["intermediate_size"],
+            _LONGEST,
+            tie_embeddings=bool(told.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise ProgramError(f"{path}: expected the key {error.args[0]}, found none") from None
+
+
+def _program(
+    build: Callable[[], nn.Module], logits: Callable[[nn.Module, Tensor], Tensor], vocabulary: int, length: int
+) -> Program:
+    def batch(index: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty(1, length, dtype=torch.long, device="meta")
+        return tokens, torch.empty_like(tokens)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(logits(model, tokens).flatten(0, 1).float(), targets.flatten())
+
+    return Program(build, loss, batch)
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    found: Tensor = model(tokens)
+    return found

@@ -1,0 +1,219 @@
+"""`fullshard plan`: sources, output, exit codes; and the planner's commands and messages beside the engine's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import Program
+from fullshard.cli import main
+from fullshard.plan import Strategy
+from fullshard.plan.facts import describe
+from fullshard.program import ProgramError
+from fullshard.train import shapes
+from fullshard.train.config import load_config
+from tests.harness.planned import MODELS, count, predict
+
+_KEYS = {
+    "fits",
+    "peak_bytes",
+    "terms",
+    "bytes_sent",
+    "step_seconds",
+    "assumptions",
+    "largest",
+    "phases",
+    "units",
+    "padding",
+    "exposed_seconds",
+    "mfu",
+    "tokens_per_second",
+    "checkpoint",
+    "changes",
+}
+
+
+def program() -> Program:
+    """An entry point: a chain whose blocks are units."""
+    model = MODELS["mlp"]
+    return model.program(4)
+
+
+def needs_values() -> Program:
+    """A model that reads a value."""
+    return replace(program(), loss=lambda model, batch: model(batch[0]).sum() * float(batch[0].sum() > 0))
+
+
+class _Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        raise RuntimeError("no such file\nsecond line")
+
+
+def cannot_be_built() -> Program:
+    return replace(program(), model=_Fails)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("llama", Strategy(ranks=4, compute="bfloat16", reduce="float32")),
+        ("transformer, nested units", Strategy(ranks=2, reshard=False)),
+        ("mlp", Strategy(ranks=4, replicas=2)),
+        ("frozen base", Strategy(ranks=2)),
+        ("mlp", Strategy(ranks=4, reshard=2)),
+        ("llama, tied", Strategy(ranks=2, accumulate=2)),
+    ],
+)
+def test_commands_and_messages_are_those_of_the_engine(name: str, strategy: Strategy) -> None:
+    strategy = replace(strategy, backend="fake")
+    counted, simulation = count(MODELS[name], strategy, 2, trace=True), predict(MODELS[name], strategy, 2)
+    assert simulation.found.commands == counted.commands
+    # What a rank sends of a message: all but its own part. A sum over replicas goes around twice.
+    traffic = simulation.found.traffic
+    block = traffic["block"].nbytes
+    gathered, shard, replicas = counted.messages.get("all-gather", 0), strategy.shard, strategy.replicas
+    if block:
+        whole = block * int(strategy.reshard) / (int(strategy.reshard) - 1)
+        gathered -= int(whole)
+    sent = (gathered + counted.messages.get("all-to-all", 0)) * (shard - 1) / shard
+    assert traffic["shard"].nbytes == sent
+    # Beside the gradients, a few bytes by which replicas compare facts.
+    summed = traffic["replicate"].nbytes / (2 * (replicas - 1) / replicas) if replicas > 1 else 0
+    assert 0 <= counted.messages.get("all-reduce", 0) - summed <= 128
+
+
+def test_json_has_what_is_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    entry = f"{__name__}:program"
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
+    code = main(["plan", entry, "--ranks", "4", "--micro", "4", "--json", "--html", str(page), "--svg", str(picture)])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["fits"] and _KEYS <= found.keys()
+    documented = Path(__file__).parents[2].joinpath("docs/plan.md").read_text()
+    assert all(f"`{key}`" in documented for key in found), "docs/plan.md names every key"
+    assert page.read_text().startswith("<!doctype html>") and picture.read_text().startswith("<svg")
+    assert found["strategy"]["param_dtype"] == "bfloat16" and found["strategy"]["ranks"] == 4
+
+
+def test_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = ["plan", f"{__name__}:program", "--ranks", "2", "--micro", "64"]
+    assert main([*entry, "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["peak_bytes"]
+    assert main([*entry, "--budget", str((needed - 1) / 1e9)]) == 1
+    said = capsys.readouterr().out
+    assert "does not fit: peak" in said and "the cheapest changes that fit" in said
+    assert "micro-batch" in said.partition("the cheapest changes")[2] or "recompute" in said
+    assert main([*entry, "--budget", "0.001"]) == 1
+    assert "nothing that was tried fits" in capsys.readouterr().out
+
+
+def test_a_config_of_the_trainer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text(
+        '[training]\nglobal_batch = 16\nmicro_batch = 2\nrecompute = "block"\n[precision]\nparam = "bfloat16"\n'
+    )
+    load_config(file)
+    assert main(["plan", str(file), "--ranks", "4", "--hardware", "cpu", "--json"]) == 0
+    strategy = json.loads(capsys.readouterr().out)["strategy"]
+    assert (strategy["micro_batch"], strategy["accumulate"]) == (2, 2)
+    assert (strategy["recompute"], strategy["param_dtype"], strategy["reduce_dtype"]) == ("whole", "bfloat16", None)
+    assert main(["plan", str(file), "--ranks", "4", "--hardware", "cpu", "--rough", "--assumptions"]) == 0
+    said = capsys.readouterr().out
+    assert "102.5 GB: does not fit in 80 GB either" in said and "assumed" in said
+    assert main(["plan", str(file), "--ranks", "4", "--hardware", "cpu", "--explain", "recompute"]) == 0
+    assert "recompute whole" in capsys.readouterr().out
+
+
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def test_a_config_of_hugging_face_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(_LLAMA))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model = describe(shapes.hugging_face(file), "llama")
+    block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    assert model.numel == 2 * 100 * 32 + 2 * block + 32
+    assert [unit.title for unit in model.units] == ["root", "layers.0", "layers.1"]
+    assert (model.samples, model.tokens, model.attention) == (1, 64, (64, 2, 32))
+    file.write_text(json.dumps(_LLAMA | {"model_type": "mamba"}))
+    with pytest.raises(ProgramError, match="a mamba needs the package transformers"):
+        shapes.hugging_face(file)
+
+
+def test_named_shapes_have_their_published_sizes() -> None:
+    with torch.device("meta"):
+        sizes = {name: sum(p.numel() for p in shapes.named(name, 64).model().parameters()) for name in shapes.NAMED}
+    assert sizes == {
+        "llama-2-7b": 6_738_415_616,
+        "llama-8b": 8_030_261_248,
+        "llama-70b": 70_553_706_496,
+        "llama-405b": 405_853_388_800,
+    }
+
+
+def test_any_number_of_ranks_and_no_group() -> None:
+    assert not torch.distributed.is_initialized()
+    model = describe(program(), "mlp", samples=3)
+    assert model.samples == 3 and not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "expected a .toml, a config.json, module:function, or one of llama-2-7b"),
+        (["nowhere:program"], "found no module nowhere"),
+        ([f"{__name__}:nothing"], "has no nothing"),
+        ([f"{__name__}:needs_values"], "a step on the meta device raised"),
+        ([f"{__name__}:cannot_be_built"], "cannot be built on the meta device: RuntimeError: no such file"),
+        (["nowhere.toml"], "cannot read the config file"),
+        (["nowhere.json"], "cannot read it"),
+        ([f"{__name__}:program", "--hardware", "h101"], "nearest valid: h100-80g"),
+        ([f"{__name__}:program", "--ranks", "4", "--replicas", "3"], "expected a number that divides the 4 ranks"),
+        ([f"{__name__}:program", "--ranks", "0"], "--ranks 0: expected more than 0"),
+        ([f"{__name__}:program", "--reshard", "often"], "--reshard often: expected always, never or a number"),
+        ([f"{__name__}:program", "--batch", "3", "--micro", "2"], "expected a multiple of the micro-batch"),
+        ([f"{__name__}:program", "--explain", "cost"], "expected one of peak"),
+        ([f"{__name__}:program", "--optimizer", "lion"], "expected one of adamw"),
+        ([f"{__name__}:program", "--param-dtype", "int3"], "expected a dtype"),
+        ([f"{__name__}:program", "--sequence", "8"], "have a length of their own"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value)[-40:],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert main(["plan", *arguments, "--html", str(page)]) == 2
+    out, err = capsys.readouterr()
+    assert says in err and err.startswith("fullshard plan: ") and err.count("\n") == 1 and out == ""
+    assert not page.exists()
+
+
+@pytest.mark.slow
+def test_70b_on_1024_ranks_takes_seconds() -> None:
+    """No time is asserted beyond what hangs: `python -X importtime` is not in it, and machines differ."""
+    run = subprocess.run(
+        [sys.executable, "-m", "fullshard", "plan", "llama-70b", "--ranks", "1024", "--recompute", "whole", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["parameters"] == 70_553_706_496

@@ -1,0 +1,69 @@
+"""What the planner predicts against what is counted on the engine: storages of a whole step, messages and commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.plan import Strategy
+from tests.harness.planned import MODELS, count, predict
+
+# Of what the library holds, and of activations: the planner's promise.
+LIBRARY, ACTIVATIONS = 0.02, 0.05
+
+STRATEGIES = {
+    "one rank": Strategy(),
+    "one rank, bf16": Strategy(compute="bfloat16", reduce="float32"),
+    "ZeRO-3": Strategy(ranks=2),
+    "ZeRO-2": Strategy(ranks=4, reshard=False),
+    "ZeRO-3, bf16": Strategy(ranks=4, compute="bfloat16", reduce="float32"),
+    "ZeRO-3, bf16 reduced in bf16": Strategy(ranks=2, compute="bfloat16"),
+    "recomputation": Strategy(ranks=2, recompute="whole"),
+    "micro-batches": Strategy(ranks=2, accumulate=2),
+    "micro-batches, bf16": Strategy(ranks=2, accumulate=3, compute="bfloat16", reduce="float32"),
+    "micro-batches, each reduced": Strategy(ranks=2, accumulate=2, send_each=True),
+    "HSDP": Strategy(ranks=4, replicas=2),
+    "HSDP, bf16": Strategy(ranks=4, replicas=2, compute="bfloat16", reduce="float32"),
+    "replicated": Strategy(ranks=2, replicas=2),
+    "a part kept": Strategy(ranks=4, reshard=2),
+}
+# In `make test`: each strategy once, on models of different kinds.
+QUICK = {
+    ("llama", "ZeRO-3"),
+    ("llama, tied", "ZeRO-3, bf16"),
+    ("transformer", "recomputation"),
+    ("mlp", "HSDP"),
+    ("experts", "micro-batches"),
+    ("convolutions, group norm", "ZeRO-2"),
+    ("frozen base", "a part kept"),
+    ("mixed dtypes", "one rank"),
+    ("mlp, tanh", "replicated"),
+    ("mlp, relu", "micro-batches, each reduced"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(name, strategy, marks=() if (name, strategy) in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for strategy in STRATEGIES
+    ],
+)
+def test_bytes_of_a_step_are_what_is_counted(name: str, strategy: str) -> None:
+    model, chosen = MODELS[name], STRATEGIES[strategy]
+    chosen = Strategy(**{**vars(chosen), "backend": "fake"})
+    if name == "mixed dtypes" and chosen.compute:
+        pytest.skip("a policy makes one dtype of them")
+    for size in (2, 16):
+        counted, simulation = count(model, chosen, size), predict(model, chosen, size)
+        kept = sum(nbytes for (_, what), nbytes in simulation.bytes.there.items() if what.startswith("kept from"))
+        there = dict(zip(simulation.bytes.kinds, simulation.found.peak.nbytes, strict=True))
+        # At rest, exactly.
+        assert (there["parameters"] + there["buffers"], there["optimizer"], kept) == counted[:3]
+        peak = max(counted.step, counted.optimizer) + sum(counted[:3])
+        activations = there["activations"] + there["loss"] + there["batch"]
+        allowed = LIBRARY * (peak - activations) + ACTIVATIONS * activations
+        assert abs(simulation.found.peak.total - peak) <= allowed, (
+            f"{size} samples: counted {peak:,}, predicted {simulation.found.peak.total:,.0f} in "
+            f"{simulation.found.peak.phase}: {there}"
+        )

@@ -1,0 +1,376 @@
+"""The planner without torch: tapes made by hand, clocks, the rule of thumb, profiles, the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from fullshard.layout import peak, total
+from fullshard.plan import Planner, Strategy, find_hardware, plan_of, rough, units_of
+from fullshard.plan.account import KINDS, Simulated, Traffic
+from fullshard.plan.clock import AXES, Clock
+from fullshard.plan.description import OUTSIDE, Kind, Line, Model, Parameter, Tape, UnitShape
+from fullshard.plan.machine import PROFILES, Hardware
+from fullshard.plan.page import page, svg
+from fullshard.plan.questions import QUESTIONS, explain
+from fullshard.plan.result import padding_of
+from fullshard.plan.simulation import simulate
+from fullshard.plan.spans import NONE, SELECTIVE, WHOLE, Span, Step, Work, scaled, steps_of
+
+# A byte is a byte and a second a second: nothing is added.
+PLAIN = replace(
+    PROFILES["h100-80g"],
+    name="plain",
+    backend="late",  # without an estimate of communicators
+    memory=1e6,
+    flops2=100.0,
+    flops4=100.0,
+    bandwidth=1e12,
+    matmul=1.0,
+    stream=1.0,
+    launch=0.0,
+    intra_node=100.0,
+    latency=0.0,
+    hop=0.0,
+    reserved=0.0,
+    fragmentation=0.0,
+    contention=0.0,
+)
+
+
+def _model(samples: int = 1, depth: int = 2, rows: int = 1000) -> Model:
+    """`depth` blocks of one weight each. A block makes 40 bytes that a matrix product made and 60 others, of which the
+    last 10 are its output; per sample. Backward frees them and makes the gradient."""
+    lines: list[Line] = [Line(Kind.ENTER, 0, 0)]
+    inputs, outputs = [frozenset[int]()], [frozenset[int]()]
+    matmuls, gradients = set(), {}
+    for block in range(depth):
+        use, first = block + 1, 10 * block
+        lines += [
+            Line(Kind.ENTER, use, use),
+            Line(Kind.ALLOCATE, use, first, 40 * samples),
+            Line(Kind.OP, use, 100 * samples, 0, "aten.mm"),
+            Line(Kind.ALLOCATE, use, first + 1, 50 * samples),
+            Line(Kind.OP, use, 0, 0, "aten.gelu"),
+            Line(Kind.ALLOCATE, use, first + 2, 10 * samples),
+            Line(Kind.OP, use, 0, 0, "aten.add"),
+            Line(Kind.EXIT, use),
+        ]
+        inputs.append(frozenset({first - 8} if block else ()))
+        outputs.append(frozenset({first + 2}))
+        matmuls.add(first)
+    lines += [Line(Kind.EXIT, 0), Line(Kind.LOSS, OUTSIDE), Line(Kind.BACKWARD, 0)]
+    for block in reversed(range(depth)):
+        use, first = block + 1, 10 * block
+        gradient = 1000 + block
+        gradients[gradient] = use
+        lines += [
+            Line(Kind.BACKWARD, use),
+            Line(Kind.FREE, use, first + 2),
+            Line(Kind.ALLOCATE, use, gradient, rows * 8 * 4),
+            Line(Kind.OP, use, 200 * samples, 0, "aten.mm"),
+            Line(Kind.FREE, use, first + 1),
+            Line(Kind.FREE, use, first),
+            Line(Kind.GRADS_READY, OUTSIDE, use),
+            Line(Kind.BACKWARD_END, use),
+        ]
+    lines.append(Line(Kind.BACKWARD_END, 0))
+    tape = Tape(tuple(lines), gradients, frozenset(matmuls), tuple(inputs), tuple(outputs), 0)
+    units = [UnitShape("", "Model", ())]
+    units += [UnitShape(f"{i}", "Block", (Parameter(f"{i}.weight", (rows, 8), "float32"),)) for i in range(depth)]
+    return Model("by hand", tuple(units), tape, 0, samples, samples)
+
+
+def _activations(step: Step) -> tuple[float, float]:
+    """The most, and at the end of the forward."""
+    at_loss = next(i for i, span in enumerate(step.spans) if span.event is not None and span.event.kind == "loss")
+    return max(span.peak for span in step.spans), step.spans[at_loss - 1].end
+
+
+def test_recomputation_frees_all_but_what_has_to_stay() -> None:
+    model = _model()
+    # Two blocks of 100; with recomputation their outputs alone, and one block while its backward runs. The last
+    # operation of a block makes nothing that backward reads.
+    assert _activations(steps_of(model, NONE)) == (200, 200)
+    assert _activations(steps_of(model, WHOLE))[1] == 20
+    assert _activations(steps_of(model, SELECTIVE))[1] == 20 + 2 * 40
+    # When the gradient comes, the output of the block is gone.
+    assert max(s.peak for s in steps_of(model, WHOLE).spans if s.recomputes) == 10 + 90
+    work = [steps_of(model, way).work for way in (NONE, SELECTIVE, WHOLE)]
+    assert [w.matmul for w in work] == [600, 600, 800], "a forward again is a third more"
+    assert [w.kernels for w in work] == [8, 10, 12]
+
+
+def test_units_may_be_recomputed_one_by_one() -> None:
+    model = _model()
+    assert _activations(steps_of(model, [NONE, WHOLE, NONE]))[1] == 10 + 100
+    with pytest.raises(ValueError, match="expected one of none, selective, whole, found 'half'"):
+        steps_of(model, "half")
+
+
+def test_other_sizes_of_the_micro_batch_are_linear() -> None:
+    step = scaled(steps_of(_model(1)), steps_of(_model(2)), 7)
+    exact = steps_of(_model(7))
+    assert [(s.peak, s.end, s.work) for s in step.spans] == [(s.peak, s.end, s.work) for s in exact.spans]
+    with pytest.raises(ValueError, match="two sizes"):
+        scaled(steps_of(_model(1)), steps_of(_model(1)), 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 1000])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_peak_without_activations_is_that_of_the_layouts(ranks: int, reshard: bool) -> None:
+    """Two ways to the same bytes: the rules with a counter, and the terms of `layout.memory`."""
+    model = _model(depth=4, rows=8000)
+    strategy = Strategy(ranks=ranks, reshard=reshard, optimizer="none")
+    units = units_of(model, strategy)
+    step = steps_of(model)
+    bare = replace(step, spans=tuple(replace(s, peak=0.0, end=0.0, loss=0.0) for s in step.spans))
+    memories = [group.memory for unit in units for group in unit.groups]
+    sent = [group.sent for unit in units for group in unit.groups if group.sent is not None]
+    memories = [replace(m, direct_gradients=s.direct_gradients) for m, s in zip(memories, sent, strict=True)]
+    _, terms = peak(memories, send_buffers=1)
+    assert simulate(units, bare, strategy, PLAIN).peak.total == total(terms)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def _clock(hardware: Hardware = PLAIN) -> Clock:
+    clock = Clock(hardware, 4)
+    clock.begin(Simulated(traffic={axis: Traffic() for axis in AXES}))
+    return clock
+
+
+def test_a_message_that_arrives_during_compute_costs_nothing() -> None:
+    clock = _clock()
+    early, late = (clock.send("shard", 2, 1, nbytes, 1) for nbytes in (400, 1600))
+    assert (early, late) == (2, 10), "half of each travels, one after the other"
+    clock.compute(Work(matmul=500))
+    clock.wait(early, "a", "all-gather")
+    assert (clock.now, clock.found.exposed) == (5, [])
+    clock.wait(late, "b", "all-gather")
+    assert clock.now == 10 and clock.found.exposed_seconds == 5
+
+
+def test_compute_is_slower_beside_messages() -> None:
+    clock = _clock(replace(PLAIN, contention=0.5))
+    clock.send("shard", 2, 1, 400, 1)  # two seconds
+    clock.compute(Work(matmul=1000))
+    assert clock.now == 10 + 0.5 * 2
+
+
+def test_a_device_waits_for_a_slow_host() -> None:
+    clock = _clock(replace(PLAIN, launch=1.0))
+    clock.compute(Work(matmul=100, kernels=4))
+    assert (clock.now, clock.found.host_bound) == (4, 3)
+    # A CPU computes and launches in turn.
+    clock = _clock(replace(PLAIN, launch=1.0, blocking=True))
+    clock.compute(Work(matmul=100, kernels=4))
+    assert clock.now == 5
+
+
+def test_a_ring_between_nodes_has_the_bandwidth_of_its_slowest_link() -> None:
+    hardware = replace(PLAIN, node=8, intra_node=100.0, inter_node=10.0, latency=1.0, hop=0.5)
+    assert hardware.ring(8, 1) == (100, 1)
+    assert hardware.ring(32, 1) == (10, 1 + 4 * 0.5)
+    # Replicas of groups of eight: one in each node.
+    assert hardware.ring(4, 8) == (10, 1 + 4 * 0.5)
+    assert hardware.ring(2, 4) == (100, 1)
+
+
+def test_prefetch_hides_gathers_and_none_does_not() -> None:
+    model = _model(depth=4)
+    ahead, late = (
+        simulate(units_of(model, s), steps_of(model), s, PLAIN)
+        for s in (Strategy(ranks=2), Strategy(ranks=2, prefetch_depth=0))
+    )
+    assert ahead.seconds < late.seconds
+    assert ahead.traffic["shard"] == late.traffic["shard"]
+    assert ahead.compute == late.compute
+
+
+def test_the_interval_of_checkpoints() -> None:
+    """Young: sqrt(2 d M). Daly is below it by about d, above it by a third of sqrt(d / 2M) of it."""
+    model, strategy = _model(), Strategy(ranks=4)
+    slow = replace(PLAIN, storage=10.0)
+    plan = plan_of(model, steps_of(model), strategy, slow, failure_hours=1000)
+    found = plan.checkpoints
+    state = 2 * (8000 * 4 * 3) / 4 + 2 * 4  # two weights, two moments each, a count of steps
+    assert found.save == state / 10 and found.between_failures == 1000 * 3600 / 4
+    assert found.young == sqrt(2 * found.save * found.between_failures)
+    part = found.save / (2 * found.between_failures)
+    assert found.daly == found.young * (1 + sqrt(part) / 3 + part / 9) - found.save
+    often = plan_of(model, steps_of(model), strategy, slow, failure_hours=0.1).checkpoints
+    assert often.daly == often.between_failures, "it fails before it is saved twice"
+
+
+# ---- the rule of thumb -----------------------------------------------------------------------------------------------
+
+
+def test_the_remedy_of_the_guide_does_not_fit_either() -> None:
+    text = "\n".join(rough.lines(rough.EXAMPLE, 16, 2048, 80e9) + rough.remedy(rough.EXAMPLE, 16, 80e9))
+    for expected in (
+        "70B / 8 x 2 bytes x 5 = 87.5 GB",
+        "total        112.5 GB of 80 GB: does not fit",
+        "batch 8      87.5 + 10 + 5 = 102.5 GB: does not fit in 80 GB either",
+        "fit from 10 devices on",  # 70e9 / n * 10 + 5e9 < 80e9
+    ):
+        assert expected in text
+
+
+def test_the_rule_for_another_model_is_in_proportion() -> None:
+    assert rough.rough_of(int(70e9), 8, 16, 2048) == rough.EXAMPLE
+    assert rough.rough_of(int(35e9), 8, 8, 2048).activations == 5e9
+
+
+# ---- hardware --------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "a100-80g"\ninter_node = 5e9\nnode = 4\nlatency = 0\n')
+    found = find_hardware(str(file))
+    assert found == replace(PROFILES["a100-80g"], name="mine", inter_node=5e9, node=4, latency=0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("internode = 1", "internode: there is no such field of a hardware profile; nearest valid: inter_node"),
+        ("node = 2.5", "node = 2.5: expected a whole number above 0"),
+        ("bandwidth = 0", "bandwidth = 0: expected a number above 0"),
+        ('bandwidth = "fast"', "expected a number above 0"),
+        ('base = "b100"', "hardware 'b100': expected one of"),
+        ("node = ", "not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_profile_are_one_line(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        find_hardware(str(file))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_hardware_names_the_nearest() -> None:
+    assert find_hardware("A100").name == "a100-80g"
+    with pytest.raises(ValueError, match="nearest valid: h100-80g"):
+        find_hardware("h100-8")
+    with pytest.raises(ValueError, match="cannot read the hardware profile"):
+        find_hardware("nowhere.toml")
+
+
+# ---- strategies and search -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ranks": 4, "replicas": 3}, "replicas: expected a number that divides the 4 ranks, found 3"),
+        ({"ranks": 4, "reshard": 3}, "reshard: expected a number above 1 that divides the 4 ranks"),
+        ({"ranks": 0}, "ranks: expected at least 1, found 0"),
+        ({"optimizer": "lion"}, "optimizer: expected one of adamw"),
+        ({"recompute": "some"}, "recompute: expected one of"),
+    ],
+)
+def test_contradictory_strategies_are_refused(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Strategy(**given)  # type: ignore[arg-type]
+    assert says in str(error.value)
+
+
+def _planner(budget: float = 1e6, describe: Callable[..., Model] | None = None) -> Planner:
+    def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Model:
+        return _model(samples, depth=4)
+
+    return Planner(describe or described, PLAIN, budget=budget)
+
+
+def test_the_search_finds_what_fits_and_the_fastest_first() -> None:
+    asked = Strategy(ranks=2, micro=8, accumulate=1)
+    everything = _planner().search(asked)
+    plans = [change.plan for change in everything]
+    assert all(plan.fits for plan in plans)
+    # Within a percent, fewer changes go first.
+    assert plans[0].seconds <= min(plan.seconds for plan in plans) * 1.011
+    assert {plan.strategy.micro * plan.strategy.accumulate for plan in plans} == {8}
+    assert {plan.strategy.recompute for plan in plans} == {NONE, SELECTIVE, WHOLE}
+    needed = _planner().plan(asked).peak_nbytes
+    tight = _planner(budget=needed - 1).search(asked)
+    assert tight and all(change.count > 0 and change.plan.peak_nbytes < needed for change in tight)
+
+
+def test_offload_is_tried_when_nothing_else_fits() -> None:
+    asked = Strategy(ranks=2)
+    least = min(change.plan.peak_nbytes for change in _planner().search(asked))
+    found = _planner(budget=least - 1).search(asked)
+    assert found and all(change.plan.strategy.offload for change in found)
+    assert _planner(budget=1000).search(asked) == []
+
+
+def test_every_question_has_an_answer() -> None:
+    planner = _planner()
+    for question in QUESTIONS:
+        answer = explain(question, planner, Strategy(ranks=16, micro=2, replicas=2))
+        assert len(answer) > 1 and answer[0].endswith("?"), question
+    with pytest.raises(ValueError, match="--explain cost: expected one of peak"):
+        explain("cost", planner, Strategy())
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    planner = _planner(budget=600_000)
+    answer = explain("batch", planner, Strategy(ranks=2))
+    best = int(answer[1].split("micro-batch ")[1].split()[0])
+    plans = [planner.estimate(Strategy(ranks=2, micro=n)) for n in (best, best + 1)]
+    assert [plan.fits for plan in plans] == [True, False]
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def test_terms_are_the_peak_and_the_rest_is_named() -> None:
+    model = _model()
+    hardware = replace(PLAIN, reserved=1000.0, fragmentation=0.1)
+    plan = plan_of(model, steps_of(model), Strategy(ranks=2), hardware)
+    found = plan.as_json()
+    assert abs(sum(found["terms"].values()) - found["peak_bytes"]) <= len(found["terms"])
+    assert found["terms"]["reserved by the device"] == 1000
+    counted = sum(found["terms"].get(kind, 0) for kind in KINDS)
+    assert abs(found["terms"]["allowance for fragmentation"] - counted / 10) <= len(KINDS)
+    assert found["peak_bytes"] > counted and len(found["largest"]) == 5
+    assert found["bytes_sent"]["shard"] == plan.simulated.traffic["shard"].nbytes
+    assert found["assumptions"] and found["fits"] is True
+
+
+def test_padding_has_a_cure() -> None:
+    shape = UnitShape("0", "Linear", (Parameter("0.weight", (9, 4096), "float32"),))
+    model = replace(_model(), units=(UnitShape("", "Model", ()), shape))
+    (found,) = padding_of(units_of(model, Strategy(ranks=8)))
+    assert found.nbytes == 7 * 4096 * 4 and "Shard(1)" in found.cure
+    odd = replace(shape, parameters=(Parameter("0.weight", (9, 4097), "float32"),))
+    (found,) = padding_of(units_of(replace(model, units=(model.units[0], odd)), Strategy(ranks=8)))
+    assert found.cure == "16 rows instead of 9"
+    assert padding_of(units_of(model, Strategy(ranks=1))) == ()
+
+
+def test_the_picture_has_every_kind_and_the_page_needs_nothing_else() -> None:
+    model = _model()
+    plan = plan_of(model, steps_of(model), Strategy(ranks=2), PLAIN, budget=1e5)
+    picture, text = svg(plan), page(plan)
+    there = {kind for kind, nbytes in zip(KINDS, map(max, zip(*_moments(plan.simulated))), strict=True) if nbytes}  # noqa: B905
+    assert {kind for kind in KINDS if f"<title>{kind}</title>" in picture} == there
+    assert ('class="budget"' in picture) == (plan.budget <= 1.4 * plan.peak_nbytes)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script" not in text
+    assert picture in text and "does not fit" in text
+
+
+def _moments(found: Simulated) -> Sequence[tuple[float, ...]]:
+    return [moment.nbytes for moment in found.moments]
+
+
+def test_spans_are_values() -> None:
+    assert Span(None, Work(), 1.0, 0.0) == Span(None, Work(), 1.0, 0.0)
