@@ -47,6 +47,12 @@ def test_pairs() -> None:
 
 
 @pytest.mark.slow
+def test_recorder() -> None:
+    results: dict[str, Any] = _last_line("benchmarks.recorder", "--rounds", "1", "--workloads", "light")["results"]  # type: ignore[assignment]
+    assert {"off", "figures", "full"} <= set(results["light"]) and results["light"]["bytes_of_a_full_step"] > 1000
+
+
+@pytest.mark.slow
 def test_host() -> None:
     answer = _last_line("benchmarks.host", "--rounds", "1")
     for result in answer["results"]:

@@ -7,7 +7,7 @@
             recorder.end(loss=loss.item(), norm=float(norm))
 
 Every step has a line with its times and figures. A few of them are recorded in full: events, commands, messages and
-bytes (see/record.py). Only those cost anything worth a word (benchmarks/recorder.py).
+bytes (see/record.py). What they cost, benchmarks/recorder.py measures.
 """
 
 from __future__ import annotations
