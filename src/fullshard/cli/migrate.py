@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fullshard.cli.verify import BUILTIN
+
 _EXAMPLES = """\
 examples:
   fullshard migrate train.py                       what FSDP1, DDP and torch's FSDP2 in it become; writes train.patch
@@ -15,6 +17,7 @@ examples:
   fullshard migrate train.py --json --output new.patch
   fullshard migrate accelerate.yaml                what each key becomes; writes accelerate.fullshard.toml
   fullshard migrate ds_config.json --accept-lossy zero_optimization.zero_quantized_weights
+  fullshard migrate --prove accelerate.yaml --program verify_me:program
 
 Configurations: Accelerate YAML, the Trainer's fsdp_config JSON, Composer and LLM Foundry YAML, torchtitan TOML,
 DeepSpeed ZeRO JSON.
@@ -46,6 +49,14 @@ def add_command(commands: Any) -> None:
     migrate.add_argument(
         "--accept-lossy", action="append", default=[], metavar="KEY", help="exit with 0 although this is lost"
     )
+    migrate.add_argument(
+        "--prove",
+        action="store_true",
+        help="train as the configuration says, under FSDP1 or DDP and under fullshard, and compare; writes nothing",
+    )
+    migrate.add_argument("--program", default=BUILTIN, metavar="MODULE:FUNCTION", help="the model for --prove")
+    migrate.add_argument("--nproc", type=int, default=2, metavar="N", help="processes for --prove (default: 2)")
+    migrate.add_argument("--steps", type=int, default=3, metavar="N", help="steps for --prove (default: 3)")
     migrate.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -57,12 +68,26 @@ def run(arguments: argparse.Namespace) -> int:
         path: Path = arguments.path
         if path.is_absolute() and path.is_relative_to(Path.cwd()):
             path = path.relative_to(Path.cwd())
+        if arguments.prove:
+            return _prove(path, arguments)
         if path.suffix == ".py":
             return _migrate_code(path, arguments)
         return _migrate_config(path, arguments)
     except MigrationError as error:
         print(f"fullshard migrate: {error}", file=sys.stderr)
         return 2
+
+
+def _prove(path: Path, arguments: argparse.Namespace) -> int:
+    from fullshard.cli.proof import prove
+    from fullshard.migrate.verdict import MigrationError
+
+    if path.suffix == ".py":
+        raise MigrationError(f"--prove {path}: expected a configuration; --program names the model")
+    for name in ("nproc", "steps"):
+        if getattr(arguments, name) < 1:
+            raise MigrationError(f"--{name} {getattr(arguments, name)}: expected at least 1")
+    return prove(path, arguments)
 
 
 def _migrate_code(path: Path, arguments: argparse.Namespace) -> int:

@@ -91,7 +91,7 @@ class Tolerance:
         rows = rows_of(reference.program.batch(0)) * setting.strategy.micro * setting.data_world
         terms = terms_of(reference.stepped.parameters(), rows)
         parts = setting.data_world * setting.strategy.micro
-        return Tolerance(sums(computing, terms, largest), sums(torch.float32, parts + 2, largest))
+        return Tolerance(sums(computing, terms, largest), sums(setting.strategy.reduce_dtype, parts + 2, largest))
 
 
 def _coarsest(reference: Reference) -> torch.dtype:

@@ -13,11 +13,12 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass(frozen=True)
 class Strategy:
     """`reshard`: `reshard_after_forward`. `replicas`: how many ranks hold each shard (HSDP). `precision`: "bf16" or
-    "fp16", in which parameters are computed with, and reduced in float32; "fp16" with a scaled loss. `micro`:
-    micro-batches of a step, of which the last synchronises. `tensor`: ranks of an axis of tensor parallelism.
+    "fp16", in which parameters are computed with, and reduced in float32, or with `pure` in it; "fp16" with a scaled
+    loss. `micro`: micro-batches of a step, of which the last synchronises. `tensor`: ranks of an axis of tensor
+    parallelism.
 
     >>> parse_strategy("zero2+bf16+micro=2")
-    Strategy(reshard=False, replicas=1, precision='bf16', offload=False, micro=2, recompute=False, tensor=1)
+    Strategy(reshard=False, replicas=1, precision='bf16', pure=False, offload=False, micro=2, recompute=False, tensor=1)
     >>> str(parse_strategy("hsdp=2+recompute+zero3=4"))
     'zero3=4+hsdp=2+recompute'
     """
@@ -25,6 +26,7 @@ class Strategy:
     reshard: bool | int = True
     replicas: int = 1
     precision: str = ""
+    pure: bool = False
     offload: bool = False
     micro: int = 1
     recompute: bool = False
@@ -34,6 +36,7 @@ class Strategy:
         numbers = {"hsdp": self.replicas, "micro": self.micro, "tp": self.tensor}
         words = ["zero2" if self.reshard is False else "zero3" if self.reshard is True else f"zero3={self.reshard}"]
         words += [f"hsdp={self.replicas}"] * (self.replicas > 1) + [self.precision] * bool(self.precision)
+        words += ["pure"] * self.pure
         words += ["offload"] * self.offload + ["recompute"] * self.recompute
         words += [f"{name}={numbers[name]}" for name in ("micro", "tp") if numbers[name] > 1]
         return "+".join(words)
@@ -42,6 +45,10 @@ class Strategy:
     def dtype(self) -> torch.dtype | None:
         """The dtype of `precision`; None for that of the parameters."""
         return _PRECISIONS.get(self.precision)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return (self.dtype if self.pure else None) or torch.float32
 
     def shards(self, world: int) -> int:
         """Over how many of `world` ranks a parameter is cut. Raises `ValueError` if the strategy does not fit them."""
@@ -59,7 +66,7 @@ class Strategy:
 
 # What is verified unless the user says otherwise.
 DEFAULT = ("zero3", "zero2", "zero3+bf16", "zero3+micro=2", "zero3+recompute", "zero3+offload")
-WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, offload, micro=N, recompute, tp=N"
+WORDS = "zero3, zero3=N, zero2, hsdp=N, bf16, fp16, pure, offload, micro=N, recompute, tp=N"
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -74,9 +81,11 @@ def parse_strategy(text: str) -> Strategy:
             given = {"reshard": name == "zero3"}
         elif name in _PRECISIONS and not number:
             given = {"precision": name}
-        elif name in ("offload", "recompute") and not number:
+        elif name in ("offload", "recompute", "pure") and not number:
             given = {name: True}
         else:
             raise ValueError(f"{text}: expected words of {WORDS} with + between them, found {word!r}")
         found = replace(found, **given)
+    if found.pure and not found.precision:
+        raise ValueError(f"{text}: expected bf16 or fp16 beside pure, which reduces in that dtype")
     return found

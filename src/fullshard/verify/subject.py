@@ -14,8 +14,10 @@ import hashlib
 import os
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +39,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 class Setting(NamedTuple):
-    """One run. `library`: "fullshard" or "torch"."""
+    """One run. `library`: "fullshard", "torch" (its FSDP2), "fsdp1" or "ddp"."""
 
     entry: str
     library: str
@@ -57,6 +59,10 @@ class Setting(NamedTuple):
 
     def data_rank(self, rank: int) -> int:
         return rank // self.strategy.tensor
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.library in ("fullshard", "torch")
 
     @property
     def shards(self) -> int:
@@ -161,36 +167,67 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
     if strategy.tensor > 1:
         assert program.parallelize is not None
         program.parallelize(model, mesh["tp"])
-    shard(program, model, setting, mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"])
+    inner = mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"]
+    trained = Sharded(program, model, setting, inner) if setting.is_fsdp2 else former(program, model, setting, inner)
+    model = trained.model
     optimizer = program.optimizer(model.parameters())
     scaler = _scaler(setting, device)
-    full = _full if rank == 0 else _taking_part
-    before = Before(buffers_of(model), ties_of(model), {name: full(p) for name, p in named(model)})
+    before = Before(buffers_of(trained.plain), ties_of(trained.plain), trained.parameters())
     _write(folder / "before", rank, before)
     for step in range(setting.steps):
         losses, states = [], []
         for micro in range(strategy.micro):
-            model.set_requires_gradient_sync(micro == strategy.micro - 1)
             index = batch_index(setting, step, micro, setting.data_rank(rank))
             batch = to_device(program.batch(index), device)
-            torch.manual_seed(seed_of(index))
-            loss = program.loss(model, batch)
-            scaler.scale(loss / strategy.micro).backward()
+            with trained.window(last=micro == strategy.micro - 1):
+                torch.manual_seed(seed_of(index))
+                loss = program.loss(model, batch)
+                scaler.scale(loss / strategy.micro).backward()
             losses.append(_host(loss))
             states.append(generators(device))
         scaler.unscale_(optimizer)
-        gradients = {name: None if p.grad is None else full(p.grad) for name, p in named(model)}
+        gradients = trained.gradients()
         scaler.step(optimizer)
         scaler.update()
-        parameters = {name: full(p) for name, p in named(model)}
-        state = {
-            name: {key: full(v) for key, v in optimizer.state[p].items()}
-            for name, p in named(model)
+        parameters, state = trained.parameters(), trained.state(optimizer)
+        made = (gradients, parameters, state) if rank == 0 else ({}, {}, {})
+        _write(folder / f"step-{step}", rank, Step(losses, states, buffers_of(trained.plain), *made))
+        optimizer.zero_grad()
+
+
+class Sharded:
+    """A model that `fully_shard` of either library sharded, and what it is read by."""
+
+    def __init__(self, program: Program, model: Any, setting: Setting, mesh: DeviceMesh) -> None:
+        shard(program, model, setting, mesh)
+        self.model = self.plain = model
+        self._full = _full if dist.get_rank() == 0 else _taking_part
+
+    @contextmanager
+    def window(self, *, last: bool) -> Iterator[None]:
+        """Around a micro-batch; gradients are reduced in the last."""
+        self.model.set_requires_gradient_sync(last)
+        yield
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: self._full(p) for name, p in named(self.model)}
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {name: None if p.grad is None else self._full(p.grad) for name, p in named(self.model)}
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        return {
+            name: {key: self._full(v) for key, v in optimizer.state[p].items()}
+            for name, p in named(self.model)
             if p in optimizer.state
         }
-        made = (gradients, parameters, state) if rank == 0 else ({}, {}, {})
-        _write(folder / f"step-{step}", rank, Step(losses, states, buffers_of(model), *made))
-        optimizer.zero_grad()
+
+
+def former(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> Any:
+    """The same model under FSDP1 or DDP."""
+    from .former import Fsdp1, Replicated
+
+    return (Fsdp1 if setting.library == "fsdp1" else Replicated)(program, model, setting, mesh)
 
 
 def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
@@ -202,7 +239,7 @@ def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh
         import fullshard as library
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": setting.strategy.reshard}
     if setting.strategy.dtype is not None:
-        options["mp_policy"] = library.MixedPrecisionPolicy(setting.strategy.dtype, torch.float32)
+        options["mp_policy"] = library.MixedPrecisionPolicy(setting.strategy.dtype, setting.strategy.reduce_dtype)
     if setting.strategy.offload:
         options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=setting.device != "cpu")
     program.shard(model, lambda module, **given: library.fully_shard(module, **{**options, **given}))
@@ -218,8 +255,12 @@ def _mesh(setting: Setting, device: torch.device) -> DeviceMesh:
 
 def _scaler(setting: Setting, device: torch.device) -> torch.amp.GradScaler:
     library: Any = torch.amp
-    if setting.library != "torch":
+    if setting.library == "fullshard":
         import fullshard as library
+    elif setting.library == "fsdp1":
+        import torch.distributed.fsdp.sharded_grad_scaler as sharded
+
+        library = SimpleNamespace(GradScaler=sharded.ShardedGradScaler)
     scaler: torch.amp.GradScaler = library.GradScaler(
         device.type, init_scale=SCALE, growth_interval=1 << 30, enabled=setting.strategy.precision == "fp16"
     )

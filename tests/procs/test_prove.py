@@ -1,0 +1,91 @@
+"""`fullshard migrate --prove`: FSDP1 and DDP come to what plain training comes to, and so does fullshard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli import main
+from tests.harness.verified import compare, record
+
+QUICK = [("fsdp1", "zero3+bf16+pure"), ("ddp", "zero3+micro=2")]
+SLOW = [
+    ("fsdp1", "zero3"),
+    ("fsdp1", "zero2+micro=2"),
+    ("fsdp1", "zero3+bf16"),
+    ("fsdp1", "zero2+recompute"),
+    ("fullshard", "zero2+bf16+pure"),
+    ("ddp", "zero3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("library", "strategy"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_where_people_come_from(library: str, strategy: str, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, strategy, library=library))
+    assert result.verdict == "equal", result.difference
+    assert result.compared > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", ["zero3+hsdp=2", "zero2+hsdp=2"])
+def test_hybrid_sharding(hybrid: str, tmp_path: Path) -> None:
+    result = compare(tmp_path, record(tmp_path, hybrid, 4, library="fsdp1"))
+    assert result.verdict == "equal", result.difference
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_old_training_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record in which FSDP1 sent a tenth too much."""
+    import torch
+
+    setting = record(tmp_path, "zero3", library="fsdp1")
+    path = tmp_path / "step-0" / "rank-0.pt"
+    losses, generators, buffers, gradients, parameters, state = torch.load(path, weights_only=False)
+    gradients["blocks.0.3.weight"] *= 1.1
+    torch.save((losses, generators, buffers, gradients, parameters, state), path)
+    result = compare(tmp_path, setting)
+    assert result.difference is not None
+    assert (result.difference.phase, result.difference.name) == ("backward", "blocks.0.3.weight")
+
+
+CONFIG = "distributed_type: FSDP\nmixed_precision: '{}'\nfsdp_config:\n  fsdp_version: 2\n"
+
+
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+def test_the_command_proves_a_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "acc.yaml"
+    path.write_text(CONFIG.format("bf16"))
+    command = ["migrate", "--prove", str(path), "--program", "tests.harness.verified:program", "--steps", "2", "--json"]
+    assert main(command) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert said["verdict"] == "equal" and [each["library"] for each in said["results"]] == ["fsdp1", "fullshard"]
+    assert {each["strategy"] for each in said["results"]} == {"zero3+bf16+pure"}
+    assert said["not_proved"]
+    assert [each.name for each in tmp_path.iterdir()] == ["acc.yaml"]
+
+
+BAD = {
+    "a program": ("x.py", "", "expected a configuration"),
+    "DDP in low precision": ("x.yaml", "distributed_type: MULTI_GPU\nmixed_precision: bf16\n", "in which DDP trains"),
+    "a degree that does not fit": (
+        "x.toml",
+        "[parallelism]\ndata_parallel_shard_degree = 3\n",
+        "data_parallel_shard_degree",
+    ),
+    "an unknown key": ("x.yaml", "distributed_type: FSDP\nx: 1\n", "has no such key"),
+    "no such module": ("x.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "found no module absent"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_proved_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, text, part = BAD[name]
+    (tmp_path / file).write_text(text)
+    assert main(["migrate", "--prove", str(tmp_path / file), "--program", "absent:program"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and part in said.err

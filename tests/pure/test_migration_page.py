@@ -1,0 +1,50 @@
+"""docs/migration.md says what the tables say, and seed 004's rows are settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fullshard.migrate.settings.conversion import convert
+from fullshard.migrate.verdict import UNSUPPORTED
+from tests.harness import migration_page
+
+
+def test_the_page_has_the_tables_of_the_code() -> None:
+    text = migration_page.PAGE.read_text()
+    assert migration_page.renewed(text) == text, "python -m tests.harness.migration_page --write"
+
+
+# A feature of seed 004 as Composer's configuration spells it, and the new settings.
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Mixed Precision": ({"mixed_precision": "PURE"}, {"precision.mode": "PURE"}),
+    "CPU offload": ({"cpu_offload": True}, {"sharding.cpu_offload": True}),
+    "Auto submodule level wrapping": ({"verbose": False}, {"wrap.by": "auto"}),
+    "State Checkpointing": ({"state_dict_type": "sharded"}, {"state_dict.kind": "sharded"}),
+    "Weight Tying": ({"verbose": False}, {}),
+    "Microbatching": ({"device_train_microbatch_size": "auto"}, {"micro_batches.size": "auto"}),
+    "HSDP": ({"data_parallel_replicate_degree": 2}, {"sharding.data_parallel_replicate_degree": 2}),
+    "Optimizers": ({"verbose": False}, {}),
+    "Activation checkpointing": ({"activation_checkpointing": True}, {"activation_checkpointing.at": "children"}),
+    "HSDP with flexible reshard degree": ({"reshard_after_forward": 8}, {"sharding.reshard_after_forward": 8}),
+    "2D Composability with TP/SP/EP": ({"tp": {"strategy": "ffn", "tensor_parallel_degree": 2}}, {}),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_seed_004_s_row(feature: str) -> None:
+    keys, settings = FEATURES[feature]
+    outer = ("device_train_microbatch_size", "tp")
+    table = {"fsdp": {k: v for k, v in keys.items() if k not in outer}} | {k: v for k, v in keys.items() if k in outer}
+    found = convert({"parallelism_config": table}, "x.yaml", ".yaml")
+    assert {name: found.settings.get(name) for name in settings} == settings
+    if feature == "Weight Tying":
+        assert found.config.wrap.ties == "lowest_common"
+    refused = [each.reason for each in found.findings if each.verdict == UNSUPPORTED]
+    assert bool(refused) == feature.startswith("2D")
+    assert all("tensor parallelism to the model first" in reason for reason in refused)
+
+
+def test_seed_004_has_no_other_rows() -> None:
+    assert [row[0] for row in migration_page.SEED_004] == list(FEATURES)
