@@ -48,6 +48,7 @@ ROOMS: dict[str, frozenset[str]] = {
     # Reads reports and layouts; the probe sends messages as the engine does.
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
     "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),
+    "compat": frozenset({"", "migrate", "checkpoint"}),
     "__init__": frozenset({"_version", "_public"}),
     "cli": frozenset({"", "checkpoint", "doctor", "keys", "migrate", "plan", "program", "see", "train", "verify"}),
     "__main__": frozenset({"cli"}),

@@ -140,7 +140,7 @@ def prepare_fully_shard(
     model: the plain model, on the CPU, the device, or the meta device. It stays the same object, as with `fully_shard`.
     optimizer: one or several that were built before; they continue with the sharded parameters (`rebind_optimizer`).
     config: a dict, the path of a TOML, JSON or YAML file, or a `ShardingConfig`; None takes the defaults: the model's
-        blocks as units, all ranks, the dtypes of the parameters. docs/migration.md lists the keys.
+        blocks as units, all ranks, the dtypes of the parameters. docs/prepare.md lists the keys.
     mesh: 1-D (shard) or 2-D (replicate, shard), instead of the degrees of the configuration; with tensor parallelism,
         which has to be applied before, the data-parallel axes of its mesh.
     wrap_fn: (name, module) -> True, False, or arguments of `fully_shard` as a dict, for `wrap.by = "function"`.

@@ -1,0 +1,501 @@
+"""`FullyShardedDataParallel` of FSDP1 on fullshard's runtime, for programs that cannot change yet.
+
+    from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
+
+Enums and configs of torch itself are accepted too, and its policies that can be called. One notice is given for each
+argument that no longer matters.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard import FSDPModule, GradScaler, checkpoint, fully_shard
+from fullshard.migrate.code.arguments import FSDP1, MIXED_PRECISION
+from fullshard.migrate.initialise import send_values
+from fullshard.migrate.ties import resolve_ties
+from fullshard.migrate.tree import Tree
+from fullshard.migrate.wrapping import UnitPlan, inner_first
+
+from .fsdp1_types import (
+    BackwardPrefetch,
+    CPUOffload,
+    CustomPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictType",
+    "always_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]
+
+ShardedGradScaler = GradScaler
+
+_INNER = "_fsdp_wrapped_module"
+_UNSET: Any = object()
+# Arguments that are taken and change nothing.
+WITHOUT_EFFECT = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "device_id")
+
+
+class StateDictSettings(NamedTuple):
+    """The form of state dicts, as `state_dict_type` sets it."""
+
+    state_dict_type: Any = StateDictType.FULL_STATE_DICT
+    state_dict_config: Any = FullStateDictConfig()
+    optim_state_dict_config: Any = FullOptimStateDictConfig()
+
+
+class _Looks(type):
+    """Modules that the policy made units count as wrapped: `isinstance(layer, FullyShardedDataParallel)`."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(cls, instance) or isinstance(instance, FSDPModule)
+
+
+class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
+    """A module whose inner one is sharded in place; names of parameters and state are those of the plain model.
+
+    Arguments are FSDP1's. auto_wrap_policy: one of this file's or of torch's, or a function (module, recurse,
+    nonwrapped_numel) -> bool; tied parameters go to the lowest unit around them. sharding_strategy: HYBRID ones without
+    `device_mesh` replicate between nodes of LOCAL_WORLD_SIZE ranks. param_init_fn: called with modules whose parameters
+    have memory. Without a context `state_dict()` is full, as in FSDP1.
+
+    Raises `ValueError` for a policy or strategy that is none, process groups in a tuple, `torch.distributed` types that
+    FSDP1 does not take, and the errors of `fully_shard`. Source: the signature and documentation of torch 2.13.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: Any = _UNSET,
+        mixed_precision: Any = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: Any = _UNSET,
+        sync_module_states: bool = False,
+        forward_prefetch: Any = _UNSET,
+        limit_all_gathers: Any = _UNSET,
+        use_orig_params: Any = _UNSET,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        given = (backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, device_id)
+        for name, value in zip(WITHOUT_EFFECT, given, strict=True):
+            if value is not _UNSET:
+                notice(name, FSDP1, value)
+        for name in ("buffer_dtype", "keep_low_precision_grads"):
+            if getattr(mixed_precision, name, None):
+                notice(name, MIXED_PRECISION)
+        strategy = _name_of(sharding_strategy, ShardingStrategy, "sharding_strategy") or "FULL_SHARD"
+        mesh = _mesh(strategy, process_group, device_mesh)
+        options = {
+            "mesh": mesh,
+            "reshard_after_forward": False if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") else None,
+            "ignored_params": _ignored(ignored_modules, ignored_states) or None,
+            "offload_policy": fullshard.CPUOffloadPolicy()
+            if getattr(cpu_offload, "offload_params", False)
+            else fullshard.OffloadPolicy(),
+        }
+        _shard(module, options, auto_wrap_policy, mixed_precision, sync_module_states)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            fullshard.materialize(module, init=param_init_fn)
+        setattr(self, _INNER, module)
+        self._settings = StateDictSettings()
+
+    # ---- the wrapped module ----------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded module."""
+        inner = super().__getattr__(_INNER)
+        assert isinstance(inner, nn.Module)
+        return inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(_INNER), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the names of the plain model."""
+        return ((plain_name(name), parameter) for name, parameter in super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Under the names of the plain model."""
+        return ((plain_name(name), buffer) for name, buffer in super().named_buffers(*args, **kwargs))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients of backwards inside are kept and not sent; the first backward after it sends their sum."""
+        return _no_sync(self.module)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients to a global norm of at most `max_norm`; returns the norm before."""
+        return fullshard.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """`fn` of every module, with full parameters, whose changes are kept. Collective."""
+        with self.summon_full_params(self):
+            super().apply(fn)
+        return self
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        raise NotImplementedError(
+            "register_comm_hook: expected model.set_all_reduce_hook(...) or set_custom_reduce_scatter(...) of "
+            "fully_shard, found FSDP1's hook of flat gradients, which do not exist here"
+        )
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Full, plain parameters inside, as `fullshard.full_params`."""
+        if with_grads:
+            raise NotImplementedError(
+                "with_grads: expected False, found True; gradients are DTensors: p.grad.full_tensor() has one whole"
+            )
+        with fullshard.full_params(
+            _inner(module), recurse=recurse, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu
+        ):
+            yield
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+        """The wrappers and sharded modules at and below `module`; with `root_only` those in no other one."""
+        found: list[nn.Module] = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        # A wrapper and its inner module are one.
+        inner = {each.module for each in found if type(each) is FullyShardedDataParallel}
+        found = [each for each in found if each not in inner]
+        if root_only:
+            found = [m for m in found if not any(m is not other and m in other.modules() for other in found)]
+        return found
+
+    # ---- state dicts -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+    ) -> StateDictSettings:
+        """The form of state dicts from now on; returns the one before."""
+        kind = _name_of(state_dict_type, StateDictType, "state_dict_type")
+        if kind == "LOCAL_STATE_DICT":
+            raise NotImplementedError(
+                "state_dict_type: expected FULL_STATE_DICT or SHARDED_STATE_DICT, found LOCAL_STATE_DICT, shards of "
+                "flat parameters, which nothing here has; sharded ones are read without communication too"
+            )
+        full = kind == "FULL_STATE_DICT"
+        default = (FullStateDictConfig if full else ShardedStateDictConfig)()
+        optim = (FullOptimStateDictConfig if full else ShardedOptimStateDictConfig)()
+        settings = StateDictSettings(
+            StateDictType[str(kind)], state_dict_config or default, optim_state_dict_config or optim
+        )
+        wrappers = [each for each in module.modules() if type(each) is FullyShardedDataParallel]
+        if not wrappers:
+            raise ValueError(
+                f"module: expected a FullyShardedDataParallel, or one with such in it, found {type(module).__name__}"
+            )
+        before = wrappers[0]._settings
+        for wrapper in wrappers:
+            wrapper._settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The form of state dicts of the first wrapper at or below `module`."""
+        found = (each._settings for each in module.modules() if type(each) is FullyShardedDataParallel)
+        return next(found, StateDictSettings())
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+    ) -> Iterator[None]:
+        """The form of `state_dict`, `load_state_dict` and `optim_state_dict` inside."""
+        wrap = FullyShardedDataParallel
+        before = wrap.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            wrap.set_state_dict_type(module, *before)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """In the form of `state_dict_type`; collective for the full one."""
+        own: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        kind, config = self._settings.state_dict_type, self._settings.state_dict_config
+        full = kind is StateDictType.FULL_STATE_DICT
+        dropped = full and config.rank0_only and dist.get_rank() != 0
+        for name, value in list(own.items()):
+            if full and isinstance(value, DTensor):
+                value = value.full_tensor()
+            own[name] = value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
+            if dropped:
+                del own[name]
+        return own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Whole tensors, the same on all ranks, or sharded ones."""
+        here = self.module.state_dict()
+        cut = {plain_name(name): value for name, value in state_dict.items()}
+        return self.module.load_state_dict({n: _like(here.get(n), v) for n, v in cut.items()}, strict, assign)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state under names of parameters, in the form of `state_dict_type`. Collective if full."""
+        if optim_state_dict is not None:
+            raise NotImplementedError("optim_state_dict: expected None, found a dict; load it into the optimizer first")
+        kind, _, config = FullyShardedDataParallel.get_state_dict_type(model)
+        full = kind is StateDictType.FULL_STATE_DICT
+        named = checkpoint.get_state_dict(_inner(model), optim)[1]
+        keep = not full or not config.rank0_only or dist.get_rank() == 0
+        state: dict[str, dict[str, Any]] = {}
+        for name, entries in named["state"].items():
+            for key, value in entries.items():
+                value = value.full_tensor() if full and isinstance(value, DTensor) else value
+                value = value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
+                if keep:
+                    state.setdefault(name, {})[key] = value
+        return {"state": state, "param_groups": [dict(each) for each in named["param_groups"]]} if keep else {}
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, made of what `optim_state_dict` returned: full, the same on all ranks."""
+        names = {id(parameter): plain_name(name) for name, parameter in _inner(model).named_parameters()}
+        owned = [parameter for each in optim.param_groups for parameter in each["params"]]
+        numbers = {names[id(parameter)]: number for number, parameter in enumerate(owned)}
+        state = {
+            numbers[name]: {key: _like_state(owned[numbers[name]], value) for key, value in entries.items()}
+            for name, entries in optim_state_dict["state"].items()
+        }
+        groups = [
+            {**each, "params": [numbers[name] for name in each["params"]]} for each in optim_state_dict["param_groups"]
+        ]
+        made = {"state": state, "param_groups": groups}
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def notice(name: str, rows: Iterable[Any], value: object = None) -> None:
+    """Warn, as Python warns, that an argument has no effect, with the reason of the tables of `fullshard migrate`."""
+    spelled = f"{name}={getattr(value, 'name', value)}"
+    row = next(row for row in rows if row.old in (name, spelled))
+    warnings.warn(f"FullyShardedDataParallel: {name} has no effect: {row.reason}", stacklevel=4)
+
+
+def plain_name(name: str) -> str:
+    """`name` without the wrappers in it."""
+    return name.replace(f"{_INNER}.", "")
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.module if type(module) is FullyShardedDataParallel else module
+
+
+def _name_of(value: Any, kind: Any, argument: str) -> str | None:
+    """The name of an enum's member, ours or torch's."""
+    if value is None:
+        return None
+    name = getattr(value, "name", None)
+    if name not in kind.__members__:
+        raise ValueError(f"{argument}: expected one of {', '.join(kind.__members__)}, found {value!r}")
+    return str(name)
+
+
+def _mesh(strategy: str, group: Any, mesh: DeviceMesh | None) -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    device = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
+    if mesh is not None:
+        return mesh
+    if isinstance(group, tuple):
+        raise ValueError("process_group: expected one group, found a tuple; pass device_mesh=, of (replicate, shard)")
+    if group is not None:
+        mesh = DeviceMesh.from_group(group, device)
+    world = dist.get_world_size(group)
+    if strategy == "NO_SHARD":
+        if group is not None:
+            raise ValueError("process_group: expected None with NO_SHARD, found a group; pass device_mesh= of (n, 1)")
+        return init_device_mesh(device, (world, 1), mesh_dim_names=("replicate", "shard"))
+    if strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        if group is not None or not local or world % local:
+            raise ValueError(
+                f"sharding_strategy: expected device_mesh= of (replicate, shard) with {strategy}, or the ranks of a "
+                f"node in LOCAL_WORLD_SIZE, a factor of {world}, found {local or 'none'}"
+            )
+        return init_device_mesh(device, (world // local, local), mesh_dim_names=("replicate", "shard"))
+    return mesh if mesh is not None else init_device_mesh(device, (world,))
+
+
+def _ignored(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> set[nn.Parameter]:
+    found: set[nn.Parameter] = set()
+    for each in (*(modules or ()), *(states or ())):
+        found |= {*each.parameters()} if isinstance(each, nn.Module) else {each}
+    return found
+
+
+def _shard(module: nn.Module, options: dict[str, Any], policy: Any, precision: Any, sync: bool) -> None:
+    """Shard what the policy chooses in `module`, and then `module`."""
+    tree = Tree(module)
+    plans = [UnitPlan((tree.names[each],), "policy", given) for each, given in _chosen(module, policy).items()]
+    full = _kept_in_full(module, precision) - {tree.modules[plan.modules[0]] for plan in plans}
+    plans += [UnitPlan((tree.names[each],), "precision") for each in full]
+    plans = [plan for plan in plans if tree.can_be_unit(plan.modules[0])]
+    units, _ = resolve_ties(tree, plans, "lowest_common")
+    ordered = [*inner_first(tree, units), UnitPlan(("",), "root")]
+    made = {tree.modules[plan.modules[0]] for plan in ordered}
+    for plan in ordered:
+        unit = tree.modules[plan.modules[0]]
+        if isinstance(unit, FSDPModule):
+            continue
+        if sync:
+            done = {each for each in module.modules() if isinstance(each, FSDPModule)}
+            send_values(tree, plan.modules, options["mesh"], (made | done) - {unit})
+        policies = {"mp_policy": _policy(precision, full=unit in full)}
+        fully_shard(unit, **{**options, **policies, **plan.arguments})
+
+
+def _policy(precision: Any, *, full: bool = False) -> fullshard.MixedPrecisionPolicy:
+    if precision is None:
+        return fullshard.MixedPrecisionPolicy()
+    compute, reduce = precision.param_dtype, precision.reduce_dtype
+    if full:  # FSDP1 casts inputs of these to float32, and their outputs back
+        return fullshard.MixedPrecisionPolicy(torch.float32, None, compute)
+    cast = precision.cast_forward_inputs or precision.cast_root_forward_inputs
+    return fullshard.MixedPrecisionPolicy(compute, reduce, None, cast)
+
+
+def _kept_in_full(module: nn.Module, precision: Any) -> set[nn.Module]:
+    """Modules of the classes that mixed precision leaves out (BatchNorm), with parameters."""
+    if precision is None or precision.param_dtype is None:
+        return set()
+    classes = tuple(getattr(precision, "_module_classes_to_ignore", ()))
+    found = {each for each in module.modules() if isinstance(each, classes) and each is not module}
+    return {each for each in found if next(each.parameters(), None) is not None}
+
+
+def _chosen(module: nn.Module, policy: Any) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that `policy` makes units, with arguments of their own."""
+    if policy is None:
+        return {}
+    if isinstance(policy, CustomPolicy):
+        return policy.chosen(module)
+    if not callable(policy):
+        raise ValueError(f"auto_wrap_policy: expected a policy or a function, found {policy!r}")
+    found: dict[nn.Module, dict[str, Any]] = {}
+
+    def walk(each: nn.Module) -> int:
+        """Elements below `each` that are in units."""
+        numel = sum(parameter.numel() for parameter in each.parameters())
+        if isinstance(each, FSDPModule):
+            return numel
+        if not policy(module=each, recurse=True, nonwrapped_numel=numel):
+            return 0
+        wrapped = sum(walk(child) for child in each.children())
+        left = numel - wrapped
+        if each is not module and left and policy(module=each, recurse=False, nonwrapped_numel=left):
+            found[each] = {}
+            return numel
+        return wrapped
+
+    walk(module)
+    return found
+
+
+@contextmanager
+def _no_sync(module: nn.Module) -> Iterator[None]:
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def _like(here: Any, given: Any) -> Any:
+    """`given`, cut as `here` is, if it is whole."""
+    if isinstance(here, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+        return torch.distributed.tensor.distribute_tensor(
+            given.to(here.device), here.device_mesh, here.placements, src_data_rank=None
+        )
+    return given
+
+
+def _like_state(parameter: Tensor, value: Any) -> Any:
+    return _like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
