@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-class ConfigError(Exception):
+class ConfigError(ValueError):
     """The user's configuration cannot be used. The text is one line: key, value, problem, nearest valid choice."""
 
 

@@ -155,6 +155,19 @@ FUNCTIONS: dict[str, Call] = {
         },
     ),
     "check_invariants": (fullshard.check_invariants, {"model": MODEL._replace(taken="module"), "every": _is(1, "3")}),
+    "checkpoint_activations": (
+        fullshard.checkpoint_activations,
+        {
+            "model": MODEL._replace(taken="module"),
+            "at": _is("children"),
+            "classes": _is((), "list"),
+            "where": _is(None, CALLABLE),
+            "every": _is(1, "3"),
+            "recompute": FLAG,
+            "save": _is((), "list"),
+            "offload": FLAG,
+        },
+    ),
     "clip_grad_norm_": (
         fullshard.clip_grad_norm_,
         {
@@ -210,6 +223,18 @@ FUNCTIONS: dict[str, Call] = {
             "device": MAYBE,
             "init": _is(None, CALLABLE),
             "seed": _is(None, "None 3 -1"),
+        },
+    ),
+    "prepare_fully_shard": (
+        fullshard.prepare_fully_shard,
+        {
+            "model": Argument(lambda given: given.plain, "module"),
+            "optimizer": _is(None, "None list"),
+            "config": _is({"wrap": "none"}, "None dict text"),
+            "mesh": MAYBE,
+            "wrap_fn": _is(None, CALLABLE),
+            "init": _is(None, CALLABLE),
+            "show": FLAG,
         },
     ),
     "rebind_optimizer": (

@@ -58,15 +58,17 @@ def checkpoint_activations(
     expect_callable("where", where, "a function of (name, module)", or_none=True)
     expect_whole("every", every, 1)
     recompute, offload = expect_flag("recompute", recompute), expect_flag("offload", offload)
+    classes, save = expect_keys("classes", classes), expect_keys("save", save)
     if not recompute and not offload:
         raise ValueError(
             "recompute: expected True, or offload=True, found neither, which changes nothing; leave it out"
         )
     if save and not recompute:
         raise ValueError("save: expected recompute=True beside it, found False; then all is kept anyway")
+    operators = _operators(save)
     tree = Tree(model)
-    names = _chosen(tree, at, expect_keys("classes", classes), where)
-    run = partial(_run, operators=_operators(expect_keys("save", save)), recompute=recompute, offload=offload)
+    names = _chosen(tree, at, classes, where)
+    run = partial(_run, operators=operators, recompute=recompute, offload=offload)
     return checkpoint_modules(tree, names[every - 1 :: every], run)
 
 

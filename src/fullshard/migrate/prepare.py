@@ -23,7 +23,7 @@ from ..keys import ConfigError
 from ..observe import report
 from ..observe.report import human
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..policy.arguments import expect_callable, expect_flag, expect_module, expect_optimizers
+from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_optimizers
 from .activations import checkpoint_activations
 from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .initialise import Init, fill, send_values, source_of
@@ -157,6 +157,8 @@ def prepare_fully_shard(
     expect_module("model", model)
     expect_flag("show", show)
     expect_callable("init", init, "a function of a module", or_none=True)
+    expect_callable("wrap_fn", wrap_fn, "a function of (name, module)", or_none=True)
+    expect("mesh", mesh is None or isinstance(mesh, DeviceMesh), "a DeviceMesh or None", mesh, "use init_device_mesh")
     optimizers = () if optimizer is None else tuple(expect_optimizers("optimizer", optimizer))
     config = read_config(config)
     _refuse_sharded(model)
