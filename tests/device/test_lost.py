@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import signal
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +222,11 @@ def _killed(rank: int, folder: str) -> tuple[list[str], list[str]]:
 
 
 def test_after_a_rank_was_killed_nothing_of_the_model_is_used(tmp_path: Path) -> None:
-    survivor, killed = run_fates(2, _killed, str(tmp_path / "lost"), backend="late", lost=(1,))
+    # From a process of its own: autograd counts the devices once, and here it may have done so before the forks' device
+    # is pretended.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+        folder = str(tmp_path / "lost")
+        survivor, killed = fresh.submit(run_fates, 2, _killed, folder, backend="late", lost=(1,)).result()
     assert killed.code == -signal.SIGKILL
     assert survivor.value is not None, survivor.output
     (first,), refused = survivor.value

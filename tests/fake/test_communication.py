@@ -122,6 +122,7 @@ def test_a_message_that_no_cut_ends_is_given_up() -> None:
     cuts = iter([0.0, now, now, now - 60])
 
     class Group:
+        observer = None
         device, scope = torch.device("cpu"), SimpleNamespace(renewed=0, watch=SimpleNamespace(waiting={}))
         cut_at = property(lambda _: next(cuts))
 

@@ -338,6 +338,7 @@ FUNCTIONS: dict[str, Call] = {
         },
     ),
     "checkpoint.RandomState": (checkpoint.RandomState, {"seed": _is(0, "3 -1"), "rank": _is(None, BYTES)}),
+    "observe.first_and_every": (observe.first_and_every, {"first": _is(0, "3"), "every": _is(0, "3")}),
     "observe.record": (lambda model: _enter(observe.record(model)), {"model": MODEL}),
 }
 # Of the model; those of other classes have their object in front.

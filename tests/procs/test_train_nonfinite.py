@@ -16,6 +16,7 @@ import torch
 
 import fullshard
 from fullshard import ReplayError
+from fullshard.observe import Recorder
 from fullshard.train.config import Config
 from fullshard.train.console import Console
 from fullshard.train.loop import Outputs
@@ -119,12 +120,12 @@ def replaying(rank: int, config: Config, flips: bool) -> tuple[str, list[float],
     calls: list[int] = []
     outputs_step, step = outputs.console.step, trainer.step
 
-    def counted(number: int) -> StepRecord:
+    def counted(number: int, recorder: Recorder | None = None) -> StepRecord:
         calls.append(number)
         if flips and rank == 1 and calls.count(4) == 2:
             weight: Any = trainer.model.get_parameter("layers.0.ffn.up.weight")
             weight.to_local().data.view(-1).view(torch.int32)[3] ^= 1 << 12
-        return step(number)
+        return step(number, recorder)
 
     def kept(record: StepRecord) -> None:
         losses.append(record.loss)

@@ -265,9 +265,7 @@ def composed(rank: int, config: Any, precision: Any, meshed: bool, auto: bool) -
     optimizer = adamw(model.parameters(), watched=False)
     if meshed:
         config = {**config, "device_mesh": init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("r", "s"))}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        prepared = prepare_fsdp_module(model, optimizer, config, precision, auto_microbatching=auto)
+    prepared = prepare_fsdp_module(model, optimizer, config, precision, auto_microbatching=auto)
     return train(model, optimizer, CASE, rank), prepared
 
 
@@ -281,7 +279,10 @@ def composed(rank: int, config: Any, precision: Any, meshed: bool, auto: bool) -
     ],
 )
 def test_prepare_fsdp_module(config: Any, precision: Any, meshed: bool, auto: bool) -> None:
-    for found, prepared in run_ranks(WORLD, composed, config, precision, meshed, auto):
+    with warnings.catch_warnings():  # around all ranks: the filters are the process's
+        warnings.simplefilter("ignore")
+        ranks = run_ranks(WORLD, composed, config, precision, meshed, auto)
+    for found, prepared in ranks:
         assert_same_training(found, reference())
         assert [row.name for row in prepared.units] == ["root", "embedding", *BLOCKS, "norm", "head"]
         assert (prepared.micro_batches is not None) == auto and prepared.mesh.ndim == 1 + meshed

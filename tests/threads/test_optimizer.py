@@ -308,11 +308,9 @@ def test_an_optimizer_from_before_is_refused(trained_before: bool, impl: Impleme
         if trained_before:  # and what it left is no gradient of the sharded model
             model(x).sum().backward()
             early.step()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "fully_shard: expected parameters without gradients")
-            for child in (model[0], model[2]):
-                impl.fully_shard(child)
-            impl.fully_shard(model)
+        for child in (model[0], model[2]):
+            impl.fully_shard(child)
+        impl.fully_shard(model)
         before = [p.full_tensor().clone() for p in model.parameters()]
         model(x).sum().backward()
         with pytest.raises(
@@ -327,7 +325,9 @@ def test_an_optimizer_from_before_is_refused(trained_before: bool, impl: Impleme
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert not torch.equal(model[3].weight.full_tensor(), before[-2])
 
-    run_ranks(WORLD, job)
+    with warnings.catch_warnings():  # of the process, so around all ranks: each would end the others' filter
+        warnings.filterwarnings("ignore", "fully_shard: expected parameters without gradients")
+        run_ranks(WORLD, job)
 
 
 def test_a_parameter_from_before_that_another_model_trains_is_left_alone() -> None:

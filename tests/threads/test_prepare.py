@@ -114,20 +114,8 @@ def test_mixed_precision(precision: Any, compute: str, reduce: str, output: torc
         assert found[3] == getattr(torch, compute)
 
 
-def offloaded(rank: int, config: Any) -> list[Any]:
-    prepared = prepare_fully_shard(CASE.build(), None, config, show=False)
-    return [unit.placing.offload.to_host for unit in _groups(prepared.model)]
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    from fullshard.engine.root import module_units
-
-    return [group for unit in module_units(model) for group in unit.groups]
-
-
 def test_cpu_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy reaches every unit but those that an override leaves out; tests/device runs it on a device. Training
-    goes as without."""
+    """The policy reaches every unit but those that an override leaves out. Training goes as without."""
     given: list[Any] = []
     monkeypatch.setattr("fullshard.migrate.prepare.fully_shard", _noting(given))
     config = {"cpu_offload": True, "pin_memory": False, "override": {"layers.0": {"cpu_offload": False}}}

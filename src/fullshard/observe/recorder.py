@@ -31,7 +31,7 @@ from .._torch import local_of
 from .._version import __version__
 from ..engine import Root, Unit, root_of
 from ..engine.root import module_units
-from ..policy.arguments import expect_module
+from ..policy.arguments import expect_module, expect_whole
 from ..see import record
 from .rows import StepRows, units_of
 
@@ -51,6 +51,8 @@ def first_and_every(first: int, every: int) -> Callable[[int], bool]:
     >>> [step for step in range(1, 301) if first_and_every(2, 100)(step)]
     [1, 2, 100, 200, 300]
     """
+    expect_whole("first", first, 0)
+    expect_whole("every", every, 0)
     return lambda step: step <= first or bool(every and step % every == 0)
 
 

@@ -64,7 +64,8 @@ def svg(plan: Plan) -> str:
             f'<line class="budget" x1="{_LEFT}" x2="{_LEFT + width}" y1="{y(plan.budget):.1f}" '
             f'y2="{y(plan.budget):.1f}" '
             f'stroke="#b00020" stroke-width="2" stroke-dasharray="6 4"/>'
-            f'<text x="{_LEFT + 4}" y="{y(plan.budget) - 5:.1f}" fill="#b00020">{gigabytes(plan.budget)}</text>'
+            f'<text x="{_LEFT + width - 4}" y="{y(plan.budget) + 14:.1f}" text-anchor="end" fill="#b00020">'
+            f"budget {gigabytes(plan.budget)}</text>"
         )
     for share in range(5):
         nbytes = most * share / 4
