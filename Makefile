@@ -4,6 +4,7 @@
 #   make test-full        those too, and far more property-test examples; under an hour: of the largest families a part
 #                         each day (DRAW=)
 #   make check            format, lint, types, and the tests that keep the rooms apart
+#   make docs             the site, into site/, without a network; warnings and dead links are errors
 #   make bench            the CPU benchmarks (under ten minutes)
 #   make clean            remove the environment and all caches; runs/ is yours and stays
 # Another interpreter: make PYTHON=python3.12 ... ; another place for the environment: make VENV=dir ...
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The stamp says: this environment was made, to the end, from these two files.
 STAMP := $(VENV)/.made-from-constraints
-EXTRAS := train,bpe,packages,dev
+EXTRAS := train,bpe,packages,dev,docs
 
 # The first interpreter that is new enough and can make environments; looked for only when one has to be made.
 FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
@@ -20,7 +21,7 @@ FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
 PYTHON ?= $(shell $(FIND_PYTHON))
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full check format bench clean env
+.PHONY: train test test-full check format docs bench clean env
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -48,6 +49,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The variable: no advertisement of a successor on every build.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build $(ARGS)
+	@echo "The site is in site/; to read it with its search: $(BIN)/python -m http.server --directory site"
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.cpu_step $(ARGS)
 	$(BIN)/python -m benchmarks.overlap --rounds 8
@@ -57,7 +63,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.memory --worlds 8
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 env: $(STAMP)

@@ -38,7 +38,7 @@ DECIDED = {
     ("post_forward", "reshard"): "`post_forward` [R5]",
     ("pre_backward", "unshard"): "`next_in_backward` [R9]",
     ("pre_backward", "wait"): "`pre_backward` [R16]",
-    ("grads_ready", "reshard"): "`grads_ready` [R17] [R18]",
+    ("grads_ready", "reshard"): "`grads_ready` [R17], [R18]",
     ("backward_end", "finish"): "`backward_end`",
 }
 

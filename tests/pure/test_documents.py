@@ -34,7 +34,7 @@ def _name(path: Path) -> str:
 
 def fences(text: str) -> list[tuple[str, str]]:
     """(language, code) of each fenced block."""
-    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S)
+    return re.findall(r"^```(\w*)[^`\n]*\n(.*?)^```$", text, flags=re.M | re.S)
 
 
 def prose(text: str) -> str:

@@ -1,0 +1,228 @@
+"""The code blocks of a document, and how each is run: docs/code-blocks.md is the convention.
+
+blocks(text)             every block, in the order of the page
+run(path, folder)        run those of one document in an empty folder; raises with the line of the block that failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tomllib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.harness.pool import pool
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+CODE = ("python",)
+SHELL = ("sh", "console")
+DATA = ("toml", "yaml", "json")
+SHOWN = ("text", "diff")
+LANGUAGES = {*CODE, *SHELL, *DATA, *SHOWN}
+ATTRIBUTES = {"title", "norun", "exit", "linenums", "hl_lines"}
+_FENCE = re.compile(
+    r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[^\s`]*)(?P<more>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=ticks) *$"
+    r"|^<!-- run: (?P<word>\w+)(?P<rest>[^\n]*?)(?:\n(?P<hidden>.*?)\n)? ?-->$",
+    flags=re.M | re.S,
+)
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+# A command of a page may train for a while; one that hangs ends here.
+COMMAND_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, or an invisible one. `line`: where its code begins in the document."""
+
+    language: str
+    code: str
+    line: int
+    attributes: tuple[tuple[str, str], ...] = ()
+    hidden: bool = False
+    # What follows the attributes and is none.
+    odd: str = ""
+
+    def get(self, name: str) -> str | None:
+        return dict(self.attributes).get(name)
+
+    @property
+    def step(self) -> str | None:
+        """How it is run: "file", "shell" or "python"; None for what is only shown."""
+        if self.get("norun") is not None or self.language in SHOWN:
+            return None
+        if self.get("title") is not None:
+            return "file"
+        return "shell" if self.language in SHELL else "python" if self.language in CODE else None
+
+    @property
+    def commands(self) -> str:
+        """Of a console, what stands after the prompts; the rest is what they print."""
+        if self.language != "console":
+            return self.code
+        return "\n".join(line[2:] for line in self.code.splitlines() if line.startswith(("$ ", "> ")))
+
+
+def documents() -> list[Path]:
+    """Those whose blocks run: all that people read, but records, which show what was on their day."""
+    pages = [path for path in DOCS.rglob("*.md") if path.parent.name != "adr" and not re.search(r"_\d{4}-", path.name)]
+    return sorted([*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks and the invisible ones (`<!-- run: setup` and `<!-- run: sh`), in order."""
+    found = []
+    for match in _FENCE.finditer(text):
+        if match["word"] is None:
+            line = text.count("\n", 0, match.start("code")) + 1
+            code = textwrap.dedent(match["code"])
+            attributes = tuple(_ATTRIBUTE.findall(match["more"]))
+            odd = _ATTRIBUTE.sub("", match["more"]).strip()
+            found.append(Block(match["language"], code, line, attributes, odd=odd))
+        elif match["word"] in ("setup", "sh"):
+            language = "python" if match["word"] == "setup" else "sh"
+            line = text.count("\n", 0, match.start("hidden")) + 1
+            found.append(Block(language, match["hidden"] + "\n", line, hidden=True, odd=match["rest"].strip()))
+    return found
+
+
+def run_by(text: str) -> str | None:
+    """The test that runs this document instead."""
+    found = re.search(r"^<!-- run: by (\S+) -->$", text, flags=re.M)
+    return found and found[1]
+
+
+def problems(text: str) -> list[str]:
+    """What is against the convention, each with its line."""
+    found = []
+    for block in blocks(text):
+
+        def wrong(what: str, block: Block = block) -> None:
+            found.append(f"line {block.line}: {what}")
+
+        if block.language not in LANGUAGES:
+            wrong(f"expected a language, one of {sorted(LANGUAGES)}, found {block.language!r}")
+        unknown = {key for key, _ in block.attributes} - ATTRIBUTES
+        if unknown or block.odd:
+            wrong(f'expected attributes {sorted(ATTRIBUTES)} as name="value", found {sorted(unknown)} {block.odd}')
+        if block.language == "console" and "$ " not in block.code:
+            wrong("expected commands after `$ ` in a console block; output alone is `text`")
+        if block.language in CODE and block.get("norun") is None:
+            try:
+                compile(block.code, "block", "exec")
+            except SyntaxError as error:
+                wrong(f"not Python: {error}")
+        if block.language in DATA:
+            try:
+                _read(block.language, block.code)
+            except ValueError as error:
+                wrong(f"not {block.language}: {error}")
+    return found
+
+
+def _read(language: str, code: str) -> None:
+    if language == "toml":
+        tomllib.loads(code)
+    elif language == "json":
+        json.loads(code)
+    else:
+        import yaml
+
+        try:
+            list(yaml.safe_load_all(code))
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+
+
+def steps(text: str) -> list[Block]:
+    by = run_by(text)
+    return [block for block in blocks(text) if block.step and not (by and block.step == "python")]
+
+
+def run(path: Path, folder: Path) -> None:
+    """Run the blocks of `path` in `folder`. Python without a title runs on two ranks, which wait for the rest."""
+    todo = steps(path.read_text())
+    if any(block.step == "python" for block in todo):
+        shells = sum(block.step == "shell" for block in todo)
+        pool(2).run(_on_a_rank, name(path), todo, str(folder), timeout=60 + COMMAND_SECONDS * shells)
+    else:
+        for block in todo:
+            _outside(block, name(path), folder)
+
+
+def _on_a_rank(rank: int, page: str, todo: list[Block], folder: str) -> None:
+    module = types.ModuleType("page")
+    sys.modules["page"] = module
+    with contextlib.chdir(folder), _settings_put_back():
+        try:
+            for block in todo:
+                if block.step == "python":
+                    # Its lines keep their numbers, so a traceback names those of the document.
+                    exec(compile("\n" * (block.line - 1) + block.code, str(ROOT / page), "exec"), vars(module))
+                    continue
+                dist.barrier()
+                if rank == 0:
+                    _outside(block, page, Path(folder))
+                dist.barrier()
+        finally:
+            sys.modules.pop("page", None)
+
+
+@contextlib.contextmanager
+def _settings_put_back() -> Iterator[None]:
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
+# What a process of the pool, or pytest, has in its environment and a shell has not.
+_OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+
+
+def _outside(block: Block, page: str, folder: Path) -> None:
+    title = block.get("title")
+    if title is not None:
+        file = folder / title
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block.code)
+        return
+    environment = {key: value for key, value in os.environ.items() if key not in _OURS}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    environment |= {"OMP_NUM_THREADS": "1", "CHECKOUT": str(ROOT)}
+    expected = int(block.get("exit") or 0)
+    with tempfile.TemporaryFile("w+") as output:
+        ended = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.commands],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=COMMAND_SECONDS,
+        )
+        output.seek(0)
+        printed = output.read()
+    if ended.returncode != expected:
+        raise AssertionError(
+            f"{page}, line {block.line}: expected exit code {expected}, found {ended.returncode}\n"
+            f"{block.commands}\n--- it printed ---\n{printed[-4000:]}"
+        )
