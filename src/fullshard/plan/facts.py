@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -310,6 +310,7 @@ class _Recorder(TorchDispatchMode):
         self.backward = False
         self._now = OUTSIDE
         self._is_closed = False
+        self._results = _Results()
 
     def write(self, line: Line) -> None:
         self._lines.append(line)
@@ -340,8 +341,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.backward:
             self._switch()
-        result = func(*args, **(kwargs or {}))
         given = {storage_key(t.untyped_storage()) for t in _tensors([*args, *(kwargs or {}).values()])}
+        result = self._results.of(func, args, kwargs or {}, given)
         made = [t for t in _tensors([result]) if storage_key(t.untyped_storage()) not in given]
         writes = is_write(func)
         if not made and not writes:
@@ -391,6 +392,58 @@ class _Recorder(TorchDispatchMode):
             del self._numbers[address]
         if not self._is_closed:
             self.write(Line(Kind.FREE, self._use, number))
+
+
+class _Results:
+    """What operations give on the meta device, by what they are given. A model's blocks are alike, and torch finds a
+    result's shape in Python, which takes longer than all else that is done here for an operation."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[bool, list[tuple[Any, ...]]]] = {}
+
+    def of(self, func: Any, args: Any, kwargs: dict[str, Any], given: set[int]) -> Any:
+        try:
+            key: Hashable = (func, _described(args), _described(kwargs))
+            known = self._known.get(key)
+        except TypeError:  # an argument that cannot be a key
+            return func(*args, **kwargs)
+        if known is not None:
+            single, results = known
+            made = [torch.empty_strided(size, stride, dtype=dtype, device=META) for size, stride, dtype in results]
+            return made[0] if single else tuple(made)
+        result = func(*args, **kwargs)
+        single = isinstance(result, Tensor)
+        each = [result] if single else list(result) if isinstance(result, tuple) else []
+        if each and not is_write(func) and _are_new(each, given):
+            self._known[key] = (single, [(tuple(t.shape), t.stride(), t.dtype) for t in each])
+        return result
+
+
+def _described(value: Any) -> Hashable:
+    """A key for arguments: of a tensor what the meta device knows."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device, type(value))
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(item)) for name, item in value.items())
+    return (type(value), value)
+
+
+def _are_new(results: list[Any], given: set[int]) -> bool:
+    """Whether each result is a plain tensor on the meta device with all of a storage of its own."""
+    if not all(type(t) is Tensor and t.device == META and t.storage_offset() == 0 for t in results):
+        return False
+    keys = {storage_key(t.untyped_storage()) for t in results}
+    return (
+        len(keys) == len(results)
+        and keys.isdisjoint(given)
+        and all(
+            t.untyped_storage().nbytes()
+            == torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META).untyped_storage().nbytes()
+            for t in results
+        )
+    )
 
 
 @contextmanager
