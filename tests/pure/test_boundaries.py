@@ -42,7 +42,7 @@ ROOMS: dict[str, frozenset[str]] = {
         {"keys", "policy", "comm", "param", "engine", "api", "extras", "observe", "checkpoint", "program", "_torch"}
     ),
     "verify": frozenset({"", "program", "rounding"}),
-    # Pure but for one file, `facts`, which knows programs and watches what torch dispatches.
+    # Pure but for `facts`, which knows programs, and `tape`, which watches what torch dispatches.
     "plan": frozenset({"layout", "schedule", "program", "_torch"}),
     "train": frozenset({"", "checkpoint", "program", "keys", "observe", "plan"}),
     # Reads reports and layouts; the probe sends messages as the engine does.

@@ -1,6 +1,7 @@
-"""Predicts what a rank holds, sends and waits for in a step, before a launch. All but `facts` needs no torch.
+"""Predicts what a rank holds, sends and waits for in a step, before a launch. Only `facts` and `tape` need torch.
 
-facts         a user's model as data: one step on the meta device, recorded        needs torch
+facts         a user's model as data                                               needs torch
+tape          one step of it on the meta device, recorded                          needs torch
 description   a model as data: units, parameters, the tape of a step
 spans         a tape between the events of the schedule, with and without recomputation
 strategy      dials, and what they make of each unit: layouts and messages

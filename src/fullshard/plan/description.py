@@ -2,7 +2,7 @@
 
     Tape     every operation of one forward and backward of the plain model on the meta device, in order, with the
     storages
-             that came and went. It does not depend on ranks, strategy or hardware (`facts` writes it)
+             that came and went. It does not depend on ranks, strategy or hardware (`tape` writes it)
     Model    units, parameters, buffers, and the tape at one size of the micro-batch
 
 Standard library only. Bytes are of one process.

@@ -1,0 +1,392 @@
+"""The tape of a step: every operation and every storage of a plain model's forward and backward, on the meta device.
+
+The module of an operation in backward is that of the forward that recorded its node: nodes are numbered in the order in
+which forwards make them.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from .._torch import (
+    TorchDispatchMode,
+    attention_for_cpu,
+    current_node,
+    is_write,
+    next_node_number,
+    node_number,
+    operation_name,
+    overloads,
+    storage_key,
+    without_torch_functions,
+)
+from ..program import Program
+from .description import OUTSIDE, Kind, Line, Tape
+from .spans import is_matmul
+
+META = torch.device("meta")
+
+
+def record(
+    program: Program,
+    model: nn.Module,
+    batch: Any,
+    place: dict[int, int],
+    unit_of: dict[int, int],
+    compute: torch.dtype | None,
+) -> Tape:
+    recorder = _Recorder([*model.parameters(), *model.buffers(), *tensors_in([batch])])
+    with _wrapped(model, place, recorder, compute), recorder, _FlashAttention():
+        loss = program.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"expected a loss of one element, found {what}")
+        recorder.write(Line(Kind.LOSS, OUTSIDE))
+        recorder.backward = True
+        loss.backward()
+        recorder.backward = False
+    gradients = {
+        recorder.number(p.grad): unit_of.get(id(p), 0)
+        for p in model.parameters()
+        if p.grad is not None and recorder.number(p.grad) >= 0
+    }
+    lines = recorder.close()
+    nbytes = sum(t.nbytes for t in tensors_in([batch]))
+    return Tape(
+        _with_gradients(_with_ends(lines), gradients),
+        gradients,
+        frozenset(recorder.matmuls),
+        tuple(frozenset(found) for found in recorder.inputs),
+        tuple(frozenset(found) for found in recorder.outputs),
+        nbytes,
+    )
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Attention as the fused kernels do it. On the meta device torch would choose the one that writes all scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    fused = (
+        query.ndim == 4 and query.shape[-1] == value.shape[-1] and (attn_mask is None or not attn_mask.requires_grad)
+    )
+    if not fused:
+        with without_torch_functions():
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    return attention_for_cpu(query, key, value, is_causal, attn_mask, scale)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes the tape. Storages are numbered in the order in which they come."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lines: list[Line] = []
+        # By the address of the storage's implementation, which is another's once it went. -1: there before.
+        self._numbers = {storage_key(tensor.untyped_storage()): -1 for tensor in known}
+        self._known = known
+        self._count = 0
+        self._open: list[int] = []
+        # By use: the number of its first node, and after its last one.
+        self.ranges: list[list[int]] = []
+        self.inputs: list[set[int]] = []
+        self.outputs: list[set[int]] = []
+        self.matmuls: set[int] = set()
+        self.backward = False
+        self._now = OUTSIDE
+        self._is_closed = False
+        self._results = _Results()
+
+    def write(self, line: Line) -> None:
+        self._lines.append(line)
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of the tensor's storage; -1 if it was there before."""
+        return self._numbers.get(storage_key(tensor.untyped_storage()), -1)
+
+    def enter(self, unit: int, inputs: list[Tensor]) -> int:
+        use = len(self.ranges)
+        self.ranges.append([next_node_number(), 1 << 62])
+        self.inputs.append({n for t in inputs if (n := self.number(t)) >= 0})
+        self.outputs.append(set())
+        self._open.append(use)
+        self.write(Line(Kind.ENTER, use, unit))
+        return use
+
+    def leave(self, use: int, outputs: list[Tensor]) -> None:
+        self.ranges[use][1] = next_node_number()
+        self.outputs[use] = {n for t in outputs if (n := self.number(t)) >= 0}
+        self.write(Line(Kind.EXIT, use))
+        self._open.remove(use)
+
+    def close(self) -> list[Line]:
+        self._is_closed = True
+        return self._lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.backward:
+            self._switch()
+        given = {storage_key(t.untyped_storage()) for t in tensors_in([*args, *(kwargs or {}).values()])}
+        result = self._results.of(func, args, kwargs or {}, given)
+        made = [t for t in tensors_in([result]) if storage_key(t.untyped_storage()) not in given]
+        writes = is_write(func)
+        if not made and not writes:
+            return result  # a view
+        use = self._use
+        name = operation_name(func)
+        flop = _flop(func, args, kwargs or {}, result)
+        moved = sum(map(_nbytes, tensors_in([*args, *(kwargs or {}).values()]))) + sum(map(_nbytes, made))
+        # What comes is there before the operation's inputs can go.
+        for tensor in made:
+            number = self._born(tensor.untyped_storage(), use)
+            if is_matmul(name):
+                self.matmuls.add(number)
+        self.write(Line(Kind.OP, use, flop, moved, name))
+        return result
+
+    @property
+    def _use(self) -> int:
+        return self._now if self.backward else self._open[-1] if self._open else OUTSIDE
+
+    def _switch(self) -> None:
+        """Note which use's backward runs, from the node that runs."""
+        node = current_node()
+        number = -1 if node is None else node_number(node)
+        if number < 0:
+            return  # an accumulation belongs to what came before it
+        inside = [use for use, (first, stop) in enumerate(self.ranges) if first <= number < stop]
+        use = inside[-1] if inside else OUTSIDE
+        if use != self._now:
+            self._now = use
+            for one in inside:
+                self.write(Line(Kind.BACKWARD, one))
+
+    def _born(self, storage: torch.UntypedStorage, use: int) -> int:
+        key = storage_key(storage)
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        number = self._numbers[key] = self._count
+        self._count += 1
+        self.write(Line(Kind.ALLOCATE, use, number, storage.nbytes()))
+        weakref.finalize(storage, self._gone, key, number)
+        return number
+
+    def _gone(self, address: int, number: int) -> None:
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        if not self._is_closed:
+            self.write(Line(Kind.FREE, self._use, number))
+
+
+class _Results:
+    """What operations give on the meta device, by what they are given. A model's blocks are alike, and torch finds a
+    result's shape in Python, which takes longer than all else that is done here for an operation."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[bool, list[tuple[Any, ...]]]] = {}
+
+    def of(self, func: Any, args: Any, kwargs: dict[str, Any], given: set[int]) -> Any:
+        try:
+            key: Hashable = (func, _described(args), _described(kwargs))
+            known = self._known.get(key)
+        except TypeError:  # an argument that cannot be a key
+            return func(*args, **kwargs)
+        if known is not None:
+            single, results = known
+            made = [torch.empty_strided(size, stride, dtype=dtype, device=META) for size, stride, dtype in results]
+            return made[0] if single else tuple(made)
+        result = func(*args, **kwargs)
+        single = isinstance(result, Tensor)
+        each = [result] if single else list(result) if isinstance(result, tuple) else []
+        if each and not is_write(func) and _are_new(each, given):
+            self._known[key] = (single, [(tuple(t.shape), t.stride(), t.dtype) for t in each])
+        return result
+
+
+def _described(value: Any) -> Hashable:
+    """A key for arguments: of a tensor what the meta device knows."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device, type(value))
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(item)) for name, item in value.items())
+    return (type(value), value)
+
+
+def _are_new(results: list[Any], given: set[int]) -> bool:
+    """Whether each result is a plain tensor on the meta device with all of a storage of its own."""
+    if not all(type(t) is Tensor and t.device == META and t.storage_offset() == 0 for t in results):
+        return False
+    keys = {storage_key(t.untyped_storage()) for t in results}
+    return (
+        len(keys) == len(results)
+        and keys.isdisjoint(given)
+        and all(
+            t.untyped_storage().nbytes()
+            == torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META).untyped_storage().nbytes()
+            for t in results
+        )
+    )
+
+
+@contextmanager
+def _wrapped(
+    model: nn.Module, place: dict[int, int], recorder: _Recorder, compute: torch.dtype | None
+) -> Iterator[None]:
+    """The forwards of the units tell the recorder when they begin and end, and cast as mixed precision does."""
+    modules = [module for module in model.modules() if id(module) in place]
+    for module in modules:
+        module.forward = partial(_forward, module.forward, place[id(module)], recorder, compute)
+    gc.collect()
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _forward(
+    forward: Callable[..., Any], unit: int, recorder: _Recorder, compute: torch.dtype | None, *args: Any, **kwargs: Any
+) -> Any:
+    use = recorder.enter(unit, list(tensors_in([args, kwargs])))
+    if compute is not None:
+        args, kwargs = _cast(args, compute), _cast(kwargs, compute)
+    out = forward(*args, **kwargs)
+    recorder.leave(use, list(tensors_in([out])))
+    return out
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+def _with_ends(lines: list[Line]) -> list[Line]:
+    """Each backward begins once, and ends after its last operation: a BACKWARD_END for each use."""
+    begun: set[int] = set()
+    last: dict[int, int] = {}
+    once: list[Line] = []
+    parents = _parents(lines)
+    in_backward = False
+    for line in lines:
+        in_backward = in_backward or line.kind is Kind.LOSS
+        if line.kind is Kind.BACKWARD:
+            if line.use in begun:
+                continue
+            begun.add(line.use)
+        once.append(line)
+        use: int | None = line.use
+        while in_backward and use is not None and use in begun:
+            last[use] = len(once) - 1
+            use = parents.get(use)
+    ends: dict[int, list[int]] = {}
+    for use, position in last.items():
+        ends.setdefault(position, []).append(use)
+    out: list[Line] = []
+    for position, line in enumerate(once):
+        out.append(line)
+        out += [Line(Kind.BACKWARD_END, use) for use in sorted(ends.get(position, ()), reverse=True)]
+    return out
+
+
+def _parents(lines: list[Line]) -> dict[int, int]:
+    """Of each use, the one around it."""
+    found: dict[int, int] = {}
+    open_: list[int] = []
+    for line in lines:
+        if line.kind is Kind.ENTER:
+            if open_:
+                found[line.use] = open_[-1]
+            open_.append(line.use)
+        elif line.kind is Kind.EXIT:
+            open_.remove(line.use)
+    return found
+
+
+def _with_gradients(lines: list[Line], gradients: dict[int, int]) -> tuple[Line, ...]:
+    """A line after the operation that made the last gradient of a unit."""
+    last: dict[int, int] = {}
+    for position, line in enumerate(lines):
+        if line.kind is Kind.ALLOCATE and line.a in gradients:
+            last[gradients[line.a]] = position
+    ready = {position: unit for unit, position in last.items()}
+    out: list[Line] = []
+    due: int | None = None
+    ran = False
+    for position, line in enumerate(lines):
+        # Autograd lets go of what an operation's node saved before it accumulates what it made.
+        if due is not None and ran and line.kind is not Kind.FREE:
+            out.append(Line(Kind.GRADS_READY, OUTSIDE, due))
+            due = None
+        out.append(line)
+        if position in ready:
+            due, ran = ready[position], False
+        elif line.kind is Kind.OP:
+            ran = True
+    if due is not None:
+        out.append(Line(Kind.GRADS_READY, OUTSIDE, due))
+    return tuple(out)
+
+
+def _flop(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Floating-point operations of matrix products, convolutions and attention; 0 for others."""
+    count = flop_registry.get(overloads(func))
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=result))
+    if "attention_for_cpu" not in operation_name(func):
+        return 0
+    backward = "backward" in operation_name(func)
+    query, key = args[1:3] if backward else args[:2]
+    batch, heads, length, width = query.shape
+    causal = args[7] if backward and len(args) > 7 else (args[4] if len(args) > 4 and not backward else False)
+    # Two products forward; backward makes five, one of which is the scores again.
+    products = 5 if backward else 2
+    whole = 2 * products * batch * heads * length * key.shape[2] * width
+    return int(whole // 2 if causal else whole)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from tensors_in(value)
+        elif hasattr(value, "__dataclass_fields__"):
+            yield from tensors_in(vars(value))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
