@@ -5,7 +5,7 @@
 A chain of blocks of nine parameters, as in Llama, runs forward and backward; the fourth step is counted, and what the
 bare model (in the compute dtype) writes in the same step is taken off. Both figures are bytes per element of the
 parameters (`P`). "sent" is the size of the messages: the output of an all-gather, the input of a reduce-scatter or an
-all-to-all; each rank sends (W - 1) / W of it. What goes from rank to rank is told in the same measure.
+all-to-all; each rank sends (W - 1) / W of it. What goes from rank to rank is given in the same measure.
 
     fsdp2        torch's fully_shard
     gloo plan    ours, as it is on a CPU for blocks of an 8B model: matrices go from rank to rank, norms are packed,

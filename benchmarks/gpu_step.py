@@ -220,7 +220,7 @@ def measure_time(
             if not abs(loss - losses["bare"]) <= 2e-2 * abs(losses["bare"]):
                 raise SystemExit(f"{way}: loss {loss}, the bare model's {losses['bare']}")
     clocks = {way: Clock(device) for way in ways}
-    # Several steps for each mark: the device is to be behind the host, as it is in training.
+    # Several steps for each mark: the device is to be late by as much, as it is in training.
     repeats = 4 if device.type != "cpu" and has_times(device) else 1
     gc.collect()
     gc.disable()

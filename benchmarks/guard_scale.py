@@ -13,7 +13,7 @@ counted     The code that runs in training (`Watch`, `Scope`, `Records`), of all
                 second, the most of all ranks together in one second, those of the rank that reads, and what the server
                 receives and sends
     question    requests of a rank for one question: all come at once, one comes nine seconds late, and with two answers
-    failure     one rank raises while all others wait: seconds until all are told, and requests of a rank until all
+    failure     one rank raises while all others wait: seconds until all know, and requests of a rank until all
                 have met again
 server      torch's TCPStore in a process of its own; ranks with connections of their own, in `--processes` processes
             that each look after their share. All but one wait, 2, 10 and 60 seconds. False alarms; seconds between two
@@ -143,7 +143,7 @@ def failure(simulation: Simulation) -> dict[str, float]:
     assert not simulation.raised, next(iter(simulation.raised.values()))
     assert len(simulation.returned) == world, "somebody did not come"
     return {
-        "told after": round(told.seconds, 2),
+        "known after": round(told.seconds, 2),
         "met after": round(simulation.now - begun, 2),
         "requests": round((told.total + rest.total) / world, 2),
         "most in a second": max((*told.by_second.values(), *rest.by_second.values())),
@@ -308,8 +308,8 @@ def with_server(clients: int, processes: int) -> dict[str, Any]:
         },
         "slowest request, s": round(max(one["slowest"] for one in answers), 3),
         "latest look, s": round(max(one["late look"] for one in answers), 3),
-        "raised: all told after, s": round(max(one["told"] for one in answers), 2),
-        "raised: told": sum(one["cut"] for one in answers),
+        "raised: all know after, s": round(max(one["told"] for one in answers), 2),
+        "raised: know": sum(one["cut"] for one in answers),
     }
 
 

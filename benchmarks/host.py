@@ -8,7 +8,7 @@ Llama. The figure is (step - step of the bare model) / blocks, in milliseconds o
 that does nothing else), medians over interleaved rounds. First comes the engine alone: forward and backward, without
 the optimizer, most of whose time is DTensor's dispatch of its operations, for FSDP2 as for ours.
 
-The fake group writes each rank's part of what is gathered, in the place of a network: world copies for each gather,
+The fake group writes each rank's part of what is gathered, instead of a network: world copies for each gather,
 which no backend's host does. That time is measured in the same rounds, by the same messages over a group of one and
 over all, and is not part of the figure; "with copies" is the ratio where it is.
 

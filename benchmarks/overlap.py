@@ -1,4 +1,4 @@
-"""How much of fullshard's communication is hidden behind computation: prefetch on against off, in one run.
+"""How much of fullshard's communication overlaps with computation: prefetch on against off, in one run.
 
     python -m benchmarks.overlap                    2 ranks, both workloads; some two minutes on two cores
 

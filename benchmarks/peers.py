@@ -110,7 +110,7 @@ def deepspeed_step(shape: ModelShape, kind: str) -> Step:
 
 
 class _InOrder:
-    """In the place of a CUDA stream or event, where everything is in order."""
+    """Instead of a CUDA stream or event, where everything is in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0

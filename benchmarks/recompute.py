@@ -68,7 +68,7 @@ class Kept:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Do not count the memory behind `tensor`."""
+        """Do not count the memory of `tensor`."""
         self._known.add(_storage(tensor))
 
     def _pack(self, tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ calls of functions that are defined in the package are counted on rank 0, with d
 The rest is read off the source (`--source` another checkout's package): lines of code without blank lines, comments and
 docstrings; modules; the share of modules that exactly one other imports; attributes of the largest class (assigned to
 `self` in its body); the largest circle of files that import each other, imports for types counted; and what the first
-`fully_shard` puts into torch in the place of its own functions.
+`fully_shard` puts into torch instead of its own functions.
 """
 
 from __future__ import annotations

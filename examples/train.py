@@ -6,7 +6,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train.py --dcp-api --checkpoint-dir /tmp/checkpoint
 
 The model is built on the meta device, sharded, and only then given memory and initial values, so that no process ever
-holds it whole. With --checkpoint-dir, model and optimizer are saved at the end; a second run loads them and goes on.
+holds it whole. With --checkpoint-dir, model and optimizer are saved at the end; a second run loads them and continues.
 Runs on the machine's accelerators (one process for each) or on its CPU.
 """
 

@@ -37,7 +37,7 @@ def sums(dtype: torch.dtype, terms: int, elements: int = 1) -> float:
 
 
 def terms_of(parameters: Iterable[Tensor], rows: int) -> int:
-    """The length of all sums behind a gradient: each weight's inputs on the way forward, its outputs on the way back,
+    """The length of all sums in a gradient: each weight's inputs on the way forward, its outputs on the way back,
     and the `rows` that its gradient is summed over."""
     shapes = [tuple(p.shape) for p in parameters]
     return rows + sum(_ROUNDINGS + s[0] + math.prod(s[1:]) if len(s) > 1 else _ROUNDINGS for s in shapes)

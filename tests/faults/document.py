@@ -39,7 +39,7 @@ def demanded(outcome: Outcome) -> str:
     if isinstance(outcome, Raises):
         return f"`{outcome.error}` with {words}, {outcome.within:g} s"
     if isinstance(outcome, Recovers):
-        told = "undisturbed, bitwise; where a rank is told" if outcome.maybe else "then undisturbed, bitwise"
+        told = "undisturbed, bitwise; where a rank raises" if outcome.maybe else "then undisturbed, bitwise"
         if outcome.maybe:
             return f"{told}: `{outcome.error}` with {words}, {outcome.within:g} s"
         return f"`{outcome.error}` with {words}, {outcome.within:g} s; {told}"
@@ -102,7 +102,7 @@ def write_torch(results: list[Result]) -> Path:
 
 
 def write_page(results: list[Result]) -> Path:
-    """The table of docs/reliability.md; its prose is written by hand."""
+    """The table of docs/reliability.md; a person writes its prose."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

@@ -46,7 +46,7 @@ ROWS = (
         (_BASIC + "registered_parameters_between_forward_and_backward", _BASIC + "set_reshard_after_forward_and_backward")),
     Row("training", "CastAfterInit", "`.to(float64)` after sharding", (_BASIC + "dtype_may_be_changed_after_sharding",)),
     Row("training", "1DTrainingCore",
-        "parity in one group and several, any dim, offload, units gathered by hand, units inside run alone, a module run "
+        "parity in one group and several, any dim, offload, units gathered explicitly, units inside run alone, a module run "
         "several times, prefetch lists, the optimizer's event",
         (_TRAINING + "training_with_adamw_equals_the_plain_model", "threads/test_strategies.py::test_strategies",
          "threads/test_shard_dims.py::test_any_dim_trains_clips_and_saves_as_plain_training",
@@ -76,7 +76,7 @@ ROWS = (
         (_TRAINING + "training_with_adamw_equals_the_plain_model", _SUITE + "gradients_in_a_world_of_one")),
     # communication
     Row("communication", "CollectiveOps", "copies into and out of messages", (), ("threads/test_numbers.py::test_",), _PRIVATE),
-    Row("communication", "Communication", "how many messages a step takes; resharding by hand; divide factors",
+    Row("communication", "Communication", "how many messages a step takes; explicit resharding; divide factors",
         (_MESSAGES + "messages_of_a_step", _MESSAGES + "messages_of_accumulation", _MESSAGES + "messages_of_a_frozen_unit",
          _MESSAGES + "resharded_by_hand", _CONTROLS + "the_former_name_of_the_divide_factor")),
     Row("communication", "Prefetch", "lists take effect; units that are unused or change their order are gathered and freed",
@@ -168,7 +168,7 @@ ROWS = (
         ("procs/test_overlap.py::test_in_forward_the_next_unit_travels_while_this_one_computes",
          "procs/test_overlap.py::test_gradients_travel_while_the_next_unit_computes"),
         "torch's works are synchronous on gloo; streams are tested on the pretended device"),
-    Row("others", "Memory", "peaks; a deleted model leaves nothing behind",
+    Row("others", "Memory", "peaks; a deleted model leaves nothing",
         ("threads/test_models_go.py::test_a_model_that_nobody_holds_is_gone",),
         ("device/test_memory.py::test_the_peak_is_what_the_report_says",), "a CPU has no allocator that tells; the peak is ours on the pretended device"),
     Row("others", "Logging", "torch's log of its units", (), ("fake/test_report.py::test_",), "no such log; `report` and `record` say it"),

@@ -1,7 +1,7 @@
 """The process side of the pool: one rank, which runs one job after another until its pipe is closed.
 
 Each job gets a process group of its own (gloo over loopback, met through a file: no port to be taken, none to be
-waited for) and leaves nothing behind: the job's groups, its random state, environment, default dtype and thread
+waited for) and leaves nothing: the job's groups, its random state, environment, default dtype and thread
 counts are put back afterwards.
 """
 

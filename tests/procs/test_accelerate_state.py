@@ -66,7 +66,7 @@ def _train(accelerator: Any, model: Any, optimizer: Any, rank: int, steps: range
     return losses
 
 
-@behaviour("Accelerate: `save_state` and `load_state`, in shards or whole: training goes on bitwise", area="packages")
+@behaviour("Accelerate: `save_state` and `load_state`, in shards or whole: training continues bitwise", area="packages")
 @for_each_implementation
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_a_saved_state_goes_on(impl: Any, kind: str, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _resharded_by_hand(rank: int, impl: str) -> tuple[dict[str, int], bool, dict
     return kept.found, all_sharded, again.found, same
 
 
-@behaviour("`reshard()` by hand after an evaluation that kept parameters full", area="communication")
+@behaviour("an explicit `reshard()` after an evaluation that kept parameters full", area="communication")
 @for_each_implementation
 def test_resharded_by_hand(impl: Any) -> None:
     for kept, all_sharded, again, same in pool(2).run(_resharded_by_hand, impl.name):

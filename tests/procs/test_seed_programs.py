@@ -409,7 +409,7 @@ def _script(rank: int, runs: list[list[str]], port: int) -> list[str]:
 
 
 @behaviour(
-    "the practical guide's whole program with its flags: trains, saves, loads and goes on",
+    "the practical guide's whole program with its flags: trains, saves, loads and continues",
     area="training",
     torch="different",
     reason="not run for torch: examples/train.py imports fullshard; the guide's own script parses no flags",

@@ -112,7 +112,7 @@ def _alone(rank: int, impl: str) -> bool:
     "one rank alone takes a state dict in the middle of a step",
     area="state",
     torch="better",
-    reason="torch's frees the full parameters of that rank, which is then a gather behind the others",
+    reason="torch's frees the full parameters of that rank, which is then one gather later than the others",
 )
 def test_one_rank_alone_takes_a_state_dict_in_the_middle_of_a_step(impl: Implementation) -> None:
     assert pool(2).run(_alone, impl.name, timeout=20.0) == [False, True]

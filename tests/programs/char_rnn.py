@@ -1,4 +1,4 @@
-"""A character model of two LSTM layers with a hidden state that goes on from chunk to chunk (truncated backward)."""
+"""A character model of two LSTM layers with a hidden state that continues from chunk to chunk (truncated backward)."""
 
 import torch
 import torch.distributed as dist

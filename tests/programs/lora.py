@@ -1,4 +1,4 @@
-"""LoRA by hand on a frozen base; adapters alone are given to the optimizer, merged at the end for an evaluation."""
+"""Own LoRA on a frozen base; adapters alone are given to the optimizer, merged at the end for an evaluation."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A mixture of experts by hand: the top expert of each token runs, an expert without tokens does not; balance loss."""
+"""An own mixture of experts: the top expert of each token runs, an expert without tokens does not; balance loss."""
 
 import torch
 import torch.distributed as dist

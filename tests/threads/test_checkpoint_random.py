@@ -107,7 +107,7 @@ def stopped(rank: int, folder: str) -> tuple[list[float], list[float], list[floa
 
 
 @behaviour(
-    "a training of {world} ranks with dropout, schedule and scaler goes on bitwise after a stop",
+    "a training of {world} ranks with dropout, schedule and scaler continues bitwise after a stop",
     area="checkpoints",
     torch="none",
     reason="random state is derived from seed, step and rank",

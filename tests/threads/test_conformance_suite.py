@@ -212,7 +212,7 @@ def test_unshard_without_parameters(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
-@behaviour("units gathered by hand, each while the one before runs", area="when parameters are full")
+@behaviour("units gathered explicitly, each while the one before runs", area="when parameters are full")
 @for_each_implementation
 def test_units_gathered_by_hand(impl: Implementation) -> None:
     base = _stack()

@@ -223,7 +223,7 @@ def _check(
     "an exception at any point of a step (any module, hooks, recomputation, any kind): the next step has equal bits",
     area="failures",
     torch="better",
-    reason="the next step discards what the failed one left; torch's goes on with a part of it",
+    reason="the next step discards what the failed one left; torch's continues with a part of it",
 )
 def test_an_exception_at_any_point(impl: Implementation) -> None:
     chosen = all_points()[::67]

@@ -1,4 +1,4 @@
-"""A step that raises, on all ranks, leaves nothing behind: what follows is bitwise what it would have been without it.
+"""A step that raises, on all ranks, leaves nothing: what follows is bitwise what it would have been without it.
 
 The fault is an exception in the forward, or in the backward, of one module. The caller catches it and goes on, with no
 reset. Compared: parameters and optimizer state after the steps that follow.
@@ -116,7 +116,7 @@ def base() -> nn.Module:
 
 
 @behaviour(
-    "a step that raised leaves nothing behind: the next ones are bitwise what they would have been",
+    "a step that raised leaves nothing of itself: the next ones are bitwise what they would have been",
     area="failures",
     torch="better",
     reason="the next step discards what the failed one left; torch wants `reset_iter_state()`, not called here",

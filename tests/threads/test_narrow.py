@@ -256,7 +256,7 @@ def test_a_state_dict_between_forward_and_backward_changes_nothing() -> None:
 
 
 @behaviour(
-    "integer `reshard_after_forward`: what stands on the modules after an evaluation",
+    "integer `reshard_after_forward`: what is on the modules after an evaluation",
     area=AREA,
     torch="different",
     reason="the sharded parameters, so that an optimizer may be built; the parts are kept aside for the next forward",

@@ -1,4 +1,4 @@
-"""Any model trains as plain training does, on any number of ranks; a step that raised leaves nothing behind."""
+"""Any model trains as plain training does, on any number of ranks; a step that raised leaves nothing."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _goes_on(rank: int, world: int, kind: str, way: str) -> None:
 
 
 @behaviour(
-    "`fullshard.rebind_optimizer`: an optimizer from before `fully_shard` goes on: groups, options, state, schedule",
+    "`fullshard.rebind_optimizer`: an optimizer from before `fully_shard` is kept: groups, options, state, schedule",
     area="training",
     torch="none",
     reason="torch has no such function; Accelerate exchanges parameters without their state",

@@ -186,7 +186,7 @@ def test_all_reduce_hook(impl: Implementation, shape: tuple[int, ...]) -> None:
     run_ranks(world, rank_main)
 
 
-@behaviour("HSDP by hand: a hook that sums over the replicas", area="communication")
+@behaviour("HSDP in user code: a hook that sums over the replicas", area="communication")
 @for_each_implementation
 def test_replicas_by_a_hook(impl: Implementation) -> None:
     """What programs wrote before FSDP2 had HSDP: the mesh of a hook's own."""

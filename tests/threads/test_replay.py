@@ -105,7 +105,7 @@ def injected(training: Training, kind: str, name: str, place: int, bit: int) -> 
 
 
 @behaviour(
-    "`fullshard.replay`: a bit that flips in one run of a step (shard, message, gradient) is told, with its rank",
+    "`fullshard.replay`: a bit that flips in one run of a step (shard, message, gradient) is named, with its rank",
     area="failures",
     torch="none",
     reason="torch has no such function",

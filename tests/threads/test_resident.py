@@ -94,7 +94,7 @@ def test_frozen_ones_are_chosen_first_and_stay() -> None:
     "`set_memory_budget(resident=)` keeps what fits full, and training is the same",
     area="when parameters are full",
     torch="none",
-    reason="not in torch; the alternative there is reshard_after_forward for each module by hand",
+    reason="not in torch; the alternative there is reshard_after_forward for each module",
 )
 @examples(6, 50)
 @given(spec=model_specs(), world=st.integers(2, 3), nbytes=st.sampled_from([64, 400, 1 << 20]))

@@ -140,7 +140,7 @@ def test_the_answer_none_is_dim_0(impl: Implementation) -> None:
 
 
 REFUSED = {
-    "a dim behind the last": (lambda p: Shard(2), AssertionError),
+    "a dim after the last": (lambda p: Shard(2), AssertionError),
     "a dim before the first": (lambda p: Shard(-3), AssertionError),
     "Replicate": (lambda p: Replicate(), ValueError),
     "a number": (lambda p: 1, ValueError),

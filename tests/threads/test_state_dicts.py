@@ -205,7 +205,7 @@ def test_the_next_steps_after_loading_are_those_of_plain_training(name: str, imp
     "`load_state_dict(assign=True)` keeps an optimizer that was built before",
     area="state",
     torch="better",
-    reason="torch's replaces the parameters; the optimizer goes on with those that the model has no longer, silently",
+    reason="torch's replaces the parameters; the optimizer keeps those that the model has no longer, silently",
 )
 def test_assigning_keeps_parameter_objects_marks_and_hooks(impl: Implementation) -> None:
     """Whatever is assigned: values, another dtype, data for the meta device, a frozen parameter."""
@@ -244,7 +244,7 @@ def test_assigning_keeps_parameter_objects_marks_and_hooks(impl: Implementation)
     "a parameter that `load_state_dict(assign=True)` had to replace is named, an optimizer that has it is refused",
     area="state",
     torch="better",
-    reason="torch replaces all of them; the optimizer goes on with those that the model has no longer, silently",
+    reason="torch replaces all of them; the optimizer keeps those that the model has no longer, silently",
 )
 def test_a_parameter_that_cannot_be_kept_is_named(impl: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch exchanges no tensors to which there are weak references, or which a graph holds."""

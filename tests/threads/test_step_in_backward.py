@@ -86,7 +86,7 @@ MIXED = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 @behaviour(
-    "`fullshard.step_in_backward`: bitwise the training that steps behind backward",
+    "`fullshard.step_in_backward`: bitwise the training that steps after backward",
     area="training",
     torch="none",
     reason="torch has no such function",

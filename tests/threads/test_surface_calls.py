@@ -323,7 +323,7 @@ def _pipeline_stage(model: Any, state: Any, batches: list[Tensor]) -> None:
     state._root_post_backward_final_callback()
 
 
-@behaviour("a pipeline stage reduces by hand through fully_shard.state", area="communication")
+@behaviour("a pipeline stage reduces explicitly through fully_shard.state", area="communication")
 @for_each_implementation
 def test_a_pipeline_stage_reduces_by_hand(impl: Implementation) -> None:
     """torch's own function finds our state under its key."""

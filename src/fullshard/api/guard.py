@@ -30,14 +30,14 @@ def guard(*guarded: nn.Module | Optimizer, wait: bool = True) -> Iterator[None]:
     that were killed or stopped. Afterwards all ranks may retry: call `zero_grad` and run the block again; unreduced
     gradients of earlier, successful micro-batches stay.
 
-    Optimizers: before the first step of each, all ranks synchronize once more, so that a rank that failed earlier
+    Optimizers: before the first step of each, all ranks synchronise once more, so that a rank that failed earlier
     prevents the step everywhere. If a rank raises *inside* a step, all ranks name it. If no rank wrote anything, all
     may retry. Otherwise the step cannot be undone: the error says so, and every forward of the model raises
     `RanksDisagree` on all ranks until all have loaded a checkpoint (`mark_restored`). Steps that a scaler skips on all
     ranks do not count. An optimizer-in-backward step (`step_in_backward`) runs before any rank can prevent it.
 
     On a device the host runs ahead: after `backward()` the bytes of its messages may still be on the way, and a message
-    that never comes shows later. So with `wait=True` the host waits, each time before all ranks synchronize, for all
+    that never comes shows later. So with `wait=True` the host waits, each time before all ranks synchronise, for all
     that was queued on the current stream. An abort or a message that failed then raises before the first step. What
     this costs on a device is unmeasured: the host cannot queue the step while the backward runs. With `wait=False` it
     does not wait: a step may run on gradients that never arrived, and the model is lost. On a CPU `wait` changes

@@ -56,7 +56,7 @@ def sync_module_states(
     mesh: the ranks that take part; None: all of the default process group. With other parallelism around (tensor
         parallelism, a pipeline), the mesh that `fully_shard` gets.
     from_rank: the position in `mesh` of the rank that sends its values; in the default group, its rank.
-    buffers_only: leave parameters alone. Allowed after `fully_shard` too, to synchronize buffers that drifted apart in
+    buffers_only: leave parameters alone. Allowed after `fully_shard` too, to synchronise buffers that drifted apart in
         training (`find_drift`).
 
     Writes in place; meta tensors of a receiving rank get memory on the device of the mesh, and tied parameters stay

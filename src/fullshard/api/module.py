@@ -70,7 +70,7 @@ class StateView:
         return ContextView(self._unit)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce the gradients that no_sync backwards accumulated, for units that synchronize again."""
+        """Reduce the gradients that no_sync backwards accumulated, for units that synchronise again."""
         root = formed(self._unit)
         if root is not None:
             root.reduce_held()

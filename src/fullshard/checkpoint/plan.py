@@ -264,7 +264,7 @@ def merge(messages: Sequence[dict[str, Any]], take_first: Sequence[str], what: s
 
 class _Wrapper:
     """A tensor around others, of which each rank sends the rows of its part and, with offset 0, its inner tensors: they
-    stand one behind the other in the order of these rows. Ranks may hold other rows as a plain tensor."""
+    lie one after the other in the order of these rows. Ranks may hold other rows as a plain tensor."""
 
     def __init__(self, path: KeyPath, shape: tuple[int, ...]) -> None:
         self.path, self.shape = path, shape

@@ -22,7 +22,7 @@ examples:
 Configurations: Accelerate YAML, the Trainer's fsdp_config JSON, Composer and LLM Foundry YAML, torchtitan TOML,
 DeepSpeed ZeRO JSON.
 
-exit codes: 0 everything means the same or is equivalent; 1 something is lost or has to be changed by hand (unless
+exit codes: 0 everything means the same or is equivalent; 1 something is lost or has to be changed manually (unless
 --accept-lossy names it); 2 the input cannot be read, and nothing was written
 """
 

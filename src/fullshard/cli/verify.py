@@ -20,7 +20,7 @@ examples:
 
 A strategy is made of words with + between them:
   zero3 zero2 zero3=N     parameters are freed after each forward, or not, or N ranks keep them together
-  hsdp=N tp=N             N replicas; tensor parallelism over N ranks (by the program's parallelize)
+  hsdp=N tp=N             N replicas; tensor parallelism over N ranks (by the program's `parallelize`)
   bf16 fp16               computed with in that dtype, reduced in float32; fp16 with a scaled loss
   pure                    beside them: reduced in that dtype, too
   micro=N                 N micro-batches, the last of which synchronises

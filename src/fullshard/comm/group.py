@@ -193,7 +193,7 @@ class ShardGroup:
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
         """A group of `ranks` of the default group, this one included, with its own communicator. Collective over
         `ranks`."""
-        # Local synchronization: the ranks of other groups of a mesh do not take part.
+        # Local synchronisation: the ranks of other groups of a mesh do not take part.
         made = dist.new_group(
             list(ranks), backend=other_backend(self.origin), use_local_synchronization=True, group_desc=purpose
         )

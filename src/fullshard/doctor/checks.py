@@ -379,6 +379,6 @@ CHECKS: tuple[Check, ...] = (
           "the host issues work more slowly than it is computed, here on the CPU, more so on a device",
           "larger units, larger batches, or more work in each step"),
     Check("communication-bound", ADVICE, _communication_bound,
-          "messages cannot hide behind so little computation",
+          "messages cannot overlap with so little computation",
           "larger batches or accumulation, mp_policy in bfloat16, or fewer shard ranks (HSDP)"),
 )  # fmt: skip

@@ -40,7 +40,7 @@ class Model:
     step_failure: str = ""
     refusal: str = ""
     report: Report | None = None
-    ignored: frozenset[str] = frozenset()  # what the user told `fully_shard` to ignore
+    ignored: frozenset[str] = frozenset()  # what `fully_shard` was called to ignore
     strays: int = 0  # tensors of the optimizer that are no parameters of the sharded model
     not_optimized: tuple[str, ...] = ()
     gathers: tuple[int, ...] = ()  # all-gathers of each unit in a step

@@ -294,7 +294,7 @@ def differing(scope: Scope, kind: str, tensors: Mapping[str, Tensor]) -> list[Dr
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A text with digest, shape and dtype of each tensor. Synchronizes once per device."""
+    """A text with digest, shape and dtype of each tensor. Synchronises once per device."""
     digests = [digest(tensor) for tensor in tensors.values()]
     numbers = [0] * len(digests)
     by_device: dict[torch.device, list[int]] = {}

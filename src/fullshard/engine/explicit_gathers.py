@@ -1,4 +1,4 @@
-"""What a user does with sharded parameters by hand, as the ranks compare it: `full_params`, and steps of optimizers.
+"""What a user does with sharded parameters explicitly, as the ranks compare it: `full_params`, and steps of optimizers.
 
 `full_params` is compared before it is sent, like the messages of a step (order.py): one that a rank enters alone raises
 on all ranks. The steps of an optimizer are reported to the order of the ranks that share its parameters, as long as it

@@ -123,7 +123,7 @@ class UnitGradients:
         return known
 
     def take_assigned(self) -> None:
-        """Take gradients that were assigned to full parameters by hand, which no hook reports."""
+        """Take gradients that were assigned to full parameters directly, which no hook reports."""
         for group in self._groups if self.is_known else ():
             for param in (group.params[i] for i in group.trainable):
                 if param.full.grad is not None:

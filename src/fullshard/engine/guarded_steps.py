@@ -1,6 +1,6 @@
 """Optimizer steps inside a guarded block: all ranks begin them together, and an interrupted step is recorded.
 
-    before the first step of each optimizer   all ranks synchronize, so a rank that failed earlier prevents the step; on
+    before the first step of each optimizer   all ranks synchronise, so a rank that failed earlier prevents the step; on
                                               a device the host waits first for all that was queued (`arrive`)
     a step that raises                        may have written; reported at the next meeting (optimizer_facts.py)
 

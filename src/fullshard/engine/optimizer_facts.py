@@ -1,6 +1,6 @@
 """Describes the steps of an optimizer to the parameters of one root, as one deed per mesh (guard/facts.py).
 
-Only changes since the previous step are turned into text. Values on a device are not read, to avoid a synchronization.
+Only changes since the previous step are turned into text. Values on a device are not read, to avoid a synchronisation.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def text_of(value: Any) -> str:
 # Counts the optimizer steps of the shards of one mesh; all ranks must have the same count.
 #
 # If one rank raises in `optimizer.step()` while others complete theirs, and all catch the error and continue, that rank
-# stays one step behind. So ranks exchange their counts when they meet after a failure, and whether a step was
+# stays one step late. So ranks exchange their counts when they meet after a failure, and whether a step was
 # interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
 # consistent state is loaded, or the user declares the state consistent.
 #

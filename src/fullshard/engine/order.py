@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Cached actions and sizes per root; the cache is cleared beyond that.
 _REMEMBERED = 50_000
-# After so many forwards without an optimizer step, each forward starts a new program: it may update parameters by hand.
+# After so many forwards without an optimizer step, each forward starts a new program: it may update parameters itself.
 _FORWARDS = 64
 # More optimizer steps than this between two messages count as this many.
 _MOST_STEPS = 16
@@ -370,6 +370,6 @@ def changes_parameters(optimizer: Optimizer) -> bool:
     """Whether steps of `optimizer` change parameters. torch creates missing optimizer state by a step with a zero
     learning rate when a checkpoint is loaded or saved, only on ranks that lack the state."""
     rates = [group.get("lr") for group in optimizer.param_groups]
-    # Do not read a rate on a device: that would synchronize.
+    # Do not read a rate on a device: that would synchronise.
     known = [rate for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu")]
     return len(known) < len(rates) or any(rate is None or float(rate) != 0.0 for rate in known)

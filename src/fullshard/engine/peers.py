@@ -14,7 +14,7 @@ from .optimizer_facts import refuse_mixed_states
 from .optimizer_steps import optimizer_steps
 from .unit import Unit, unit_of
 
-# The question of ranks that synchronize through the store.
+# The question of ranks that synchronise through the store.
 _TOGETHER = "what ranks come together for"
 
 

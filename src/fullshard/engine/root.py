@@ -104,7 +104,7 @@ class Root:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool, options.communication)
             self.watch.learn(unit)
-        # Parameters or buffers may be uninitialized; checked in the next forward.
+        # Parameters or buffers may be uninitialised; checked in the next forward.
         self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
         self._agreed = False
         own_by_root(self, compares_order=self.order is not None)
@@ -312,7 +312,7 @@ class Root:
         """
         if current_backward() != -1:
             raise RuntimeError(
-                "held gradients: expected no backward to be running when they are reduced by hand, found one; do it "
+                "held gradients: expected no backward to be running when they are reduced explicitly, found one; do it "
                 "after the backward, or let the last one reduce them with set_requires_gradient_sync(True)"
             )
         inputs_only, self._inputs_only = self._inputs_only, set()

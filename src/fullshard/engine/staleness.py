@@ -20,7 +20,7 @@ SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """The sum modulo 2**64 of the local elements, with their bits read as integers. Synchronizes with the device."""
+    """The sum modulo 2**64 of the local elements, with their bits read as integers. Synchronises with the device."""
     plain = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if plain.is_meta or not plain.numel():
         return 0
@@ -35,7 +35,7 @@ def sum_of_bits(tensor: Tensor) -> int:
 # gather, and again before reuse. A difference raises instead of gathering again, because a rank whose rows did not
 # change would not take part.
 #
-# CPU only: elsewhere it would synchronize with the device. Changes of few elements may be missed.
+# CPU only: elsewhere it would synchronise with the device. Changes of few elements may be missed.
 
 _ELEMENTS = 4096
 

@@ -1,6 +1,6 @@
 """State dict hooks: saving and loading sharded parameters.
 
-Saving sends no message and changes nothing, so another thread may do it while a step runs: where a full parameter stood
+Saving sends no message and changes nothing, so another thread may do it while a step runs: where a full parameter was
 on a module, its value in the dict is replaced by the sharded one. (FSDP2 reshards instead. A rank that takes a state
 dict alone then needs an extra all-gather, and the run hangs.)
 

@@ -1,4 +1,4 @@
-"""Detects parameters and buffers that are still uninitialized at the first forward after `to_empty`.
+"""Detects parameters and buffers that are still uninitialised at the first forward after `to_empty`.
 
 Conversion           wraps the user's function in `_apply`: fills new memory without data with a pattern
                      (param/initial.py); buffers with data keep it
@@ -112,7 +112,7 @@ def takes_no_argument(hook: Callable[..., Any]) -> bool:
 
 
 def allocate_buffers(top: nn.Module, device: torch.device) -> None:
-    """Allocate meta buffers on `device` and fill them with the pattern for uninitialized memory."""
+    """Allocate meta buffers on `device` and fill them with the pattern for uninitialised memory."""
     for module in top.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
@@ -122,7 +122,7 @@ def allocate_buffers(top: nn.Module, device: torch.device) -> None:
 
 
 def recompute_buffers(top: nn.Module, device: torch.device) -> None:
-    """Recompute uninitialized non-persistent buffers of modules without parameters, and of models of transformers.
+    """Recompute uninitialised non-persistent buffers of modules without parameters, and of models of transformers.
 
     Calls `reset_parameters()` or `init_weights()` of the owning module, or `_init_weights` of its model, and restores
     its other buffers, which may come from a checkpoint. Other modules with parameters are skipped, because the call
@@ -252,7 +252,7 @@ def prove_initialized(units: Sequence[Unit]) -> None:
         )
     if found.elsewhere:
         raise RuntimeError(
-            "expected every parameter and buffer to have a value before the first forward, found uninitialized ones on "
+            "expected every parameter and buffer to have a value before the first forward, found uninitialised ones on "
             "other ranks; their error names them"
         )
     if found.partly:

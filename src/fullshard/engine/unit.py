@@ -210,7 +210,7 @@ class Unit:
         self.gradients = UnitGradients(self.groups, self.record)
         self.staleness = Staleness(self.groups, self.record)
         self.watching = Watching()
-        # Some parameters may be uninitialized (engine/uninitialized.py); checked in the next forward.
+        # Some parameters may be uninitialised (engine/uninitialized.py); checked in the next forward.
         self.unproven = any(group.has_uninitialized for group in self.groups)
         follow_steps()
         # Modules change only from here on: an error above leaves the model as it was.

@@ -49,7 +49,7 @@ ADVICE = {
     "optimizer": "build the optimizer and its schedule from the same numbers on all ranks",
     "parameters": "build the optimizer from the same parameters in the same order on all ranks",
     "state": "load the optimizer's state on all ranks, or on none",
-    "gradients": "change gradients on all ranks or on none, by hand or in a hook",
+    "gradients": "change gradients on all ranks or on none, in the program or in a hook",
     "written": "change or load parameters on all ranks or on none",
     "clip": "call clip_grad_norm_ with the same arguments on all ranks",
     "scaler": "build the scaler with the same arguments on all ranks, and load its state on all of them",

@@ -323,13 +323,13 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
     both = [usual, *others]
     if len({action.kind == "count" for action in both}) > 1:
         return "some ranks are at the next turn of fullshard.joined: leave it on all ranks in the same turn"
-    by_hand = [action.kind == _BY_HAND for action in both]
-    if all(by_hand) and others:
+    explicit = [action.kind == _BY_HAND for action in both]
+    if all(explicit) and others:
         return "gather the same parameters in the same order on all ranks"
-    if any(by_hand):
+    if any(explicit):
         return (
-            "some ranks gather parameters by hand where others do not (full_params): every rank takes part in that, so "
-            "enter it on all ranks, and use what comes of it on those that need it"
+            "some ranks gather parameters explicitly where others do not (full_params): every rank takes part in that, "
+            "so enter it on all ranks, and use what comes of it on those that need it"
         )
     if len({"eval" in action.flags for action in both}) > 1:
         return (

@@ -73,7 +73,7 @@ def frames() -> dict[int, FrameType]:
     """What each thread of this process runs, by its number.
 
     In Python before 3.11.9 `sys._current_frames` holds a lock that threads take, with the interpreter lock, when they
-    begin and end. A garbage collection in it may hand over the interpreter lock: then nobody goes on
+    begin and end. A garbage collection in it may hand over the interpreter lock: then no thread continues
     (https://github.com/python/cpython/issues/106883). So none may begin there.
     """
     if sys.version_info >= (3, 11, 9):

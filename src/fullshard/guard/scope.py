@@ -2,7 +2,7 @@
 
     agree      all ranks compare a value; no rank continues before all have asked
     publish    report that this rank failed, why, and how far it had come
-    meet       synchronize all ranks after a failure, wherever each of them was; a new *epoch* begins
+    meet       synchronise all ranks after a failure, wherever each of them was; a new *epoch* begins
 
 All counters restart at a meeting, and earlier failures no longer count. An exception at any line ends the epoch
 (`must_meet`) and is reported to all ranks, so no rank can stay one question ahead.

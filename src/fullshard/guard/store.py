@@ -64,7 +64,7 @@ class Records:
         return self.store.add(self._machine, 0) == self.store.add(f"{self.prefix}/machines", 0)
 
     def post(self, record: str) -> list[str]:
-        """Write this rank's record; return the mail found in its place."""
+        """Write this rank's record; return the mail that it replaces."""
         mail: list[str] = []
         with self._posting:
             for _ in range(8):

@@ -58,7 +58,7 @@ class Settings:
         source = os.environ if environ is None else environ
         for name, instead in _REMOVED.items():
             if name in source:
-                raise ValueError(f"{name}: this variable was removed; set FULLSHARD_GUARD in its place: {instead}")
+                raise ValueError(f"{name}: this variable was removed; set FULLSHARD_GUARD instead: {instead}")
         mode = source.get("FULLSHARD_GUARD") or MODES[0]
         if mode not in MODES:
             raise ValueError(f"FULLSHARD_GUARD: expected one of {', '.join(MODES)}, found {mode!r}")
@@ -233,7 +233,7 @@ class Wait:
         if self.kind == "meet":
             # Ranks in a meeting have failed anyway. But a rank that ended will not come, and one with more attempts
             # failed in the attempt that this rank wants to begin. A lost rank may have come back: a found fault ends
-            # only the meetings that were going on then.
+            # only the meetings that were open then.
             if fault.kind == "ended" or fault.gone or self.scope is None:
                 return True
             return fault.attempts > self.scope.attempts or fault.meets.get(str(self.scope.rank)) == self.since

@@ -79,7 +79,7 @@ class Watch:
         self._posted_wait: object = None
         # Faults of scopes that this rank has not made yet.
         self._unheard: list[tuple[Fault, float]] = []
-        # The last faults told, of any scope: each message repeats them, because it overwrites earlier ones.
+        # The last faults published, of any scope: each message repeats them, because it overwrites earlier ones.
         self.lately: list[Fault] = []
         # Processes of this machine that a rank of another machine asked about, and when.
         self._looks_at: dict[int, tuple[str, float]] = {}

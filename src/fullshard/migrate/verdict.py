@@ -4,7 +4,7 @@ exact          means the same
 equivalent     gives the same training; the note says what is done in another way
 dropped        has no counterpart and needs none
 lossy          loses something that the old setting had
-unsupported    has to be changed by hand
+unsupported    has to be changed manually
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def full_digests(params: Sequence[ShardedParam]) -> list[int | None]:
     return values
 
 
-# ---- uninitialized ---------------------------------------------------------------------------------------------------
+# ---- uninitialised ---------------------------------------------------------------------------------------------------
 # Memory that nobody has written yet, made recognisable.
 #
 # A tensor from `to_empty` holds whatever was in memory, and nothing tells later whether it was initialised: much code

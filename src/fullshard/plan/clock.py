@@ -84,7 +84,7 @@ class Clock:
         return self.free["host"]
 
     def wait(self, when: float, unit: str, what: str) -> None:
-        """Compute cannot go on before `when`."""
+        """Compute cannot continue before `when`."""
         if when > self.now:
             self.found.exposed.append(Exposed(unit, what, when - self.now))
             self.now = when

@@ -24,7 +24,7 @@ class Hardware:
     memory: of a device. flops2, flops4: peak of matrix products in 16-bit dtypes and in float32 (TF32 where it is on by
     default for nobody, so plain float32). bandwidth: of device memory. matmul, memory: the reached share of both peaks.
     launch: host time of one operation. node: devices of a node. intra_node, inter_node: what a device receives in
-    a collective inside of a node, and between nodes. latency: of a message, hop: more for each node of a ring. host:
+    a collective inside of a node, and between nodes. latency: of a message, `hop`: more for each node of a ring. host:
     between host and device. storage: what one device's process writes to or reads from storage. backend: of messages.
     reserved: taken on the device by driver, context and libraries; fragmentation: allowance of the allocator, a share.
     """

@@ -88,7 +88,7 @@ def steps_of(model: Model, recompute: str | Sequence[str] = NONE) -> Step:
     if not isinstance(recompute, str) or recompute == NONE:
         pass
     else:
-        # The root has the loss behind it: nothing would be freed.
+        # The loss follows the root: nothing would be freed.
         ways[0] = NONE
     tape = model.tape
     lines = tape.lines if all(way == NONE for way in ways) else _recomputed(tape, ways)

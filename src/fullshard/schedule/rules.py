@@ -25,7 +25,7 @@ from .order import (
 from .record import NOWHERE, Full, Phase, Pins, RunRecord, Sending, UnitRecord, Use, is_held, pin, settle_pins
 
 Commands = list[Command]
-# In the place of a rule, for commands that a call of the user's asked for.
+# Instead of a rule, for commands that a call of the user's asked for.
 CALLED = "called"
 _NOTHING: Commands = []
 # States from which an all-gather can start, and states that the end of a backward frees.

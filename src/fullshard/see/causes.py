@@ -5,7 +5,7 @@ A message is hidden if it arrives before a wait for it begins. The cause of a wa
     peer      another rank sent its part after this rank needed the whole: no setting of messages helps
     first     the unit was gathered when it was needed, and nothing ran before it
     unplanned it was gathered when it was needed, because the order of units was not known (the first step)
-    queue     it was sent behind another message that took most of the time
+    queue     it was queued: another message before it took most of the time
     limit     a reduction was waited for to make room for the next one
     end       a reduction was waited for at the end of the backward, where no compute is left
     lead      it was issued before it was needed, but took longer than that
@@ -144,7 +144,7 @@ def _cause(rank: RankRecord, step: Step, message: Message, last: tuple[int, int]
         name = rank.name_of(before.unit)
         return (
             "queue",
-            f"sent behind {_named(before)} of {name}, which took {behind} more: fewer bytes, or a larger batch",
+            f"queued after {_named(before)} of {name}, which took {behind} more: fewer bytes, or a larger batch",
         )
     command = _issued_by(step, message)
     if command is not None and command.rule != "R3" and command.rule != "R9" and lead <= max(took / 10, _LEAST):

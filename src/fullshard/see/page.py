@@ -106,7 +106,7 @@ def _run(run: Run, number: int, step: int | None, rank: int | None, runs: Sequen
     open_ones = [str(each.header.rank) for each in run.ranks if not each.ended]
     if open_ones:
         parts.append(
-            f'<p class="warn">the record of ranks {", ".join(open_ones)} has no end: the run goes on, or was killed</p>'
+            f'<p class="warn">the record of ranks {", ".join(open_ones)} has no end: it runs, or was killed</p>'
         )
     parts += [
         f'<p class="warn">rank {each.header.rank}, step {failed.number}: {html.escape(failed.failed)}</p>'

@@ -14,7 +14,7 @@ from .record import Detail, Level, Step
 
 # Where the time of a step goes.
 COMPUTE, WAIT, HOST = "compute", "wait", "host"
-# A device that is less than this behind the host is waiting for it: about what a launch takes.
+# A device that is less than this late after the host is waiting for it: about what a launch takes.
 _LAG = 50_000
 
 

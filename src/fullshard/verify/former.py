@@ -79,7 +79,7 @@ class Fsdp1:
         policy = None
         if strategy.dtype is not None:
             policy = MixedPrecision(param_dtype=strategy.dtype, reduce_dtype=strategy.reduce_dtype)
-        on_cpu = setting.device == "cpu"  # where FSDP1 trains only if it is told to
+        on_cpu = setting.device == "cpu"  # where FSDP1 trains only if it is set to
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is FSDP1, and that it would rather have frozen parameters apart
             self.model: Any = FullyShardedDataParallel(

@@ -106,7 +106,7 @@ ORDER = (
     ),
     Case(
         "divergence/early_exit",
-        "rank 1 leaves the forward behind its first layer, once",
+        "rank 1 leaves the forward after its first layer, once",
         _disagree(r"layers\.[01]"),
         setup=Setup(loss=do.early_exit),
     ),
@@ -304,7 +304,7 @@ STANDING = (
     ),
     _one(
         "gradient_taken_away",
-        "rank 1 alone takes gradients away by hand between two micro-batches",
+        "rank 1 alone takes gradients away itself between two micro-batches",
         1,
         "batch #1",
         do.gradient_taken_away,

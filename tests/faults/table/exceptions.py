@@ -1,4 +1,4 @@
-"""Exceptions at every point of a step, on all ranks and on one: what is caught leaves nothing behind."""
+"""Exceptions at every point of a step, on all ranks and on one: what is caught leaves nothing."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ ALL = (
         "before_linear", "all ranks raise inside layers.1, before its second linear", 1, "before layers.1.down"
     ),
     _everywhere("before_head", "all ranks raise before the head, with all units recorded", 1, "before head"),
-    _everywhere(
-        "after_layer", "all ranks raise in a hook behind layers.2, which is freed already", 1, "after layers.2"
-    ),
-    _everywhere("after_embedding", "all ranks raise behind the embedding, the root full", 1, "after embedding"),
+    _everywhere("after_layer", "all ranks raise in a hook after layers.2, which is freed already", 1, "after layers.2"),
+    _everywhere("after_embedding", "all ranks raise after the embedding, the root full", 1, "after embedding"),
     _everywhere("loss", "all ranks raise between forward and backward", 1, "loss"),
     _everywhere("backward_root", "all ranks raise as the backward begins", 1, "backward "),
     _everywhere("backward_layer", "all ranks raise in the backward of layers.1", 1, "backward layers.1", fast=True),
     _everywhere("backward_linear", "all ranks raise in the backward inside layers.0", 1, "backward layers.0.up"),
     _everywhere("backward_embedding", "all ranks raise at the end of the backward", 1, "backward embedding"),
-    _everywhere("gradients", "all ranks raise behind backward, before the update", 1, "gradients"),
+    _everywhere("gradients", "all ranks raise after backward, before the update", 1, "gradients"),
     _everywhere("first_forward", "the very first forward raises", 0, "before layers.1"),
     _everywhere("first_backward", "the very first backward raises", 0, "backward layers.1"),
     Case(
@@ -78,11 +76,11 @@ ALL = (
     _everywhere(
         "tensor_hook", "a hook on a sharded parameter's gradient raises", 1, "step", do.grow("layers.1.up.weight")
     ),
-    _everywhere("accumulation_hook", "a hook behind accumulation of a gradient raises", 1, "step", do.post_hook),
+    _everywhere("accumulation_hook", "a hook after accumulation of a gradient raises", 1, "step", do.post_hook),
     _everywhere("module_backward_hook", "a full backward hook of a block raises", 1, "step", do.backward_hook),
     _everywhere("optimizer_hook", "a hook before the optimizer's update raises", 1, "step", do.optimizer_hook),
     _everywhere("evaluation", "an evaluation forward raises between steps", 1, "step", do.failing_evaluation("before")),
-    _everywhere("evaluation_after", "an evaluation raises behind a linear", 1, "loss", do.failing_evaluation("after")),
+    _everywhere("evaluation_after", "an evaluation raises after a linear", 1, "loss", do.failing_evaluation("after")),
     _everywhere("full_params", "a block inside full_params raises", 1, "step", do.in_full_params),
     _everywhere("unshard", "an exception between unshard and a forward", 1, "step", do.in_unshard),
     _everywhere("load_state_dict", "load_state_dict raises of missing keys", 1, "step", do.bad_load),
@@ -197,7 +195,7 @@ ONE = (
         fast=True,
     ),
     _one("first_forward", "rank 1 alone raises in the very first forward", 0, "before layers.1"),
-    _one("after_layer", "rank 1 alone raises behind layers.0", 1, "after layers.0"),
+    _one("after_layer", "rank 1 alone raises after layers.0", 1, "after layers.0"),
     _one(
         "backward_layer",
         "rank 1 alone raises in the backward of layers.1",
@@ -283,7 +281,7 @@ ONE = (
     ),
     _one(
         "guard_gradients",
-        "rank 1 alone raises behind its backward, inside a guard: no rank updates",
+        "rank 1 alone raises after its backward, inside a guard: no rank updates",
         1,
         "gradients",
         fast=True,

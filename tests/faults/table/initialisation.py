@@ -162,7 +162,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "init/loaded_everywhere",
-        "every rank has another seed, and loads the same checkpoint behind fully_shard",
+        "every rank has another seed, and loads the same checkpoint after fully_shard",
         Equal(),
         (at(-1, "built", do.build_anew), at(-1, "wrapped", do.loaded_everywhere)),
     ),
@@ -212,7 +212,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "init/assign_behind_optimizer",
-        "load_state_dict(assign=True) of equal values, behind an optimizer",
+        "load_state_dict(assign=True) of equal values, after an optimizer",
         Equal(),
         (at(-1, "ready", do.optimizer_then_assign),),
         also=Raises("RuntimeError", ("parameter", "optimizer|AdamW")),
@@ -229,7 +229,7 @@ CASES: tuple[Case, ...] = (
     ),
     _refused(
         "parameter_replaced",
-        "a plain parameter takes the place of a sharded one",
+        "a plain parameter replaces a sharded one",
         "ready",
         do.parameter_replaced,
         "RuntimeError",
@@ -256,7 +256,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "init/tied_behind",
-        "two parameters of the root are tied behind fully_shard",
+        "two parameters of the root are tied after fully_shard",
         PLAIN,
         (at(-1, "wrapped", do.tied_behind),),
         also=Raises("RuntimeError", (r"head\.weight", "tie|before fully_shard|replaced|assign")),

@@ -77,7 +77,7 @@ LEGAL = (
     ),
     _deed(
         "edited_root_weight",
-        "the root's head is edited behind an evaluation",
+        "the root's head is edited after an evaluation",
         1,
         "step",
         lambda run: (run.look(), do.halve("head.weight")(run), run.look()) and None,
@@ -85,13 +85,13 @@ LEGAL = (
     _deed("data_in_place", "`p.data *= ...` between steps", 1, "step", do.halve_data_in_place("layers.1.up.weight")),
     _deed(
         "swapped_after_evaluation",
-        "weights are swapped behind an evaluation, and back",
+        "weights are swapped after an evaluation, and back",
         1,
         "step",
         do.swap_after_evaluation,
         fast=True,
     ),
-    _deed("average", "an average of weights is evaluated in their place", 1, "step", do.average),
+    _deed("average", "an average of weights is evaluated instead of them", 1, "step", do.average),
     _deed("functional_call", "functional_call with other weights", 1, "step", do.average_call),
     _deed(
         "optimizer_after_evaluation",
@@ -130,9 +130,11 @@ LEGAL = (
     ),
     _deed("unshard_twice", "unshard and reshard, each twice", 1, "step", do.unshard_twice),
     _deed("load_plain", "a state dict of plain full tensors is loaded between steps", 1, "step", do.load_plain),
-    _deed("gradient_by_hand", "gradients are scaled and taken away by hand", 1, "gradients", do.gradient_by_hand),
+    _deed(
+        "gradient_by_hand", "gradients are scaled and taken away by the program", 1, "gradients", do.gradient_by_hand
+    ),
     _deed("torch_clip", "torch's clip_grad_norm_ between backward and update", 1, "gradients", do.torch_s_clip),
-    _deed("double", "the model is converted to float64 behind fully_shard", -1, "ready", do.to_double),
+    _deed("double", "the model is converted to float64 after fully_shard", -1, "ready", do.to_double),
     _deed("hook_that_changes", "a forward hook of the user's changes a block's output", -1, "ready", do.doubling_hook),
     _deed("zero_grad_in_between", "model.zero_grad() between forward and backward", 1, "loss", do.zero_between),
 )

@@ -159,7 +159,7 @@ BAD = (
     ),
     Case(
         "numbers/counted",
-        "a bad element is counted, mended by hand, and trained on",
+        "a bad element is counted, repaired by the program, and trained on",
         Equal(),
         (at(1, "gradients", do.counted),),
     ),
@@ -173,7 +173,7 @@ BAD = (
     ),
     Case(
         "numbers/scaler_check",
-        "GradScaler and the check behind unscale_",
+        "GradScaler and the check after unscale_",
         Equal(),
         setup=Setup(scaler=True, finite="raise"),
     ),

@@ -34,9 +34,9 @@ CASES: tuple[Case, ...] = (
     _dies("killed_in_forward", "rank 1 is killed in the forward of layers.1", 1, "before layers.1"),
     _dies("killed_in_backward", "rank 1 is killed in the backward of layers.1", 1, "backward layers.1", fast=True),
     _dies("killed_before_update", "rank 1 is killed between backward and update", 1, "gradients"),
-    _dies("killed_behind_update", "rank 1 is killed behind its update", 1, "updated"),
+    _dies("killed_behind_update", "rank 1 is killed after its update", 1, "updated"),
     _dies("killed_in_first_forward", "rank 1 is killed in the very first forward", 0, "before layers.0"),
-    _dies("killed_before_first_forward", "rank 1 is killed behind fully_shard", -1, "ready"),
+    _dies("killed_before_first_forward", "rank 1 is killed after fully_shard", -1, "ready"),
     _dies(
         "killed_in_recomputation",
         "rank 1 is killed while it recomputes a block",
@@ -120,7 +120,7 @@ CASES: tuple[Case, ...] = (
         setup=OF_3,
     ),
     _harmless(
-        "stopped_for_a_while", "rank 1 is stopped for three seconds and goes on", 1, "before layers.1", stop_for(3.0)
+        "stopped_for_a_while", "rank 1 is stopped for three seconds and continues", 1, "before layers.1", stop_for(3.0)
     ),
     _harmless("slow_forward", "rank 1 needs four seconds for a forward", 1, "before layers.1", stall=4.0, fast=True),
     _harmless("slow_backward", "rank 1 needs four seconds for a backward", 1, "backward layers.1", stall=4.0),

@@ -117,7 +117,7 @@ COLLECTIVES = (
     *_fates("materialize", "materialize", (-1, "wrapped"), do.materialize, before=META),
     _fate(
         "materialize_left_out",
-        "rank 1 writes values by hand where the others call materialize",
+        "rank 1 writes values itself where the others call materialize",
         (-1, "wrapped"),
         do.write_values,
         None,

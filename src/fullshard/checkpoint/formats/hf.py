@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class SafetensorsWriter:
-    """Writes the announced tensors in order to `path`; the file appears there only when all are written.
+    """Writes the announced tensors to `path`, in order; the file appears there only when all are written.
 
     Until then the bytes are in `path` + ".part", which is removed if the `with` block ends with an exception. Raises
     `ValueError` for a dtype that the format does not have.

@@ -1,4 +1,4 @@
-"""Names of parameters: conversion rules between programs, and the names behind an optimizer's parameter numbers.
+"""Names of parameters: conversion rules between programs, and the names of an optimizer's numbered parameters.
 
 A rule renames every part of a key's path that is a parameter's name. So the optimizer's state of a parameter, at
 `("optimizer", "state", name, "exp_avg")`, follows it.

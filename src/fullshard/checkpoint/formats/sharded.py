@@ -230,7 +230,7 @@ def load_full(
 
     The file is mapped and each rank reads its rows: no communication, and memory only for one rank's part of the state
     besides the model. All or nothing, like `load_into`. `allow_torch_save`: the file is a pickle, read through
-    `weights_only`; pass True for files that you trust. `optimizer_names`: the names behind the parameter numbers of a
+    `weights_only`; pass True for files that you trust. `optimizer_names`: the names for the parameter numbers of a
     file with torch's own `optimizer.state_dict()`; `formats.optimizer_names(model, optimizers)` if that program built
     its optimizer in the same order. The optimizer need not have stepped.
     """

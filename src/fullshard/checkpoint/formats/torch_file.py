@@ -70,7 +70,7 @@ class TorchSource(LeavesSource):
     """The file `path`, mapped into memory, so that unused parts are not read.
 
     `allow`: False rejects every such file. They are pickles; torch's `weights_only` reader only builds tensors and
-    plain values, but it has had flaws that let a file run code. `optimizer_names`: the names behind the parameter
+    plain values, but it has had flaws that let a file run code. `optimizer_names`: the names for the parameter
     numbers of the file's optimizers (`names.with_names`). Raises `TorchSaveRefused`, `ShardedTensorCheckpoint` for one
     rank's part of a sharded state, and `CheckpointMismatch` for names that do not fit.
     """

@@ -150,7 +150,7 @@ MIXED_PRECISION = (
         "cast_forward_inputs",
         EQUIVALENT,
         "cast_forward_inputs",
-        "each unit casts its floating inputs unless told not to; FSDP1 casts at the root alone by default",
+        "each unit casts its floating inputs unless set otherwise; FSDP1 casts at the root alone by default",
     ),
     Row(
         "cast_root_forward_inputs",
@@ -221,8 +221,8 @@ DDP = (
     Row("skip_all_reduce_unused_params", DROPPED, "", "what no rank used is not reduced"),
     Row("batched_grad_copy", DROPPED, "", "gradients are views of one buffer already"),
     Row("forward_sync_buffers", EQUIVALENT, "", "see broadcast_buffers"),
-    Row("delay_all_reduce_named_params", UNSUPPORTED, "", "use ignored_params, and reduce these by hand"),
-    Row("param_to_hook_all_reduce", UNSUPPORTED, "", "use ignored_params, and reduce these by hand"),
+    Row("delay_all_reduce_named_params", UNSUPPORTED, "", "use ignored_params, and reduce these in your own code"),
+    Row("param_to_hook_all_reduce", UNSUPPORTED, "", "use ignored_params, and reduce these in your own code"),
     Row("mixed_precision", UNSUPPORTED, "", "write mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)"),
 )
 

@@ -14,7 +14,7 @@ from .flow import DDP, FSDP1, Flow
 from .plan import NewCall, Of, Part, Plan, Wrapping
 from .project import File, Name, Project
 from .states import States
-from .wrapping import ByHand, Wrappings, by_hand, new_offload, new_precision
+from .wrapping import ManualChange, Wrappings, manual_change, new_offload, new_precision
 
 _CLASS = "FullyShardedDataParallel"
 _OPTIMIZER_STATES = ("optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")
@@ -52,19 +52,19 @@ class Calls:
         return self.plan
 
     def _try(self, node: cst.CSTNode, key: str, decision: Callable[[], object]) -> bool:
-        """Decide; where that has to be done by hand, leave everything as it is and say so."""
+        """Decide; where that the user has to decide, leave everything as it is and say so."""
         plan = self.plan
         before = {name: copy.copy(value) for name, value in vars(plan).items() if name != "file"}
         try:
             decision()
             return True
-        except ByHand as error:
+        except ManualChange as error:
             vars(plan).update(before)
-            by_hand(plan, node, key, str(error))
+            manual_change(plan, node, key, str(error))
             return False
         except KeyError as error:
             vars(plan).update(before)
-            by_hand(plan, node, key, f"expected the argument {error.args[0]}")
+            manual_change(plan, node, key, f"expected the argument {error.args[0]}")
             return False
 
     # ---- calls ---------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Calls:
         elif isinstance(call.func, cst.Attribute):
             self._method(call, call.func)
         elif self.project.is_ambiguous(self.file, call.func):
-            by_hand(
+            manual_change(
                 self.plan, call, self.file.code(call.func), "this name may be torch's or another; import one of them"
             )
 
@@ -148,17 +148,19 @@ class Calls:
         while not isinstance(node, cst.SimpleStatementLine):
             node = self.file.parents[node]
             if isinstance(node, (cst.IfExp, cst.Lambda, cst.BaseComp, cst.BooleanOperation)):
-                raise ByHand("it is wrapped inside an expression that need not run; write it as a statement of its own")
+                raise ManualChange(
+                    "it is wrapped inside an expression that need not run; write it as a statement of its own"
+                )
             if isinstance(node, (cst.SimpleStatementSuite, cst.FunctionDef, cst.ClassDef, cst.Module)):
-                raise ByHand("it is wrapped where no line can go before it; write it as a statement of its own")
+                raise ManualChange("it is wrapped where no line can go before it; write it as a statement of its own")
         if len(node.body) != 1 or node in self.plan.wrappings:
-            raise ByHand("several models are wrapped in one line; wrap each in a line of its own")
+            raise ManualChange("several models are wrapped in one line; wrap each in a line of its own")
         target = _assigns(node, made.old)
         returned = isinstance(node.body[0], cst.Return) and node.body[0].value is made.old
         if made.subject is None and not target and not returned:
-            raise ByHand("the model has no name where it is wrapped; give it one before")
+            raise ManualChange("the model has no name where it is wrapped; give it one before")
         if made.after and not (target or returned or made.subject is not None):
-            raise ByHand("the model is used in the line that wraps it; wrap it in a line of its own")
+            raise ManualChange("the model is used in the line that wraps it; wrap it in a line of its own")
         made.at = node
 
     def _rebind(self, made: Wrapping) -> None:
@@ -191,7 +193,9 @@ class Calls:
         inner = call.with_changes(args=[cst.Arg(cst.Name("module")), *call.args[1:]])
         made = self.wrappings.fsdp1(inner)
         if made.takes_lines:
-            raise ByHand("a partial of FullyShardedDataParallel with a policy: write a function that shards the units")
+            raise ManualChange(
+                "a partial of FullyShardedDataParallel with a policy: write a function that shards the units"
+            )
         function = cst.Name(self.plan.use(made.function))
         self.plan.calls[call] = NewCall(self.file.code(call.func), (Part("", function), *made.options))
         self._handle(call.args[0].value)
@@ -223,13 +227,13 @@ class Calls:
             elif method == "state_dict":
                 self._try(call, method, lambda: self.states.model_state(call, model, kind))
             elif method in ("register_comm_hook", "join"):
-                by_hand(self.plan, call, f"{method}()", row("calls", f"{method}()").reason)
+                manual_change(self.plan, call, f"{method}()", row("calls", f"{method}()").reason)
             elif kind == FSDP1 and method == "clip_grad_norm_":
                 self._clip(call, model, list(call.args))
             elif kind == FSDP1 and method in _CLASS_METHODS:
                 self._class_method(call, method)
         elif method == "no_sync" and not call.args and not kind and self._may_be_wrapped(model):
-            by_hand(self.plan, call, "no_sync()", f"whether {self.file.code(model)} is sharded was not found out")
+            manual_change(self.plan, call, "no_sync()", f"whether {self.file.code(model)} is sharded was not found out")
 
     def _may_be_wrapped(self, node: cst.BaseExpression) -> bool:
         """Whether the program wraps models at all, and this is a variable of its own."""
@@ -273,9 +277,9 @@ class Calls:
             self.plan.say_verdict(call, "fsdp_modules()", EXACT, "sharded modules have this class")
         elif method == "state_dict_type":
             if not isinstance(self.file.parents.get(call), cst.WithItem):
-                by_hand(self.plan, call, method, "expected it in a with statement")
+                manual_change(self.plan, call, method, "expected it in a with statement")
         else:
-            by_hand(self.plan, call, f"{_CLASS}.{method}", "there is no counterpart")
+            manual_change(self.plan, call, f"{_CLASS}.{method}", "there is no counterpart")
 
     def _state(self, call: cst.Call, decision: Callable[[], None]) -> None:
         decision()
@@ -285,10 +289,10 @@ class Calls:
         names = ("module", "recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
         given = dict(self.wrappings.arguments(call, names))
         if "module" not in given:
-            raise ByHand("expected the model as first argument")
+            raise ManualChange("expected the model as first argument")
         grads = given.pop("with_grads", None)
         if grads is not None and self.file.code(grads) != "False":
-            raise ByHand("gradients are not gathered with the parameters; take parameter.grad.full_tensor()")
+            raise ManualChange("gradients are not gathered with the parameters; take parameter.grad.full_tensor()")
         parts = [Part("" if name == "module" else name, value) for name, value in given.items()]
         if "writeback" not in given:
             parts.append(Part("writeback", "True"))
@@ -330,10 +334,10 @@ class Calls:
         args = [a for a in call.args if a.keyword is None or a.keyword.value != "wrapper_cls"]
         wrapper = next((a.value for a in call.args if a.keyword is not None and a.keyword.value == "wrapper_cls"), None)
         if wrapper is None or self.flow.maker(self.file, wrapper) != FSDP1:
-            raise ByHand("expected wrapper_cls=FullyShardedDataParallel")
+            raise ManualChange("expected wrapper_cls=FullyShardedDataParallel")
         made = self.wrappings.fsdp1(call.with_changes(args=[cst.Arg(module), *args]))
         if made.takes_lines:
-            raise ByHand("a policy or sync_module_states inside of enable_wrap; wrap the model by itself")
+            raise ManualChange("a policy or sync_module_states inside of enable_wrap; wrap the model by itself")
         return made
 
     def _wrapped_inside(self, call: cst.Call) -> None:
@@ -348,7 +352,9 @@ class Calls:
                     self._replace(call, NewCall(self.plan.use(made.function), parts))
                     return
             around = self.file.above(around, cst.With)
-        raise ByHand("found no enable_wrap around it in this function; shard the module where the settings are known")
+        raise ManualChange(
+            "found no enable_wrap around it in this function; shard the module where the settings are known"
+        )
 
     def _class(self, node: cst.ClassDef) -> None:
         """A subclass of FSDP1 that only passes settings becomes a function."""
@@ -359,7 +365,7 @@ class Calls:
     def _subclass(self, node: cst.ClassDef) -> None:
         call = _only_super_init(node)
         if call is None and not _is_bare(node):
-            raise ByHand(
+            raise ManualChange(
                 f"{node.name.value} derives from FullyShardedDataParallel; there is no class to derive from: move "
                 f"its methods to the model, and shard that"
             )
@@ -368,7 +374,7 @@ class Calls:
         else:
             made = self.wrappings.fsdp1(call)
             if made.subject is None or made.after:
-                raise ByHand(
+                raise ManualChange(
                     f"{node.name.value}.__init__ does more than passing settings; write a function that shards"
                 )
             self.plan.functions[node] = made
@@ -443,7 +449,9 @@ class Calls:
         elif isinstance(parent, cst.Call) and parent.func is node:
             return  # decided, or left with a reason
         else:
-            by_hand(self.plan, node, path, "the class itself is used as a value; what it is for was not found out")
+            manual_change(
+                self.plan, node, path, "the class itself is used as a value; what it is for was not found out"
+            )
 
     def _drop_variables(self) -> None:
         """Policies and settings that nothing uses any more go away, with all names in them."""

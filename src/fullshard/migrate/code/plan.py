@@ -13,7 +13,7 @@ from .project import File
 
 @dataclass(frozen=True)
 class Of:
-    """An old expression with text behind it: `Of(model, ".parameters()")`. With its own changes."""
+    """An old expression with text after it: `Of(model, ".parameters()")`. With its own changes."""
 
     node: cst.BaseExpression
     suffix: str

@@ -249,7 +249,7 @@ def _read(path: Path, module: str) -> File:
         line = (error.context or "").strip().splitlines()
         shown = f", in {line[0].strip()!r}" if line else ""
         raise MigrationError(
-            f"{path}:{error.raw_line}:{error.raw_column + 1}: a syntax error{shown}; mend it first"
+            f"{path}:{error.raw_line}:{error.raw_column + 1}: a syntax error{shown}; fix it first"
         ) from None
     except (SyntaxError, LookupError, ValueError) as error:
         raise MigrationError(f"{path}: expected a Python program, found text that is not one: {error}") from error

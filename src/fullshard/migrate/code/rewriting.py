@@ -183,7 +183,7 @@ class _Rewriter(cst.CSTTransformer):
         return ""
 
     def _with(self, old: cst.With, new: cst.With) -> Any:
-        """Without the items that go away; without any, its body in its place."""
+        """Without the items that go away; without any, its body instead."""
         left = [item for before, item in zip(old.items, new.items, strict=True) if before not in self.plan.removed]
         if len(left) == len(old.items):
             return new

@@ -10,7 +10,7 @@ from ..verdict import EQUIVALENT
 from .arguments import row
 from .flow import FSDP1, Flow
 from .plan import NewCall, Part, Plan
-from .wrapping import ByHand, Wrappings
+from .wrapping import ManualChange, Wrappings
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
@@ -35,31 +35,31 @@ class States:
 
     def context(self, item: cst.WithItem, block: cst.With) -> None:
         """`with FSDP.state_dict_type(model, type, ...):` goes away; the calls inside say what they want. Raises
-        `ByHand`."""
+        `ManualChange`."""
         call = item.item
         assert isinstance(call, cst.Call)
         if item.asname is not None:
-            raise ByHand("the settings that state_dict_type gives have no counterpart")
+            raise ManualChange("the settings that state_dict_type gives have no counterpart")
         found = self._type(call)
         if found.name == LOCAL:
-            raise ByHand(row("calls", "state_dict_type(LOCAL_STATE_DICT)").reason)
+            raise ManualChange(row("calls", "state_dict_type(LOCAL_STATE_DICT)").reason)
         if not self._uses(block):
-            raise ByHand("its state dicts are made in other functions; move state_dict_type there")
+            raise ManualChange("its state dicts are made in other functions; move state_dict_type there")
         self.plan.removed.add(item)
         self.plan.say(call, row("calls", f"state_dict_type({found.name})"), key="state_dict_type", value=found.name)
 
     def statement(self, call: cst.Call) -> None:
-        """`FSDP.set_state_dict_type(model, type, ...)` goes away. Raises `ByHand`."""
+        """`FSDP.set_state_dict_type(model, type, ...)` goes away. Raises `ManualChange`."""
         found = self._type(call)
         if found.name == LOCAL:
-            raise ByHand(row("calls", "state_dict_type(LOCAL_STATE_DICT)").reason)
+            raise ManualChange(row("calls", "state_dict_type(LOCAL_STATE_DICT)").reason)
         line = self.file.above(call, cst.SimpleStatementLine)
         if (
             not isinstance(line, cst.SimpleStatementLine)
             or len(line.body) != 1
             or not isinstance(line.body[0], cst.Expr)
         ):
-            raise ByHand("what set_state_dict_type returns has no counterpart")
+            raise ManualChange("what set_state_dict_type returns has no counterpart")
         self.plan.removed.add(line)
         self.plan.say(call, row("calls", f"state_dict_type({found.name})"), key="set_state_dict_type", value=found.name)
 
@@ -82,7 +82,7 @@ class States:
         node = given.get("state_dict_type")
         name = "" if node is None else self.wrappings.constant(node).rpartition(".")[2]
         if name not in (FULL, SHARDED, LOCAL):
-            raise ByHand(
+            raise ManualChange(
                 "the type is not known before it runs; write StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT"
             )
         return StateType(name, self._on_rank0(given.get("state_dict_config")), written)
@@ -108,7 +108,7 @@ class States:
         return offload and rank0
 
     def type_at(self, node: cst.CSTNode) -> StateType:
-        """The type that holds at this call. Raises `ByHand`."""
+        """The type that holds at this call. Raises `ManualChange`."""
         around = self.file.above(node, cst.With)
         while isinstance(around, cst.With):
             for item in around.items:
@@ -138,7 +138,7 @@ class States:
     def model_state(self, call: cst.Call, model: cst.BaseExpression, kind: str) -> None:
         """`model.state_dict()` of a model that FSDP1 or DDP wraps."""
         if call.args:
-            raise ByHand("expected state_dict() without arguments")
+            raise ManualChange("expected state_dict() without arguments")
         found = self.type_at(call) if kind == FSDP1 else StateType(FULL, False, False)
         if found.name == SHARDED:
             return
@@ -157,7 +157,7 @@ class States:
         """`FSDP.optim_state_dict(model, optimizer)` and its older forms."""
         given = dict(self.wrappings.arguments(call, ("model", "optim")))
         if not {"model", "optim"} <= given.keys():
-            raise ByHand("expected a model and an optimizer")
+            raise ManualChange("expected a model and an optimizer")
         found = self.type_at(call)
         if method == "full_optim_state_dict":
             found = StateType(FULL, True, True)
@@ -173,11 +173,13 @@ class States:
         """`FSDP.optim_state_dict_to_load(model, optimizer, state)`, and the `load_state_dict` that takes it."""
         given = dict(self.wrappings.arguments(call, ("model", "optim", "optim_state_dict")))
         if not {"model", "optim", "optim_state_dict"} <= given.keys():
-            raise ByHand("expected a model, an optimizer and its state")
+            raise ManualChange("expected a model, an optimizer and its state")
         full = self.type_at(call).name == FULL
         loads = self._loads(call)
         if not loads:
-            raise ByHand("found no optimizer.load_state_dict of its result beside it; use set_optimizer_state_dict")
+            raise ManualChange(
+                "found no optimizer.load_state_dict of its result beside it; use set_optimizer_state_dict"
+            )
         for load in loads:
             state = given["optim_state_dict"] if load.args[0].value is call else load.args[0].value
             parts = [Part("", given["model"]), Part("", given["optim"]), Part("", state)]

@@ -15,7 +15,7 @@ from .project import Project
 _NUMEL = "sum(p.numel() for p in {module}.parameters() if not isinstance(p, DTensor))"
 
 
-class ByHand(Exception):
+class ManualChange(Exception):
     """The call stays as it is; the text says why."""
 
 
@@ -31,7 +31,7 @@ class Wrappings:
     # ---- settings ------------------------------------------------------------------------------------------------
 
     def fsdp1(self, call: cst.Call, positions: Sequence[str] = tables.FSDP1_ARGUMENTS) -> Wrapping:
-        """Of `FullyShardedDataParallel(...)`. Raises `ByHand`."""
+        """Of `FullyShardedDataParallel(...)`. Raises `ManualChange`."""
         given = dict(self.arguments(call, positions))
         wrapping = self._start(call, given, "fully_shard")
         strategy = self._strategy(call, given, wrapping)
@@ -46,7 +46,7 @@ class Wrappings:
         return wrapping
 
     def ddp(self, call: cst.Call) -> Wrapping:
-        """Of `DistributedDataParallel(...)`. Raises `ByHand`."""
+        """Of `DistributedDataParallel(...)`. Raises `ManualChange`."""
         given = dict(self.arguments(call, tables.DDP_ARGUMENTS))
         wrapping = self._start(call, given, "fully_shard")
         known = {each.old: each for each in tables.DDP}
@@ -60,7 +60,7 @@ class Wrappings:
             if name == "module":
                 continue
             if name not in known:
-                raise ByHand(f"DistributedDataParallel has no argument {name}")
+                raise ManualChange(f"DistributedDataParallel has no argument {name}")
             text = self.text(value)
             if name in ("process_group", "device_mesh") and text != "None":
                 self._mesh(wrapping, name, value)
@@ -70,7 +70,7 @@ class Wrappings:
 
     def _start(self, call: cst.Call, given: dict[str, cst.BaseExpression], function: str) -> Wrapping:
         if "module" not in given:
-            raise ByHand("expected the model as first argument")
+            raise ManualChange("expected the model as first argument")
         value = given["module"]
         plain = isinstance(value, cst.Name) or (isinstance(value, cst.Attribute) and _is_chain(value))
         return Wrapping(call, function, value, self.text(value) if plain else None)
@@ -80,7 +80,7 @@ class Wrappings:
             if argument.star == "**":
                 yield from self._entries(argument.value)
             elif argument.star:
-                raise ByHand(f"what is in *{self.text(argument.value)} is not known before it runs")
+                raise ManualChange(f"what is in *{self.text(argument.value)} is not known before it runs")
             elif argument.keyword is not None:
                 yield argument.keyword.value, argument.value
             elif i < len(positions):
@@ -100,7 +100,7 @@ class Wrappings:
                 if argument.keyword is not None:
                     yield argument.keyword.value, argument.value
         else:
-            raise ByHand(f"what is in **{self.text(node)} is not written in one place; pass the settings by name")
+            raise ManualChange(f"what is in **{self.text(node)} is not written in one place; pass the settings by name")
         if isinstance(node, cst.Name):
             self._forget(node)
 
@@ -111,7 +111,9 @@ class Wrappings:
         name = self.constant(node)
         known = {each.old.partition("=")[2]: each for each in tables.STRATEGIES}
         if name.rpartition(".")[2] not in known:
-            raise ByHand(f"sharding_strategy={self.text(node)} is not known before it runs; write the strategy itself")
+            raise ManualChange(
+                f"sharding_strategy={self.text(node)} is not known before it runs; write the strategy itself"
+            )
         name = name.rpartition(".")[2]
         self.plan.say(node, known[name], name)
         if name == "NO_SHARD":
@@ -124,7 +126,9 @@ class Wrappings:
         if "device_mesh" in given:
             return
         if "process_group" in given:
-            raise ByHand("hybrid sharding over two process groups: pass device_mesh=init_device_mesh(...) instead")
+            raise ManualChange(
+                "hybrid sharding over two process groups: pass device_mesh=init_device_mesh(...) instead"
+            )
         mesh = self.plan.fresh("mesh", "hybrid_mesh")
         world = f"{self.plan.use('distributed', 'torch')}.get_world_size()"
         self.plan.imports.add(("os", ""))
@@ -142,7 +146,7 @@ class Wrappings:
         text = self.text(value)
         say, options = self.plan.say, wrapping.options
         if name not in tables.FSDP1_ARGUMENTS:
-            raise ByHand(f"FullyShardedDataParallel has no argument {name}")
+            raise ManualChange(f"FullyShardedDataParallel has no argument {name}")
         if name == "backward_prefetch":
             constant = self.constant(value).rpartition(".")[2] or text
             rows = {each.old: each for each in tables.FSDP1}
@@ -155,7 +159,7 @@ class Wrappings:
             wrapping.units = self.units(value)
         elif name == "sync_module_states":
             if text != "True":
-                raise ByHand(f"sync_module_states={text} is not known before it runs; write True or False")
+                raise ManualChange(f"sync_module_states={text} is not known before it runs; write True or False")
             wrapping.before.append(f"{self.plan.use('sync_module_states')}({{model}})")
         elif name == "param_init_fn":
             if "sync_module_states" not in given:  # which fills what is on the meta device by itself
@@ -201,7 +205,9 @@ class Wrappings:
             wrapping.options.append(Part("mesh", value))
             return
         if isinstance(value, cst.Tuple):
-            raise ByHand("hybrid sharding over two process groups: pass device_mesh=init_device_mesh(...) instead")
+            raise ManualChange(
+                "hybrid sharding over two process groups: pass device_mesh=init_device_mesh(...) instead"
+            )
         mesh = self.plan.use("DeviceMesh", "torch.distributed.device_mesh")
         wrapping.options.append(Part("mesh", f'{mesh}.from_group({self.text(value)}, "{self.device}")'))
 
@@ -226,7 +232,7 @@ class Wrappings:
     # ---- policies ------------------------------------------------------------------------------------------------
 
     def units(self, node: cst.BaseExpression) -> Units:
-        """The units that a wrap policy chooses. Raises `ByHand`."""
+        """The units that a wrap policy chooses. Raises `ManualChange`."""
         found = self.value_of(node)
         if isinstance(node, cst.Name) and found is not node:
             self._forget(node)
@@ -242,7 +248,7 @@ class Wrappings:
             numel = _NUMEL.replace("DTensor", self.plan.use("DTensor", "torch.distributed.tensor"))
             called = f"{self.text(found)}(module={{module}}, recurse=False, nonwrapped_numel={numel})"
             return Units(f"{{module}} is not {{model}} and {called}", True)
-        raise ByHand(f"auto_wrap_policy={self.text(node)} is not known before it runs; shard the units in a loop")
+        raise ManualChange(f"auto_wrap_policy={self.text(node)} is not known before it runs; shard the units in a loop")
 
     def _made_policy(self, call: cst.Call) -> Units:
         name = self.project.resolve(self.file, call.func)
@@ -269,7 +275,7 @@ class Wrappings:
             numel = _NUMEL.replace("DTensor", self.plan.use("DTensor", "torch.distributed.tensor"))
             called = f"{self.text(call)}(module={{module}}, recurse=False, nonwrapped_numel={numel})"
             return Units(f"{{module}} is not {{model}} and {called}", True)
-        raise ByHand(f"auto_wrap_policy={self.text(call)} is not one of torch's; shard the units in a loop")
+        raise ManualChange(f"auto_wrap_policy={self.text(call)} is not one of torch's; shard the units in a loop")
 
     def _by_class(self, node: cst.BaseExpression) -> Units:
         found = self.value_of(node)
@@ -330,7 +336,7 @@ def new_precision(wrappings: Wrappings, call: cst.Call) -> NewCall:
     for name, value in given.items():
         text = wrappings.text(value)
         if name not in known:
-            raise ByHand(f"MixedPrecision has no argument {name}")
+            raise ManualChange(f"MixedPrecision has no argument {name}")
         if name in ("param_dtype", "reduce_dtype"):
             parts.append(Part(name, value))
         elif name == "cast_forward_inputs" or (name == "cast_root_forward_inputs" and text == "False"):
@@ -359,7 +365,7 @@ def new_offload(wrappings: Wrappings, call: cst.Call) -> NewCall | str:
     return f"({plan.use('CPUOffloadPolicy')}() if {text} else {plan.use('OffloadPolicy')}())"
 
 
-def by_hand(plan: Plan, node: cst.CSTNode, key: str, why: str) -> None:
+def manual_change(plan: Plan, node: cst.CSTNode, key: str, why: str) -> None:
     """Say that something stays as it is."""
     plan.say_verdict(node, key, UNSUPPORTED, why)
 

@@ -1,7 +1,7 @@
 """Accelerate's YAML, and the `fsdp_config` of transformers' Trainer, whose keys are the same without a prefix.
 
 Sources: Accelerate 1.15, transformers 5 (documentation and dataclasses of the plugin). Versions 1 and 2 of the plugin
-differ in defaults: version 1 keeps full state dicts, and wraps nothing unless it is told to.
+differ in defaults: version 1 keeps full state dicts, and wraps nothing unless it is set to.
 """
 
 from __future__ import annotations

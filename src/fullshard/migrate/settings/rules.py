@@ -79,8 +79,8 @@ class Format:
 
 
 def matches(when: Any, value: Any) -> bool:
-    """Whether a case is for this value. Texts are compared without case, and "true" is true, as in YAML written by
-    hand."""
+    """Whether a case is for this value. Texts are compared without case, and "true" is true, as in YAML that a person
+    wrote."""
     if isinstance(when, str) and when in KINDS:
         whole = isinstance(value, int) and not isinstance(value, bool) or isinstance(value, str) and value.isdigit()
         return {
