@@ -34,7 +34,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import facts
-from fullshard.train.model import Llama, LlamaShape, recompute_blocks
+from fullshard import checkpoint_activations
+from fullshard.train.model import Llama, LlamaShape
 
 # The trainer's defaults; and what seed 002 speaks of: 32 layers, width 4096, 32 sequences of 2048 tokens (Llama-2-7B).
 TRAINER = LlamaShape(vocab=256, layers=4, dim=128, heads=4, kv_heads=2, ffn_dim=352, context=128)
@@ -118,7 +119,7 @@ def count(shape: LlamaShape, sequences: int, dtype: torch.dtype, recompute: str)
         for name, buffer in model.named_buffers():  # angles stay in float32, as under mixed precision
             model.get_submodule(name.rpartition(".")[0]).register_buffer(name.rpartition(".")[2], buffer.float())
         if recompute != "none":
-            recompute_blocks(model.layers)
+            checkpoint_activations(model, "classes", classes=["Block"])
         tokens = torch.zeros(sequences, shape.context, dtype=torch.int64)
         x = torch.zeros(sequences, shape.context, shape.dim, dtype=dtype, requires_grad=True)
         with Kept(model) as of_block:

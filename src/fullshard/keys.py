@@ -137,6 +137,8 @@ def _kinds(key: Field[Any]) -> list[str]:
 def _nearest_value(key: Field[Any], value: Any) -> str:
     """For a value of the wrong type: the same value in the right type if that is obvious, else the default."""
     kinds, text = _kinds(key), str(value).strip()
+    if _SYNONYMS.get(text.lower(), "") in key.metadata["words"]:
+        return show(_SYNONYMS[text.lower()])
     if isinstance(value, str) and (close := difflib.get_close_matches(value, key.metadata["words"], n=1)):
         return show(close[0])
     if "int" in kinds and isinstance(value, float) and abs(value) < 2**53:

@@ -183,6 +183,30 @@ def test_bitwise_same_run_with_sums_in_float64(world: int) -> None:
     assert figures(found.records) == figures(expected.records)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (
+            "parallelism.reshard_after_forward=2",
+            "parallelism.cpu_offload=true",
+            "training.recompute=block",
+            "training.recompute_every=2",
+            'training.recompute_save=["aten.mm"]',
+        ),
+        pytest.param(
+            ("parallelism.data_parallel_shard_degree=2", "parallelism.data_parallel_replicate_degree=-1"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_decides_memory_and_messages_changes_no_bit(settings: tuple[str, ...]) -> None:
+    exact = "precision.reduce=float64"
+    found, expected = run_on(4, exact, *settings), run_on(4, exact)
+    assert_equal(found.parameters, expected.parameters)
+    assert_equal(found.moments, expected.moments)
+    assert figures(found.records) == figures(expected.records)
+
+
 def not_finite(rank: int, config: Config) -> tuple[str, bool]:
     """What the step says whose gradient is not finite, and whether a parameter changed."""
     trainer = trainer_of(rank, config)

@@ -44,7 +44,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "verify": frozenset({"", "program", "rounding"}),
     # Pure but for `facts`, which knows programs, and `tape`, which watches what torch dispatches.
     "plan": frozenset({"layout", "schedule", "program", "_torch"}),
-    "train": frozenset({"", "checkpoint", "program", "keys", "observe", "plan"}),
+    # `--from` reads what `fullshard migrate` reads.
+    "train": frozenset({"", "checkpoint", "program", "keys", "observe", "plan", "migrate"}),
     # Reads reports and layouts; the probe sends messages as the engine does.
     "doctor": frozenset({"", "program", "observe", "comm", "_torch"}),
     "_public": frozenset({"api", "policy", "extras", "observe", "checkpoint", "program", "migrate"}),

@@ -16,11 +16,11 @@ run.dir
 model.layers model.dim model.heads model.kv_heads model.ffn_dim model.tie_embeddings model.rope_theta model.norm_eps
 training.steps training.global_batch training.micro_batch training.sequence_length training.clip_norm
 training.accumulate training.nonfinite training.replay_every training.check_every
-training.recompute training.device training.seed training.threads
+training.recompute training.recompute_every training.recompute_save training.device training.seed training.threads
 optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps
 optimizer.weight_decay
 parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degree parallelism.reshard_after_forward
-parallelism.timeout_seconds
+parallelism.cpu_offload parallelism.timeout_seconds
 precision.param precision.reduce precision.output
 data.corpus data.text_key data.validation_fraction data.tokenizer data.bpe_vocab
 metrics.log_every metrics.eval_every metrics.eval_windows metrics.tensorboard
@@ -87,7 +87,7 @@ def test_toml_gives_the_same_config_again(tmp_path: Path) -> None:
         ("training.device=gpu", '"gpu"', '"cuda"'),
         ("training.recompute=blocks", '"blocks"', '"block"'),
         ("precision.param=bf16", '"bf16"', '"bfloat16"'),
-        ("parallelism.reshard_after_forward=true", '"true"', '"always"'),
+        ("parallelism.reshard_after_forward=true", "true", '"always"'),
         ("metrics.plot=yes", '"yes"', "true"),
         ("model.heads=5", "5", "4"),
         ("model.dim=7", "7", "8"),

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fullshard
 from fullshard.train.config import SampleKeys
 from fullshard.train.data import ByteTokenizer
 from fullshard.train.metrics import peak_flop_per_second
-from fullshard.train.model import Llama, LlamaShape, RMSNorm, flop_per_token, recompute_blocks
+from fullshard.train.model import Llama, LlamaShape, RMSNorm, flop_per_token
 from fullshard.train.sample import generate
 
 SHAPE = LlamaShape(vocab=259, layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64, context=16)
@@ -113,7 +114,7 @@ def test_rms_norm_is_its_formula_and_float32_inside() -> None:
 def test_recomputed_blocks_give_the_same_gradients_and_names() -> None:
     """Bitwise; and the blocks run twice, so it is not nothing that happened."""
     plain, recomputing = made(), made()
-    recompute_blocks(recomputing.layers)
+    fullshard.checkpoint_activations(recomputing, "classes", classes=["Block"])
     runs = []
     recomputing.layers[0].ffn.register_forward_pre_hook(lambda *_: runs.append(1))
     tokens = torch.arange(30).view(2, 15)

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             if replicas is not None:
                 config = replace(config, parallelism=replace(parallelism, data_parallel_replicate_degree=replicas))
             config.check_world(arguments.nproc)
-            replicas = config.parallelism.data_parallel_replicate_degree
+            replicas = config.parallelism.degrees(arguments.nproc)[0]
             folder = folder or Path(config.run.dir or "runs")
             keywords = {
                 "options": {"mp_policy": precision_policy(config.precision)},

@@ -7,6 +7,7 @@ this room. Each file has one subject:
 |---|---|
 | `cli` | commands, help, exit codes |
 | `config` | the keys and their rules; reading TOML and `--set`, printing |
+| `elsewhere` | configurations of other libraries, as keys of the trainer |
 | `launch` | starting N processes, and reporting how they ended |
 | `process` | how one process joins, stops and fails |
 | `run` | one run on one rank, from the joined processes to the finished folder |

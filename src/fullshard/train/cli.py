@@ -1,7 +1,7 @@
 """`fullshard train` and `fullshard generate`: their arguments and their work. Help needs no torch.
 
-Exit codes: 0 success, 1 failure, 2 the command or the configuration cannot run, 75 stopped after a step by SIGTERM,
-with a checkpoint, 128 + n interrupted by signal n (130 for Ctrl-C).
+Exit codes: 0 success, 1 failure, or --from would lose something, 2 the command or the configuration cannot run, 75
+stopped after a step by SIGTERM, with a checkpoint, 128 + n interrupted by signal n (130 for Ctrl-C).
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import math
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fullshard.train.config import AUTO, Config, ConfigError, load_config, to_toml
+
+if TYPE_CHECKING:
+    from fullshard.train.elsewhere import Taken
 
 _NEWEST = object()
 
@@ -26,12 +30,14 @@ examples:
   fullshard train my.toml --nproc 4                your own configuration on four processes
   fullshard train --set training.steps=50 --set data.corpus=path:book.txt
   fullshard train --print-config > my.toml         every key, its value and its meaning
+  fullshard train --from accelerate.yaml           sharded as this says: Accelerate, HF, Composer, LLM Foundry,
+                                                   torchtitan, DeepSpeed; says first what became of each key
   fullshard train --resume runs/20260102-030405    continue from the newest checkpoint of a run
   torchrun --nproc-per-node 2 -m fullshard train   the same under torchrun
   fullshard generate runs/20260102-030405 --prompt "The "
 
-exit codes: 0 success, 1 failed, 2 cannot run as requested, 75 stopped by SIGTERM with a checkpoint (run it again to
-continue), 130 interrupted by Ctrl-C, 143 by SIGTERM when there was nothing to save
+exit codes: 0 success, 1 failed, or --from would lose something, 2 cannot run as requested, 75 stopped by SIGTERM with
+a checkpoint (run it again to continue), 130 interrupted by Ctrl-C, 143 by SIGTERM when there was nothing to save
 """
 
 
@@ -65,6 +71,16 @@ def add_commands(commands: Any) -> None:
         const=_NEWEST,
         metavar="RUN",
         help="continue the run in this folder with its configuration (default: the newest unfinished one in runs/)",
+    )
+    train.add_argument(
+        "--from",
+        dest="elsewhere",
+        type=Path,
+        metavar="FILE",
+        help="shard as this configuration of another library says, or what `fullshard migrate` wrote from it",
+    )
+    train.add_argument(
+        "--accept-lossy", action="append", default=[], metavar="KEY", help="of --from: train although this is lost"
     )
     train.add_argument("--nproc", type=int, metavar="N", help="processes (default: one per CUDA device, else 2)")
     train.add_argument(
@@ -102,7 +118,10 @@ def _temperature(text: str) -> float:
 def _train(arguments: argparse.Namespace) -> int:
     from fullshard.train import launch
 
-    config = _config(arguments)
+    taken = _taken(arguments)
+    if taken is not None and not _told(taken, arguments):
+        return 1
+    config = _config(arguments, {} if taken is None else taken.settings)
     inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # one of several processes already: start no others
     if inside and not arguments.print_config:
         world = int(os.environ["WORLD_SIZE"])
@@ -136,9 +155,45 @@ def _train(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _config(arguments: argparse.Namespace) -> Config:
+def _taken(arguments: argparse.Namespace) -> Taken | None:
+    """What --from says. Raises `ConfigError`."""
+    from fullshard.migrate.verdict import MigrationError
+    from fullshard.train.elsewhere import take
+
+    if arguments.elsewhere is None:
+        if arguments.accept_lossy:
+            raise ConfigError(f"--accept-lossy {arguments.accept_lossy[0]}: goes with --from, which is not there")
+        return None
+    if arguments.resume is not None:
+        raise ConfigError("--resume uses the configuration of the run: leave out --from, change keys with --set")
+    try:
+        return take(arguments.elsewhere)
+    except MigrationError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _told(taken: Taken, arguments: argparse.Namespace) -> bool:
+    """Print the verdicts, on one rank, and whether nothing is lost that was not accepted. Beside --print-config they
+    are comments."""
+    from fullshard.migrate.verdict import Judgement, MigrationError
+
+    judged = Judgement(taken.findings, arguments.accept_lossy)
+    try:
+        judged.check_accepted()
+    except MigrationError as error:
+        raise ConfigError(str(error)) from None
+    if os.environ.get("RANK", "0") == "0":
+        before = "# " if arguments.print_config else ""
+        print("\n".join(f"{before}{line}" for line in str(judged).splitlines()) + "\n", flush=True)
+        if judged.refused:
+            keys = " ".join(f"--accept-lossy {key}" for key in dict.fromkeys(each.key for each in judged.refused))
+            print(f"fullshard: {arguments.elsewhere}: lost, or to be changed by hand; {keys}", file=sys.stderr)
+    return not judged.refused
+
+
+def _config(arguments: argparse.Namespace, elsewhere: Mapping[str, Any]) -> Config:
     if arguments.resume is None:
-        return load_config(arguments.config, arguments.set)
+        return load_config(arguments.config, arguments.set, elsewhere)
     from fullshard.train.folder import is_run, newest_unfinished
 
     if arguments.config is not None:

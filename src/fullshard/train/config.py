@@ -75,6 +75,10 @@ class TrainingKeys:
         'activations: "none" keeps all; "block" keeps block inputs and recomputes',
         choices=("none", "block"),
     )
+    recompute_every: int = setting(1, "of the blocks every n-th alone is recomputed", least=1)
+    recompute_save: tuple[str, ...] = setting(
+        (), 'operators whose results are kept although the block is recomputed, such as "aten.mm"'
+    )
     device: str = setting("auto", '"auto" = cuda where there is a device, else cpu', choices=("auto", "cpu", "cuda"))
     seed: int = setting(0, "seed of initial weights, sample order and generated text", least=0)
     threads: int = setting(0, "CPU threads per process; 0 = cores / processes", least=0)
@@ -94,17 +98,24 @@ class OptimizerKeys:
 @dataclass(frozen=True, slots=True)
 class ParallelismKeys:
     data_parallel_shard_degree: int = setting(-1, "processes that share one copy of the state; -1 = all", least=-1)
-    data_parallel_replicate_degree: int = setting(1, "number of such groups, each with a copy (HSDP)", least=1)
-    reshard_after_forward: str = setting(
-        "default",
-        'free full parameters after forward: "default" = all but the root\'s, "always", "never"',
-        choices=("default", "always", "never"),
+    data_parallel_replicate_degree: int = setting(
+        1, "number of such groups, each with a copy (HSDP); -1 = all that are left", least=-1
     )
+    reshard_after_forward: int | str = setting(
+        "default",
+        'free full parameters after forward: "default" = all but the root\'s, "always", "never"; a number k = blocks '
+        "keep 1/k, gathered again among k processes",
+        least=2,
+        words=("default", "always", "never"),
+    )
+    cpu_offload: bool = setting(False, "shards, gradients and optimizer state in host memory")
     timeout_seconds: float = setting(300.0, "a collective that takes longer ends the run", above=0.0)
 
     def degrees(self, world: int) -> tuple[int, int]:
         """(replicate, shard) on `world` processes, after `Config.check_world`."""
         copies = self.data_parallel_replicate_degree
+        if copies == -1:
+            copies = world // self.data_parallel_shard_degree
         return copies, world // copies
 
 
@@ -197,6 +208,15 @@ class Config:
             raise invalid("model.kv_heads", m.kv_heads, f"must divide model.heads = {m.heads}", nearest)
         if p.data_parallel_shard_degree == 0:
             raise invalid("parallelism.data_parallel_shard_degree", 0, "expected -1 (all) or at least 1", "-1")
+        if p.data_parallel_replicate_degree == 0:
+            raise invalid("parallelism.data_parallel_replicate_degree", 0, "expected -1 (all) or at least 1", "1")
+        if p.data_parallel_shard_degree == p.data_parallel_replicate_degree == -1:
+            problem = "expected a number here or as data_parallel_shard_degree"
+            raise invalid("parallelism.data_parallel_replicate_degree", -1, problem, "1")
+        for key in ("recompute_every", "recompute_save"):
+            value = getattr(self.training, key)
+            if self.training.recompute == "none" and value != getattr(TrainingKeys(), key):
+                raise invalid(f"training.{key}", value, 'has no effect with training.recompute = "none"', '"block"')
         if d.corpus != "builtin" and not (d.corpus.startswith("path:") and len(d.corpus) > len("path:")):
             raise invalid("data.corpus", d.corpus, 'expected "builtin" or "path:FILE"', _nearest_corpus(d.corpus))
 
@@ -205,6 +225,11 @@ class Config:
         batch = self.training.global_batch
         degree = self.parallelism.data_parallel_shard_degree
         copies = self.parallelism.data_parallel_replicate_degree
+        if copies == -1:
+            if world % degree:
+                problem, nearest = f"must divide the {world} process(es)", _nearest(degree, _divisors(world))
+                raise invalid("parallelism.data_parallel_shard_degree", degree, problem, nearest)
+            copies = world // degree
         if world % copies:
             problem, nearest = (
                 f"must divide the {world} process(es) into equal groups",
@@ -215,6 +240,12 @@ class Config:
             problem = f"there are {world} process(es)" + (f" for {copies} copies" if copies > 1 else "")
             key = "parallelism.data_parallel_shard_degree"
             raise invalid(key, degree, problem, f"{world // copies} (or -1 for all)")
+        kept = self.parallelism.reshard_after_forward
+        if isinstance(kept, int) and (world // copies) % kept:
+            factors = [k for k in _divisors(world // copies) if k > 1]
+            problem = f"must divide the {world // copies} process(es) that share a copy"
+            nearest = _nearest(kept, factors) if factors else show("default")
+            raise invalid("parallelism.reshard_after_forward", kept, problem, nearest)
         if batch % world:
             problem = f"must be a multiple of the {world} processes"
             multiples = [max(batch // world, 1) * world, (batch // world + 1) * world]
@@ -246,18 +277,26 @@ def _nearest_corpus(value: str) -> str:
 # ---- reading and printing ---------------------------------------------------------------------------------------
 
 
-def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
-    """Defaults, then the file, then the overrides (`section.key=value`) in order; checked.
+def load_config(path: Path | None, overrides: Iterable[str] = (), elsewhere: Mapping[str, Any] | None = None) -> Config:
+    """Defaults, then the settings from elsewhere, by `section.key`, and the file, which may not contradict each other,
+    then the overrides (`section.key=value`) in order; checked.
 
     Raises `ConfigError` for every mistake in them, including an unreadable file.
     """
-    config = Config()
+    config, elsewhere = Config(), elsewhere or {}
+    for name, value in elsewhere.items():
+        section, _, key = name.partition(".")
+        config = _with_value(config, section, key, value)
     for section, table in ({} if path is None else read_toml(path)).items():
         if section not in _sections():
             raise unknown(section, table, _sections(), "section")
         if not isinstance(table, dict):
             raise invalid(section, table, f"expected a section, written [{section}]")
         for key, value in table.items():
+            other = elsewhere.get(f"{section}.{key}", value)
+            if other != value:
+                problem = f"{path} and --from contradict each other, where it is {show(other)}; leave one out"
+                raise invalid(f"{section}.{key}", value, problem)
             config = _with_value(config, section, key, value)
     for text in overrides:
         config = _with_override(config, text)

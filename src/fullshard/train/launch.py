@@ -61,7 +61,7 @@ def num_processes(config: Config, asked: int | None) -> int:
     kind = device_kind(config)
     degree, copies = config.parallelism.data_parallel_shard_degree, config.parallelism.data_parallel_replicate_degree
     devices = torch.cuda.device_count() if kind == "cuda" else 0
-    count = asked or (degree * copies if degree > 0 else devices or 2 * copies)
+    count = asked or (degree * copies if min(degree, copies) > 0 else devices or 2 * max(degree, copies))
     if asked is not None and asked < 1:
         raise ConfigError(f"--nproc {asked}: expected at least 1; nearest valid: 1")
     if devices and count > devices:

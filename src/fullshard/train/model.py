@@ -3,7 +3,7 @@
 The model is plain PyTorch. `sharded_model` below contains all use of `fully_shard`:
 
 ```
-meta device: Llama, no memory -> recompute_blocks -> fully_shard each block, then the root
+meta device: Llama, no memory -> checkpoint_activations -> fully_shard each block, then the root
              -> to_empty: each rank allocates its shards -> init_weights: each full value drawn, own rows kept
 ```
 
@@ -15,19 +15,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
-from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    checkpoint_activations,
+    fully_shard,
+)
 from fullshard.train.config import Config, OptimizerKeys, PrecisionKeys
 
 
@@ -214,7 +219,7 @@ def flop_per_token(shape: LlamaShape, num_params: int) -> float:
 
 # ---- the sharded model -----------------------------------------------------------------------------------------
 
-_RESHARD: dict[str, bool | None] = {"default": None, "always": True, "never": False}
+_RESHARD: dict[int | str, bool | None] = {"default": None, "always": True, "never": False}
 _DTYPES: dict[str, torch.dtype | None] = {
     "default": None,
     "float32": torch.float32,
@@ -229,32 +234,26 @@ def llama_shape(config: Config, vocab: int) -> LlamaShape:
     return LlamaShape(vocab=vocab, context=config.training.sequence_length, **keys)
 
 
-def recompute_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Make each block keep only its inputs in forward and run again in backward. Names and classes stay unchanged.
-
-    Applied before `fully_shard`, so the recomputation happens inside the unit: its full parameters are in memory anyway
-    while backward works on a block, and the second run needs no second all-gather.
-    """
-    for block in blocks:
-        forward: Callable[..., Any] = block.forward
-        # An instance attribute takes precedence over the class's method, even if the class changes later.
-        # The blocks draw no random numbers, so no generator state has to be preserved.
-        block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-
-
 def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.device) -> Llama:
     """The model with its initial values, sharded over `mesh`. The values depend on training.seed, not on the mesh."""
     with torch.device("meta"):
         model = Llama(llama_shape(config, vocab))
+    keys, policy = config.parallelism, precision_policy(config.precision)
     if config.training.recompute == "block":
-        recompute_blocks(model.layers)
-    policy = precision_policy(config.precision)
-    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=_RESHARD[config.parallelism.reshard_after_forward])
+        every, save = config.training.recompute_every, config.training.recompute_save
+        checkpoint_activations(model, "classes", classes=[Block.__name__], every=every, save=save)
+    offload = CPUOffloadPolicy() if keys.cpu_offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
+    kept = keys.reshard_after_forward
     for block in model.layers:
-        shard(block, mp_policy=policy)
+        shard(block, mp_policy=policy, reshard_after_forward=kept if isinstance(kept, int) else _RESHARD[kept])
     # Only the root has an output dtype: the results of blocks are read by the next block, in the compute dtype.
-    shard(model, mp_policy=replace(policy, output_dtype=_DTYPES[config.precision.output]))
-    model.to_empty(device=device)
+    output = replace(policy, output_dtype=_DTYPES[config.precision.output])
+    shard(model, mp_policy=output, reshard_after_forward=_RESHARD.get(kept))
+    model.to_empty(device="cpu" if keys.cpu_offload else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     model.init_weights(config.training.seed)
     return model
 

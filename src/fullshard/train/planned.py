@@ -39,16 +39,29 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
     return Strategy(
         ranks=world,
         replicas=config.parallelism.degrees(world)[0],
-        reshard=always != "never",
-        root_reshard={"default": None, "always": True, "never": False}[always],
+        reshard=always if isinstance(always, int) else always != "never",
+        root_reshard={"always": True, "never": False}.get(always) if isinstance(always, str) else None,
         compute="" if precision.param == "default" else precision.param,
         reduce="" if precision.reduce == "default" else precision.reduce,
         micro=micro,
         accumulate=keys.global_batch // world // micro,
         send_each=keys.accumulate == "reduce",
-        recompute="whole" if keys.recompute == "block" else "none",
+        recompute=_recomputed(config),
+        offload=config.parallelism.cpu_offload,
         backend=backend,
     )
+
+
+def _recomputed(config: Config) -> str | tuple[str, ...]:
+    """For one or each unit, the root first. The planner knows one selection of results: products and attention."""
+    keys = config.training
+    if keys.recompute == "none":
+        return "none"
+    way = "selective" if keys.recompute_save else "whole"
+    if keys.recompute_every == 1:
+        return way
+    blocks = range(1, config.model.layers + 1)
+    return ("none", *("none" if number % keys.recompute_every else way for number in blocks))
 
 
 # ---- fullshard train --plan ------------------------------------------------------------------------------------

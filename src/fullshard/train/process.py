@@ -97,11 +97,13 @@ def joined_world(config: Config) -> Iterator[World]:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
+    # Parameters in host memory are gathered whole there, for model.safetensors.
+    on_device = "cpu:gloo,cuda:nccl" if config.parallelism.cpu_offload else "nccl"
     timeout = timedelta(seconds=config.parallelism.timeout_seconds)
     store = _store(size)
     store.set_timeout(timeout)
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
+        on_device if kind == "cuda" else "gloo",
         store=PrefixStore("group", store),
         rank=rank,
         world_size=size,

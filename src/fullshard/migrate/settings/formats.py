@@ -26,7 +26,7 @@ def find_format(path: str, suffix: str, table: Mapping[str, Any], name: str | No
         titles = ", ".join(each.title for each in FORMATS)
         raise MigrationError(
             f"{path}: expected a configuration of one of these: {titles}; found keys {shown}; if it is one of them, "
-            f"name it by --format"
+            f"name it by fullshard migrate --format"
         )
     return next(each for each in FORMATS if each.name == best)
 

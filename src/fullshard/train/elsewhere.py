@@ -1,0 +1,129 @@
+"""Configurations of other libraries as settings of the trainer: `fullshard train --from accelerate.yaml`. No torch.
+
+`fullshard.migrate` reads them and judges each key; what becomes of its settings here is a finding too, because the
+trainer has a model, initial values and files of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.keys import show
+from fullshard.migrate import ShardingConfig, read_config
+from fullshard.migrate.settings.conversion import convert_file
+from fullshard.migrate.verdict import DROPPED, EQUIVALENT, EXACT, LOSSY, Finding, Place
+
+_RESHARD = {True: "always", False: "never"}
+_DTYPES = {None: "default", "float32": "float32", "bfloat16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """`findings`: of each key of the file, then of what it means for the trainer. `settings`: the trainer's, by
+    `section.key`."""
+
+    findings: list[Finding]
+    settings: dict[str, Any]
+
+
+def take(path: Path) -> Taken:
+    """What the trainer takes of a configuration of another library, or of a `*.fullshard.toml` that `fullshard
+    migrate` wrote. Raises `MigrationError` or `ConfigError` for what cannot be read."""
+    if path.name.endswith(".fullshard.toml"):
+        findings, config = [], read_config(path)
+    else:
+        converted = convert_file(path)
+        findings, config = converted.findings, converted.config
+    settings: dict[str, Any] = {}
+    for row in _rows(config):
+        new = ", ".join(f"{name} = {show(value)}" for name, value in row.settings.items())
+        findings = [*findings, Finding(Place(str(path)), row.key, show(row.value), row.verdict, row.reason, new)]
+        settings |= row.settings
+    return Taken(findings, settings)
+
+
+class _Row(NamedTuple):
+    """What becomes of a setting of `prepare_fully_shard` that is not the default."""
+
+    key: str
+    value: Any
+    verdict: str
+    settings: Mapping[str, Any]
+    reason: str
+
+
+def _rows(config: ShardingConfig) -> Iterator[_Row]:
+    for key, value in [*_changed(config, "wrap")][:1]:
+        yield _Row(key, value, EQUIVALENT, {}, "units are the blocks of the trainer's model, and the rest")
+    if config.wrap.ignored:
+        yield _Row("wrap.ignored", list(config.wrap.ignored), LOSSY, {}, "the trainer shards all parameters")
+    yield from _sharding(config)
+    yield from _precision(config)
+    for key, value in _changed(config, "initialisation"):
+        if key == "initialisation.seed":
+            yield _Row(key, value, EXACT, {"training.seed": value}, "one seed for values and order of samples")
+        elif config.initialisation.source == "pretrained":
+            yield _Row(key, value, LOSSY, {}, "the trainer's model begins with values drawn from training.seed")
+        else:
+            yield _Row(key, value, DROPPED, {}, "values are drawn from training.seed, each rank its own rows")
+    yield from _activations(config)
+    micro = config.micro_batches
+    if micro.size:
+        yield _Row("micro_batches.size", micro.size, EXACT, {"training.micro_batch": micro.size}, "of one process")
+    if micro.reduce == "each":
+        yield _Row("micro_batches.reduce", "each", EXACT, {"training.accumulate": "reduce"}, "sent after each")
+    for key, value in [*_changed(config, "state_dict")][:1]:
+        yield _Row(key, value, EQUIVALENT, {}, "checkpoints are sharded; model.safetensors at the end is whole")
+    for number, override in enumerate(config.override):
+        yield _Row(f"override[{number}]", override.modules, LOSSY, {}, "all blocks have the same settings")
+
+
+def _sharding(config: ShardingConfig) -> Iterator[_Row]:
+    for key, value in _changed(config, "sharding"):
+        new = key.replace("sharding.", "parallelism.")
+        if key == "sharding.reshard_after_forward":
+            yield _Row(key, value, EXACT, {new: _RESHARD[value] if type(value) is bool else value}, "of each block")
+        elif key == "sharding.pin_memory":
+            yield _Row(key, value, EQUIVALENT, {}, "the same values; host memory is page-locked")
+        else:
+            yield _Row(key, value, EXACT, {new: value}, "the same")
+
+
+def _precision(config: ShardingConfig) -> Iterator[_Row]:
+    choices = {"param": _DTYPES, "reduce": {**_DTYPES, "float64": "float64"}, "output": _DTYPES}
+    for (name, known), dtype in zip(choices.items(), config.precision.dtypes, strict=True):
+        key = f"precision.{name}"
+        if dtype not in known:
+            reason = "the trainer does not scale losses" if dtype == "float16" else "there is no such choice"
+            yield _Row(key, dtype, LOSSY, {}, f"{reason}: without it, that of the parameters, float32")
+        elif dtype is not None:
+            yield _Row(key, dtype, EXACT, {key: known[dtype]}, "the same")
+    if not config.precision.cast_inputs:
+        reason = "tokens are whole numbers, and blocks get what was computed in the same dtype"
+        yield _Row("precision.cast_inputs", False, DROPPED, {}, reason)
+
+
+def _activations(config: ShardingConfig) -> Iterator[_Row]:
+    keys, name = config.activation_checkpointing, "activation_checkpointing"
+    if keys.offload:
+        yield _Row(f"{name}.offload", True, LOSSY, {}, "the trainer keeps activations on the device")
+    if keys.at == "none" or not keys.recompute:
+        return
+    reason = "of the trainer's model the blocks are computed again"
+    yield _Row(f"{name}.at", keys.at, EQUIVALENT, {"training.recompute": "block"}, reason)
+    if keys.every > 1:
+        yield _Row(f"{name}.every", keys.every, EXACT, {"training.recompute_every": keys.every}, "of the blocks")
+    if keys.save:
+        saved = list(keys.save)
+        yield _Row(f"{name}.save", saved, EXACT, {"training.recompute_save": saved}, "these results are kept")
+
+
+def _changed(config: ShardingConfig, section: str) -> Iterator[tuple[str, Any]]:
+    """What a section has beside its defaults, by `section.key`."""
+    keys, default = getattr(config, section), getattr(ShardingConfig(), section)
+    for key in fields(keys):
+        if (value := getattr(keys, key.name)) != getattr(default, key.name):
+            yield f"{section}.{key.name}", value
