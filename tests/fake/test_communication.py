@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -116,11 +117,23 @@ class _Stuck:
         return False
 
 
-def test_a_message_that_no_cut_ends_is_given_up() -> None:
-    """Some time after the cut, and not before."""
-    now = time.monotonic()
-    cuts = iter([0.0, now, now, now - 60])
+class _LateBy:
+    """A collective that is over, well or not, just after a slice of the wait for it was."""
 
+    def __init__(self, error: str) -> None:
+        self.error, self.waits = error, 0
+
+    def wait(self, timeout: timedelta | None = None) -> str:
+        self.waits += 1
+        if timeout is not None or self.error:
+            raise RuntimeError("Operation timed out!" if timeout is not None else self.error)
+        return "arrived"
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+
+def _group(cuts: Iterator[float]) -> Any:
     class Group:
         observer = None
         device, scope = torch.device("cpu"), SimpleNamespace(renewed=0, watch=SimpleNamespace(waiting={}))
@@ -129,7 +142,21 @@ def test_a_message_that_no_cut_ends_is_given_up() -> None:
         def refuse(self, number: int, error: RuntimeError) -> None:
             raise LookupError(f"message {number}: {error}")
 
-    group: Any = Group()
+    return Group()
+
+
+def test_a_message_that_arrives_as_a_slice_of_the_wait_ends_has_not_failed() -> None:
+    came: Any = _LateBy("")
+    assert Sent(_group(iter([])), came, 7, in_one=False).wait() == "arrived" and came.waits == 2
+    lost: Any = _LateBy("Connection closed by peer")
+    with pytest.raises(LookupError, match="message 7: Connection closed by peer"):
+        Sent(_group(iter([])), lost, 7, in_one=False).wait()
+
+
+def test_a_message_that_no_cut_ends_is_given_up() -> None:
+    """Some time after the cut, and not before."""
+    now = time.monotonic()
+    group = _group(iter([0.0, now, now, now - 60]))
     work: Any = _Stuck()
     with pytest.raises(LookupError, match="message 7: Operation timed out"):
         Sent(group, work, 7, in_one=False).wait()

@@ -401,13 +401,16 @@ class Sent:
         self.since = time.monotonic()
         waiting, thread = scope.watch.waiting, threading.get_ident()
         waiting[thread] = self
+        whole = self._in_one
         try:
             while True:
                 try:
-                    done = work.wait() if self._in_one else work.wait(_SLICE)
+                    done = work.wait() if whole else work.wait(_SLICE)
                     break
                 except RuntimeError as error:
-                    if self._in_one or work.is_completed() or self._is_overdue():
+                    if not whole and work.is_completed():
+                        whole = True  # it may have arrived since the slice was over; then its own wait says so
+                    elif whole or self._is_overdue():
                         if self._renewed != scope.renewed:
                             raise  # its connections were given up
                         waiting.pop(thread, None)
