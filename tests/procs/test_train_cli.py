@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -60,10 +62,10 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A whole run of six steps on two processes."""
+    """A whole run of six steps on two processes, with its plan first."""
     run_dir = tmp_path_factory.mktemp("train") / "run"
     ended = subprocess.run(
-        [sys.executable, "-m", "fullshard", *command(run_dir, "--set", "training.steps=6")],
+        [sys.executable, "-m", "fullshard", *command(run_dir, "--plan", "--set", "training.steps=6")],
         capture_output=True,
         text=True,
         env=environment(),
@@ -120,7 +122,21 @@ def test_the_output_shows_units_progress_and_where_things_are(finished: Finished
     lines = finished.output.rstrip().splitlines()
     assert any(line.startswith("layers.0 .. layers.1  Block x2") for line in lines)
     assert any(line.startswith("step 6/6  loss ") and " val " in line and line.endswith("left 0:00") for line in lines)
-    assert f"run folder: {finished.run_dir}" in lines[-2] and lines[-1].startswith("generate:")
+    assert f"run folder: {finished.run_dir}" in lines[-3] and lines[-2].startswith("generate:")
+
+
+def test_the_plan_comes_before_the_first_step_and_is_compared_after_the_last(finished: Finished) -> None:
+    lines = finished.output.rstrip().splitlines()
+    planned = next(i for i, line in enumerate(lines) if re.match(r"step .+: compute .+, waiting for messages .+", line))
+    assert planned < next(i for i, line in enumerate(lines) if line.startswith("step 1/6"))
+    took = re.fullmatch(
+        r"plan: a step was predicted to take ([\d.,]+) (\w+) and took ([\d.,]+) (\w+) \(median\)", lines[-1]
+    )
+    assert took is not None, lines[-1]
+    units = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+    measured = statistics.median(record["seconds"] for record in metrics_of(finished.run_dir))
+    assert float(took[3].replace(",", "")) * units[took[4]] == pytest.approx(measured, rel=0.1)
+    assert float(took[1].replace(",", "")) > 0
 
 
 def test_the_model_file_is_the_whole_model(finished: Finished) -> None:

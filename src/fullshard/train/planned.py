@@ -78,8 +78,11 @@ def plan_here(config: Config, world: int) -> Plan:
     else:
         called = torch.cuda.get_device_name()
         names = {name.partition("-")[0]: name for name in PROFILES}
-        hardware = find_hardware(next((full for name, full in names.items() if name in called.lower()), "h100-80g"))
-        hardware = replace(hardware, memory=float(torch.cuda.get_device_properties(0).total_memory))
+        known = next((full for name, full in names.items() if name in called.lower()), None)
+        hardware = find_hardware(known or "h100-80g")
+        # A device without a profile goes by another's speed, and says so in the table's first line.
+        name = hardware.name if known else f"{called}, planned as {hardware.name}"
+        hardware = replace(hardware, name=name, memory=float(torch.cuda.get_device_properties(0).total_memory))
     programs = programs_of(config)
 
     def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Model:
