@@ -18,6 +18,8 @@ from fullshard.train.config import load_config
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
 README = ROOT / "README.md"
+INSTALL = ROOT / "docs" / "install.md"
+FEATURES = ROOT / "docs" / "features.md"
 ADRS = ROOT / "docs" / "adr"
 
 FOLDERS = ("docs", "examples", "benchmarks", "tests", "src")
@@ -110,9 +112,9 @@ def test_commands_are_accepted(path: Path) -> None:
             load_config(None, arguments.set)
 
 
-def test_the_examples_of_the_readme_are_the_files() -> None:
-    """tests/procs/test_readme.py runs it."""
-    blocks = [code for language, code in fences(README.read_text()) if language == "python"]
+def test_the_first_example_is_the_file() -> None:
+    """tests/procs/test_first_example.py runs it."""
+    blocks = [code for language, code in fences(INSTALL.read_text()) if language == "python"]
     assert blocks == [(ROOT / "examples" / "quickstart.py").read_text()]
 
 
@@ -122,10 +124,10 @@ def test_the_examples_of_the_readme_are_the_files() -> None:
 def test_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = set(project["optional-dependencies"])
-    assert set(first_cells(README, "extra")) == extras
+    assert set(first_cells(INSTALL, "extra")) == extras
     extra = first_cells(ADRS / "0013-torch-is-the-only-requirement.md", "extra")
     assert set(extra) == extras - {"train"}  # a sum of others
-    assert project["dependencies"] == ["torch>=2.11"], "README, ADR 0013 and docs/engine.md say 2.11"
+    assert project["dependencies"] == ["torch>=2.11"], "docs/install.md, ADR 0013 and docs/engine.md say 2.11"
 
 
 def first_cells(path: Path, heading: str) -> list[str]:
@@ -157,11 +159,11 @@ def refusals(source: str) -> set[str]:
     return names - {"FSDPModule."}
 
 
-def test_what_is_refused_is_in_the_readme() -> None:
+def test_what_is_refused_is_documented() -> None:
     """Both ways: what is refused is said, and what is said to be refused is."""
     refused = {name for path in (PACKAGE / "api").glob("*.py") for name in refusals(path.read_text())}
     assert refusals('NOT_BUILT = ("a",)\nnot_built("b", 1, "c")') == {"a", "b"}
-    said = {re.sub(r"\W.*", "", word) for word in first_cells(README, "refused so far")}
+    said = {re.sub(r"\W.*", "", word) for word in first_cells(FEATURES, "refused so far")}
     assert said == refused
 
 

@@ -182,7 +182,7 @@ def test_what_is_lost_has_to_be_accepted(here: Path, capsys: pytest.CaptureFixtu
     assert main(["train", "--from", "ds.json"]) == 1
     said = capsys.readouterr()
     assert f"lossy: {LOST} = true" in said.out
-    assert said.err == f"fullshard: ds.json: lost, or to be changed by hand; --accept-lossy {LOST}\n"
+    assert said.err == f"fullshard: ds.json: lost, or to be changed manually; --accept-lossy {LOST}\n"
     assert [path.name for path in here.iterdir()] == ["ds.json"]
     assert main(["train", "--from", "ds.json", "--accept-lossy", LOST, "--print-config"]) == 0
     assert "(accepted)" in capsys.readouterr().out

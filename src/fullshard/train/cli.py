@@ -187,7 +187,7 @@ def _told(taken: Taken, arguments: argparse.Namespace) -> bool:
         print("\n".join(f"{before}{line}" for line in str(judged).splitlines()) + "\n", flush=True)
         if judged.refused:
             keys = " ".join(f"--accept-lossy {key}" for key in dict.fromkeys(each.key for each in judged.refused))
-            print(f"fullshard: {arguments.elsewhere}: lost, or to be changed by hand; {keys}", file=sys.stderr)
+            print(f"fullshard: {arguments.elsewhere}: lost, or to be changed manually; {keys}", file=sys.stderr)
     return not judged.refused
 
 

@@ -1,0 +1,49 @@
+"""The figures of the documents are what their scripts make; the reasons of the README are those of results."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.figures import results
+from benchmarks.figures.__main__ import FIGURES, FOLDER
+
+ROOT = results.ROOT
+# These plan a step of a model of 8B: seconds each.
+LONG = {"levels_memory", "memory_step", "memory_ranks"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in FIGURES])
+def test_a_figure_is_what_its_script_makes(name: str) -> None:
+    """Red after a change of the engine or of results: run `python -m benchmarks.figures`, and look at them."""
+    assert FIGURES[name]().svg() == (FOLDER / f"{name}.svg").read_text()
+
+
+def test_each_figure_has_a_script_and_a_page() -> None:
+    assert {path.stem for path in FOLDER.glob("*.svg")} == set(FIGURES)
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "concepts").glob("*.md"))
+    assert set(re.findall(r"\]\(\.\./figures/(\w+)\.svg\)", pages)) == set(FIGURES)
+
+
+def test_the_recorded_step_shows_overlap_of_one_alone() -> None:
+    spans = [["send", 0.0, 3.0], ["recv", 2.0, 4.0], ["send", 8.0, 9.0]]
+    assert (
+        results.overlap({"compute": [["forward a", 1.0, 5.0], ["backward a", 8.5, 10.5]], "messages": spans}) == 3.5 / 6
+    )
+
+
+def test_the_reasons_of_the_readme_are_in_the_results() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    step = (ROOT / "benchmarks" / "cpu_step_two-cores_2026-11-22.md").read_text()
+    heavy, light = re.findall(r"^\| (?:compute|communication)-heavy \| 2 \| ([\d.]+) \|", step, flags=re.M)
+    assert f"{heavy} of FSDP2's time where computation dominates, and {light} where communication does" in readme
+    mixed = results.MEMORY.read_text().split("**mixed precision**")[1]
+    peaks = dict(re.findall(r"^\| (fsdp2|NCCL plan) \| ([\d.]+) \|", mixed, flags=re.M)[:2])
+    ours, theirs = float(peaks["NCCL plan"]), float(peaks["fsdp2"])
+    assert f"needs {ours:g} bytes per element of a block beyond the shards, where FSDP2 needs {theirs:g}" in readme
+    known = list(results.verdicts().values())
+    right = {"CORRECT", "CLEAR"}
+    assert all(verdict in right for mine, _ in known for verdict in mine)
+    number, fsdp2 = sum(len(mine) for mine, _ in known), sum(v in right for _, theirs in known for v in theirs)
+    assert f"{number} programs with one fault each ran on both" in readme and f"on FSDP2 {fsdp2} do" in readme
