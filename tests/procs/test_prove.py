@@ -90,6 +90,18 @@ BAD = {
 }
 
 
+def test_a_policy_that_names_an_absent_class_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "acc.yaml"
+    path.write_text(CONFIG.format("no") + "  fsdp_transformer_layer_cls_to_wrap: Conted\n")
+    assert main(["migrate", "--prove", str(path), "--program", "tests.harness.verified:program"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
+        f"fullshard migrate: {path}: wrap.classes: expected classes of modules in Net, found no Conted; the nearest is "
+        "Counted\n"
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["acc.yaml"]
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_proved_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, text, part = BAD[name]

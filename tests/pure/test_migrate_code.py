@@ -348,7 +348,8 @@ def test_the_exit_code_and_what_is_accepted(here: Path, capsys: pytest.CaptureFi
 
 
 BAD = {
-    "a syntax error": ("x = (1,\ny = 2\n", "bad.py:2:"),
+    "a syntax error": ("x = (1,\ny = 2\n", "bad.py:1:5: a syntax error: '(' was never closed; fix it first"),
+    "a wrong indent": ("def f():\nreturn 1\n", "bad.py:2:1: a syntax error: expected an indented block after"),
     "no text": ("\x00\x01", "bad.py:"),
     "no such encoding": ("# -*- coding: nonsense -*-\n", "bad.py: "),
 }

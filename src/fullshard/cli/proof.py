@@ -23,6 +23,7 @@ def prove(path: Path, arguments: argparse.Namespace) -> int:
         own = path.name.endswith(".fullshard.toml")
         config = read_config(path) if own else convert_file(path, arguments.format).config
         strategy, former, notes = _strategy(config, arguments.nproc)
+        _check_classes(path, config, arguments.program)
         results = verify(
             arguments.program,
             [strategy],
@@ -47,6 +48,25 @@ def prove(path: Path, arguments: argparse.Namespace) -> int:
         each = "losses, gradients, parameters and optimizer state of both come to what plain training gives"
         print(f"{path}: {verdict}{f': {each}' if verdict == 'equal' else ''}")
     return 2 if failed else int(different)
+
+
+def _check_classes(path: Path, config: Any, entry: str) -> None:
+    """Raises `ConfigError` for a class of the policy that the user's model has no module of."""
+    from fullshard.cli.verify import BUILTIN
+    from fullshard.keys import ConfigError
+    from fullshard.migrate.tree import Tree, nearest
+    from fullshard.program import find_program
+
+    if not config.wrap.classes or entry == BUILTIN:
+        return
+    model = find_program(entry).model()
+    tree = Tree(model)
+    for wanted in config.wrap.classes:
+        if not tree.of_class(wanted):
+            raise ConfigError(
+                f"{path}: wrap.classes: expected classes of modules in {type(model).__name__}, found no "
+                f"{wanted}{nearest(wanted, tree.classes())}"
+            )
 
 
 def _strategy(config: Any, world: int) -> tuple[Any, str, list[str]]:

@@ -38,6 +38,8 @@ def read_table(path: Path) -> dict[str, Any]:
     table = readers[path.suffix](path, text)
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         found = "nothing" if table is None else f"a {type(table).__name__}"
+        if isinstance(table, dict):
+            found = f"the key {next(key for key in table if not isinstance(key, str))!r}, which is no text"
         raise ConfigError(f"{path}: expected keys with values, found {found}")
     return table
 
@@ -66,8 +68,10 @@ def _yaml(path: Path, text: str) -> Any:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path}{place}: not valid YAML: {' '.join(problem.split())}") from None
+        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
+        if "for the tag" in problem:
+            problem += "; a tag is never run: write plain values"
+        raise ConfigError(f"{path}{place}: not valid YAML: {problem}") from None
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Needs LibCST, the extra `migrate`.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -246,11 +247,12 @@ def _read(path: Path, module: str) -> File:
     try:
         return File(path, str(path), module, cst.parse_module(text))
     except cst.ParserSyntaxError as error:
-        line = (error.context or "").strip().splitlines()
-        shown = f", in {line[0].strip()!r}" if line else ""
-        raise MigrationError(
-            f"{path}:{error.raw_line}:{error.raw_column + 1}: a syntax error{shown}; fix it first"
-        ) from None
+        line, column, problem = error.raw_line, error.raw_column + 1, "a syntax that LibCST does not read"
+        try:
+            ast.parse(text)
+        except SyntaxError as own:  # Python's message is nearer to the mistake
+            line, column, problem = own.lineno or line, own.offset or column, f"a syntax error: {own.msg}"
+        raise MigrationError(f"{path}:{line}:{column}: {problem}; fix it first") from None
     except (SyntaxError, LookupError, ValueError) as error:
         raise MigrationError(f"{path}: expected a Python program, found text that is not one: {error}") from error
 

@@ -98,7 +98,9 @@ class _Converter:
         try:
             config = read_config(nested)
         except ConfigError as error:
-            raise MigrationError(f"{self.path}: {error}") from None
+            old = self.settings.get(str(error).partition(" ")[0])
+            place = f"{self.path}" if old is None else f"{self._place(old.key)}: {old.key}"
+            raise MigrationError(f"{place}: {error}") from None
         return Conversion(self.format, in_order(self.findings), settings, config)
 
     # ---- keys ----------------------------------------------------------------------------------------------------
