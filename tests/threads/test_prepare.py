@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
 from fullshard import Prepared, prepare_fully_shard
-from fullshard.migrate import ConfigError
+from fullshard.migrate import LEVELS, ConfigError
 from tests.harness.models import (
     BY_NAME,
     Case,
@@ -190,6 +191,81 @@ def test_weight_tying(ties: str) -> None:
         run_ranks(1, prepared_training, TIED, {"wrap": {"ties": "refuse"}})
 
 
+class Tied(nn.Module):
+    """A tie inside a block, one that crosses two blocks, and one of a block with the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Residual(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 8, bias=False)
+        first, second, third = self.blocks
+        first.down.weight = first.up.weight
+        second.up.weight = third.down.weight
+        self.head.weight = third.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+TIES = {
+    ("blocks.0.up.weight", "blocks.0.down.weight"),
+    ("blocks.1.up.weight", "blocks.2.down.weight"),
+    ("blocks.2.up.weight", "head.weight"),
+}
+CROSSING = Case("crossing", Tied, ("blocks.0",), (8,), (8,))
+
+
+def ties_of(model: nn.Module) -> set[tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {tuple(found) for found in names.values() if len(found) > 1}
+
+
+def tied_through(rank: int, ties: str, folder: Path) -> tuple[Trained, list[str]]:
+    """From the meta device, through loading of the plain model's values, training, saving and loading again."""
+    with torch.device("meta"):
+        model = Tied()
+    prepared = prepare_fully_shard(model, None, {"wrap": {"ties": ties}, "initialisation": "meta"}, show=False)
+    assert ties_of(model) == TIES  # after wrapping and after memory was allocated
+    assert {tie.names for tie in prepared.ties} == TIES and not prepared.uninitialised
+    whole = CROSSING.build().state_dict()
+    model.load_state_dict(
+        {
+            name: distribute_tensor(whole[name], p.device_mesh, p.placements, src_data_rank=None)
+            for name, p in model.state_dict().items()
+        }
+    )
+    assert ties_of(model) == TIES
+    optimizer = adamw(model.parameters(), watched=False)
+    train(model, optimizer, CROSSING, rank)
+    fullshard.checkpoint.save({"model": fullshard.checkpoint.get_state_dict(model)[0]}, checkpoint_id=folder)
+    other = prepare_fully_shard(CROSSING.build(seed=1), None, {"wrap": "none"}, show=False).model
+    own = {"model": fullshard.checkpoint.get_state_dict(other)[0]}
+    fullshard.checkpoint.load(own, checkpoint_id=folder)
+    fullshard.checkpoint.set_state_dict(other, model_state_dict=own["model"])
+    assert ties_of(other) == TIES
+    mine, loaded = (dict(each.named_parameters()) for each in (model, other))
+    assert all(torch.equal(loaded[name].full_tensor(), value.full_tensor()) for name, value in mine.items())  # type: ignore[attr-defined]
+    return collect(model, optimizer), names(prepared)
+
+
+@pytest.mark.parametrize(
+    ("ties", "units"),
+    [
+        ("lowest_common", ["root", "blocks.0"]),
+        ("one_unit", ["root", "blocks.0", "blocks.1+blocks.2+head"]),
+    ],
+)
+def test_nested_and_crossing_ties_hold(ties: str, units: list[str], tmp_path: Path) -> None:
+    expected = reference(CROSSING)
+    for found, told in run_ranks(WORLD, tied_through, ties, tmp_path):
+        assert told == units
+        assert_same_training(found, expected)
+
+
 def micro(rank: int, config: Any) -> Trained:
     """Two micro-batches of two samples on rank 0, one of them on the others; the loss is by tokens of all ranks."""
     model = CASE.build()
@@ -254,6 +330,31 @@ def test_no_shard_replicates() -> None:
         assert tuple(prepared.mesh.mesh.shape) == (WORLD, 1)
         assert next(prepared.model.parameters()).to_local().shape == next(prepared.model.parameters()).shape
         assert_same_training(found, reference())
+
+
+LEVELS_BY_NAME = {name: level for level in LEVELS for name in level.names}
+
+
+@pytest.mark.parametrize("name", LEVELS_BY_NAME)
+def test_level(name: str) -> None:
+    """Each name that FSDP1 and DeepSpeed have for a level gives its mesh and resharding, and trains as one process."""
+    level = LEVELS_BY_NAME[name]
+    config: dict[str, Any] = {"strategy": name}
+    if level.replicate == 0:
+        config["dp_replicate"] = 2
+    if level.reshard_after_forward is None:
+        config["reshard_after_forward"] = 2
+    shape = {0: (2, 2), 1: (4,), -1: (4, 1)}[level.replicate]
+    kept = 2 if level.reshard_after_forward is None else level.reshard_after_forward
+    for found, prepared in run_ranks(4, prepared_training, CASE, {"sharding": config}):
+        assert tuple(prepared.mesh.mesh.shape) == shape
+        assert {row.reshard_after_forward for row in prepared.units if row.module_class == "_Block"} == {kept}
+        assert_same_training(found, reference_of_four())
+
+
+@functools.cache
+def reference_of_four() -> Trained:
+    return reference(world=4)
 
 
 def several_optimizers(rank: int) -> Trained:
