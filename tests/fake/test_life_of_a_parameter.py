@@ -199,7 +199,7 @@ def test_the_table_is_what_happens(lives: list[tuple[list[Row], str]]) -> None:
 
 def test_the_trace_is_what_is_printed(lives: list[tuple[list[Row], str]]) -> None:
     """The document's program, run; every rank prints the same."""
-    blocks = re.findall(r"^```\n(> .*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```text\n(> .*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
     assert [[block] for block in blocks] == [sorted({printed for _, printed in lives})]
 
 

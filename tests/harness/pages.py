@@ -2,6 +2,8 @@
 
 blocks(text)             every block, in the order of the page
 run(path, folder)        run those of one document in an empty folder; raises with the line of the block that failed
+
+    python -m tests.harness.pages docs/prepare.md [folder]
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 import textwrap
 import tomllib
 import types
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +105,12 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
+def ranks(text: str) -> int:
+    """On how many its Python runs."""
+    found = re.search(r"^<!-- run: ranks (\d+) -->$", text, flags=re.M)
+    return int(found[1]) if found else 2
+
+
 def run_by(text: str) -> str | None:
     """The test that runs this document instead."""
     found = re.search(r"^<!-- run: by (\S+) -->$", text, flags=re.M)
@@ -157,10 +166,11 @@ def steps(text: str) -> list[Block]:
 
 def run(path: Path, folder: Path) -> None:
     """Run the blocks of `path` in `folder`. Python without a title runs on two ranks, which wait for the rest."""
-    todo = steps(path.read_text())
+    text = path.read_text()
+    todo = steps(text)
     if any(block.step == "python" for block in todo):
         shells = sum(block.step == "shell" for block in todo)
-        pool(2).run(_on_a_rank, name(path), todo, str(folder), timeout=60 + COMMAND_SECONDS * shells)
+        pool(ranks(text)).run(_on_a_rank, name(path), todo, str(folder), timeout=60 + COMMAND_SECONDS * shells)
     else:
         for block in todo:
             _outside(block, name(path), folder)
@@ -189,7 +199,10 @@ def _settings_put_back() -> Iterator[None]:
     path = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
-        yield
+        with warnings.catch_warnings():
+            for kind in (FutureWarning, DeprecationWarning):  # torch's and transformers', of each other
+                warnings.simplefilter("ignore", kind)
+            yield
     finally:
         sys.path[:] = path
 
@@ -226,3 +239,10 @@ def _outside(block: Block, page: str, folder: Path) -> None:
             f"{page}, line {block.line}: expected exit code {expected}, found {ended.returncode}\n"
             f"{block.commands}\n--- it printed ---\n{printed[-4000:]}"
         )
+
+
+if __name__ == "__main__":
+    # The ranks import this module by its name, so it runs under that name.
+    from tests.harness import pages
+
+    pages.run(Path(sys.argv[1]).resolve(), Path(sys.argv[2] if sys.argv[2:] else tempfile.mkdtemp(prefix="page-")))

@@ -35,12 +35,12 @@ def test_the_guide_works_as_typed(tmp_path: Path) -> None:
     """The program and the commands of docs/migration.md, one after the other."""
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
     guide = page.split("## From FSDP1 in ten minutes")[1].split("\n## ")[0]
-    blocks = dict(re.findall(r"^```(python|bash)\n(.*?)^```$", guide, flags=re.M | re.S))
+    blocks = dict(re.findall(r"^```(python|sh)[^\n]*\n(.*?)^```$", guide, flags=re.M | re.S))
     (tmp_path / "train.py").write_text(blocks["python"])
     bin_folder = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     said = ""
-    for command in blocks["bash"].splitlines():
+    for command in blocks["sh"].splitlines():
         done = subprocess.run(
             command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
         )

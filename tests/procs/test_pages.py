@@ -8,9 +8,8 @@ import pytest
 
 from tests.harness import pages
 from tests.harness.errors import RanksFailed
-from tests.pure.test_code_blocks import EARLIER
 
-# Pages with commands start processes, which takes long: `make test` runs these, and `make test-full` the others.
+# Commands start processes, and packages are imported, which takes long: `make test` runs these, and `make test-full` the others.
 IN_MAKE_TEST = {"README.md"}
 
 
@@ -18,9 +17,10 @@ def _cases() -> list[object]:
     cases = []
     for path in pages.documents():
         steps = pages.steps(path.read_text())
-        if not steps or pages.name(path) in EARLIER:
+        if not steps:
             continue
-        slow = any(block.step == "shell" for block in steps) and pages.name(path) not in IN_MAKE_TEST
+        long = any(block.step == "shell" or "on_pages_packages" in block.code for block in steps)
+        slow = long and pages.name(path) not in IN_MAKE_TEST
         marks = [pytest.mark.slow, pytest.mark.hang_after(1800)] if slow else [pytest.mark.hang_after(300)]
         cases.append(pytest.param(path, id=pages.name(path), marks=marks))
     return cases

@@ -11,18 +11,7 @@ from tests.harness.pages import DOCS, ROOT, blocks, documents, name, problems, r
 REASONS = ROOT / "tests" / "norun.txt"
 
 
-# From before the convention; each is to go from here.
-EARLIER = {name(path) for path in [*DOCS.glob("*.md"), ROOT / "CONTRIBUTING.md"]} - {
-    "docs/code-blocks.md",
-    "docs/faq.md",
-    "docs/features.md",
-    "docs/install.md",
-    "docs/results.md",
-    "docs/style.md",
-}
-
-
-@pytest.mark.parametrize("path", [path for path in documents() if name(path) not in EARLIER], ids=name)
+@pytest.mark.parametrize("path", documents(), ids=name)
 def test_blocks_keep_the_convention(path: Path) -> None:
     assert problems(path.read_text()) == []
 
