@@ -9,8 +9,9 @@ import pytest
 from tests.harness import pages
 from tests.harness.errors import RanksFailed
 
-# Commands start processes, and packages are imported, which takes long: `make test` runs these, and `make test-full` the others.
-IN_MAKE_TEST = {"README.md"}
+# Commands start processes, and packages are imported, which takes long. `make test` runs these pages,
+# `make test-full` the others too.
+IN_MAKE_TEST = {"docs/tutorials/first-sharded-training.md"}
 
 
 def _cases() -> list[object]:
