@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ _FENCE = re.compile(
 )
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 # A command of a page may train for a while; one that hangs ends here.
-COMMAND_SECONDS = 600
+COMMAND_SECONDS = 900
 
 
 @dataclass(frozen=True)
@@ -223,20 +224,26 @@ def _outside(block: Block, page: str, folder: Path) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "CHECKOUT": str(ROOT)}
     expected = int(block.get("exit") or 0)
     with tempfile.TemporaryFile("w+") as output:
-        ended = subprocess.run(
+        running = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", block.commands],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=COMMAND_SECONDS,
+            start_new_session=True,
         )
+        try:
+            status = running.wait(COMMAND_SECONDS)
+        finally:  # what it started and left ends with it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
         output.seek(0)
         printed = output.read()
-    if ended.returncode != expected:
+    if status != expected:
         raise AssertionError(
-            f"{page}, line {block.line}: expected exit code {expected}, found {ended.returncode}\n"
+            f"{page}, line {block.line}: expected exit code {expected}, found {status}\n"
             f"{block.commands}\n--- it printed ---\n{printed[-4000:]}"
         )
 

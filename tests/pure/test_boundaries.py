@@ -137,7 +137,7 @@ def test_rooms_import_only_what_lies_below() -> None:
 def test_the_picture_of_the_house_is_the_house() -> None:
     """CONTRIBUTING.md has all rooms, and each imports rooms of lower lines only."""
     text = (src.SRC.parent / "CONTRIBUTING.md").read_text()
-    block = text[text.index("## Where things go") :].split("```")[1]
+    block = text[text.index("## Where things go") :].split("```text\n")[1].split("```")[0]
     floors = [re.match(r"(\w+)(?: {2,7}(\w+))?", line) for line in block.strip().splitlines()]
     floor_of = {room: number for number, found in enumerate(floors) if found for room in found.groups() if room}
     rooms = {path.parent.name if path.name == "__init__.py" else path.stem for path in _top_level()}
