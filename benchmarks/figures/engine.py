@@ -231,11 +231,17 @@ def _strips(picture: Picture, lines: Sequence[str], y: float, left: float = 90, 
             state, sending = history[i]
             if state:
                 picture.box(
-                    left + step * place, y, step, 17, STATES[state], f"{unit}: {state} after {events[i]}", round_=0
+                    left + step * place,
+                    y,
+                    step + 0.5,
+                    17,
+                    STATES[state],
+                    f"{unit}: {state} after {events[i]}",
+                    round_=0,
                 )
             if sending:
                 hint = f"{unit}: gradients under way after {events[i]}"
-                picture.box(left + step * place, y + 12, step, 5, STATES["gradients under way"], hint, round_=0)
+                picture.box(left + step * place, y + 12, step + 0.5, 5, STATES["gradients under way"], hint, round_=0)
         y += 21
     return y
 
@@ -439,7 +445,7 @@ def memory_step() -> Picture:
             tall = height * stacks[chosen][kind] / most
             if tall > 0.1:
                 y -= tall
-                picture.box(left + width * slot / slots, y, width / slots, tall, colour, round_=0)
+                picture.box(left + width * slot / slots, y, width / slots + 0.5, tall, colour, round_=0)
     for share in range(5):
         y = top + height * (1 - share / 4)
         picture.text(left - 8, y + 4, f"{most * share / 4:.0f} GB", "quiet", at="end", size=11)

@@ -35,14 +35,10 @@ def _under_way(messages: Sequence[Sequence[Any]], gap: float = 1.0) -> list[tupl
     return spans
 
 
-def overlap(step: dict[str, Any]) -> float:
-    """The share of the time in which the units of a step compute while a message is under way."""
-    both = sum(
-        max(0.0, min(end, stop) - max(begin, start))
-        for _, begin, end in step["compute"]
-        for start, stop in _under_way(step["messages"])
-    )
-    return both / sum(end - begin for _, begin, end in step["compute"])
+def overlapping(step: dict[str, Any]) -> int:
+    """How many of the computing spans of a step have a message under way, at any moment of them."""
+    spans = _under_way(step["messages"])
+    return sum(any(start < end and begin < stop for start, stop in spans) for _, begin, end in step["compute"])
 
 
 def step() -> Picture:
@@ -78,7 +74,12 @@ def step() -> Picture:
 
         picture.text(16, y + 10, NAMES[name], bold=True)
         picture.text(
-            left + width, y + 10, f"{overlap(each):.0%} of computing overlaps with messages", "quiet", at="end", size=12
+            left + width,
+            y + 10,
+            f"{overlapping(each)} of {len(each['compute'])} times a unit computes while messages travel",
+            "quiet",
+            at="end",
+            size=12,
         )
         y += 18
         for lane, words in enumerate(("compute", "messages")):

@@ -26,11 +26,10 @@ def test_each_figure_has_a_script_and_a_page() -> None:
     assert set(re.findall(r"\]\(\.\./figures/(\w+)\.svg\)", pages)) == set(FIGURES)
 
 
-def test_the_recorded_step_shows_overlap_of_one_alone() -> None:
-    spans = [["send", 0.0, 3.0], ["recv", 2.0, 4.0], ["send", 8.0, 9.0]]
-    assert (
-        results.overlap({"compute": [["forward a", 1.0, 5.0], ["backward a", 8.5, 10.5]], "messages": spans}) == 3.5 / 6
-    )
+def test_what_overlaps_is_counted() -> None:
+    messages = [["send", 0.0, 3.0], ["recv", 2.0, 4.0], ["send", 8.0, 9.0]]
+    compute = [["forward a", 1.0, 5.0], ["forward b", 5.0, 8.0], ["backward a", 8.5, 10.5], ["backward b", 11.0, 12.0]]
+    assert results.overlapping({"compute": compute, "messages": messages}) == 2
 
 
 def test_the_reasons_of_the_readme_are_in_the_results() -> None:
