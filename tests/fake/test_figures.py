@@ -46,3 +46,17 @@ def test_the_reasons_of_the_readme_are_in_the_results() -> None:
     assert all(verdict in right for mine, _ in known for verdict in mine)
     number, fsdp2 = sum(len(mine) for mine, _ in known), sum(v in right for _, theirs in known for v in theirs)
     assert f"{number} programs with one fault each ran on both" in readme and f"on FSDP2 {fsdp2} do" in readme
+
+
+def test_the_table_of_times_is_in_the_results() -> None:
+    """Its columns are some of the dated table's; its ratio is that of the second one."""
+    dated = (ROOT / "benchmarks" / "cpu_step_two-cores_2026-11-22.md").read_text()
+    rows = re.findall(r"^\| ((?:compute|communication)-heavy)[^|]* \| (\d) \| (.*) \|$", dated, flags=re.M)
+    times, ratios = rows[:4], rows[4:]
+    expected = []
+    for (name, ranks, cells), (*_, ratio) in zip(times, ratios, strict=True):
+        plain, ddp, fsdp1, fsdp2, _, ours, _ = (cell.split(" (")[0].strip() for cell in cells.split("|"))
+        expected.append([name, ranks, plain, ddp, fsdp1, fsdp2, ours, ratio.split("|")[0].strip()])
+    page = (ROOT / "docs" / "results.md").read_text()
+    shown = re.findall(r"^\| ((?:compute|communication)-heavy .*) \|$", page, flags=re.M)
+    assert [[cell.strip() for cell in row.split("|")] for row in shown] == expected
