@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import Prepared, prepare_fully_shard
-from fullshard.migrate import LEVELS, ConfigError
+from fullshard.migrate import LEVELS, ConfigError, read_config
 from tests.harness.models import (
     BY_NAME,
     Case,
@@ -337,13 +337,18 @@ LEVELS_BY_NAME = {name: level for level in LEVELS for name in level.names}
 
 @pytest.mark.parametrize("name", LEVELS_BY_NAME)
 def test_level(name: str) -> None:
-    """Each name that FSDP1 and DeepSpeed have for a level gives its mesh and resharding, and trains as one process."""
+    """Each name that FSDP1 and DeepSpeed have for a level gives its mesh and resharding, and trains as one process; two
+    names of one level give one configuration."""
     level = LEVELS_BY_NAME[name]
     config: dict[str, Any] = {"strategy": name}
     if level.replicate == 0:
         config["dp_replicate"] = 2
     if level.reshard_after_forward is None:
         config["reshard_after_forward"] = 2
+    if name != level.names[0]:
+        same = read_config({"sharding": {**config, "strategy": level.names[0]}})
+        assert read_config({"sharding": config}) == same
+        return
     shape = {0: (2, 2), 1: (4,), -1: (4, 1)}[level.replicate]
     kept = 2 if level.reshard_after_forward is None else level.reshard_after_forward
     for found, prepared in run_ranks(4, prepared_training, CASE, {"sharding": config}):
