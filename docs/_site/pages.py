@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -30,6 +31,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside of docs/, then fill the sections."""
     for path, uri in ROOT_PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
+    for uri, text in reference.pages().items():
+        files.append(File.generated(config, uri, content=text))
     waiting = [file.src_uri for file in files.documentation_pages()]
     seen = set(waiting)
     while waiting:

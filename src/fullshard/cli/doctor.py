@@ -30,7 +30,13 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    doctor.add_argument("program", nargs="?", default=BUILTIN, metavar="MODULE:FUNCTION | CONFIG.toml")
+    doctor.add_argument(
+        "program",
+        nargs="?",
+        default=BUILTIN,
+        metavar="MODULE:FUNCTION | CONFIG.toml",
+        help="yours, or a config of the trainer (default: the trainer's model)",
+    )
     doctor.add_argument(
         "--nproc", type=int, default=2, metavar="N", help="ranks of the launch, any number (default: 2)"
     )

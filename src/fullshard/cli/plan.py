@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.add_argument("source", metavar="SOURCE")
+    plan.add_argument("source", metavar="SOURCE", help="what is planned (below)")
     plan.add_argument("--ranks", type=int, default=8, metavar="N", help="devices, any number (default: 8)")
     plan.add_argument(
         "--hardware", default="h100-80g", metavar="NAME", help="a profile, a TOML file, or here: this CPU, measured"

@@ -39,7 +39,13 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verify.add_argument("program", nargs="?", default=BUILTIN, metavar="MODULE:FUNCTION | CONFIG.toml")
+    verify.add_argument(
+        "program",
+        nargs="?",
+        default=BUILTIN,
+        metavar="MODULE:FUNCTION | CONFIG.toml",
+        help="yours, or a config of the trainer (default: the trainer's model)",
+    )
     verify.add_argument("--strategies", nargs="+", metavar="STRATEGY", help="default: six of them")
     verify.add_argument("--nproc", type=int, default=2, metavar="N", help="processes (default: 2)")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each strategy (default: 3)")
