@@ -400,7 +400,7 @@ REFUSED_BY_US: dict[str, tuple[type[Exception], str, Any]] = {
     ),
     "a generator as forward method": (
         NotImplementedError,
-        "its body runs after the call has returned and the weights are gone; torch wraps it all the same",
+        "its body runs after the call has returned and the weights are gone; torch wraps it nevertheless",
         lambda impl: impl.namespace.register_fsdp_forward_method(impl.fully_shard(_Streaming(2, 2)), "stream"),
     ),
 }

@@ -171,7 +171,7 @@ def test_an_embedding_is_not_gathered_in_backward(impl: Implementation) -> None:
 
 
 @behaviour(
-    "set_unshard_in_backward(False) for weights that backward reads is right all the same",
+    "set_unshard_in_backward(False) for weights that backward reads is right nevertheless",
     area="communication",
     torch="better",
     reason="saved weights are watched, and gathered where they are read; torch fails in the backward",

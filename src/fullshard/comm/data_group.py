@@ -92,7 +92,7 @@ _log = logging.getLogger("fullshard")
 # ---- data group ------------------------------------------------------------------------------------------------------
 
 _CUT_TAG = 0x66736866
-# "late" stands in for NCCL in tests.
+# "late" acts as NCCL in tests.
 _CUTS = ("gloo", "nccl", "late")
 # Words in a backend's errors about connections, as opposed to errors about arguments.
 _OF_CONNECTIONS = ("gloo/transport", "pair closure", "onnection", "ocket", "imed out", "NCCL")
@@ -201,7 +201,7 @@ class DataGroup:
         self.issued = 0
 
     def close(self) -> None:
-        """Give the connections up for good."""
+        """Give the connections up permanently."""
         self._group, self._renewed = None, -1
         self._under_way.clear()
 

@@ -116,7 +116,7 @@ def _sums(tensor: Tensor, dim: int, start: int) -> Tensor:
 
 
 class _Place(NamedTuple):
-    """Of one parameter: where it stands in the message of its mesh."""
+    """Of one parameter: its place in the message of its mesh."""
 
     unit: Unit
     group: ParamGroup

@@ -329,7 +329,7 @@ def _advice(usual: Action, others: Sequence[Action]) -> str:
     if any(explicit):
         return (
             "some ranks gather parameters explicitly where others do not (full_params): every rank takes part in that, "
-            "so enter it on all ranks, and use what comes of it on those that need it"
+            "so enter it on all ranks, and use its result on those that need it"
         )
     if len({"eval" in action.flags for action in both}) > 1:
         return (

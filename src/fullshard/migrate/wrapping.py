@@ -86,7 +86,7 @@ def _no_split(tree: Tree) -> set[str]:
 
 
 def _nothing(tree: Tree, by: str, keys: WrapKeys) -> str:
-    """What was looked for in vain, and what could be asked for instead."""
+    """What was not found, and what could be asked for instead."""
     kind = type(tree.model).__name__
     with_parameters = [name for name in tree.names.values() if name and tree.has_parameters(name)]
     looked = {

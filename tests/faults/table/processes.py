@@ -93,7 +93,7 @@ CASES: tuple[Case, ...] = (
     ),
     _dies(
         "stopped_in_forward",
-        "rank 1 is stopped in forward, for good",
+        "rank 1 is stopped in forward and stays so",
         1,
         "before layers.1",
         send_signal(signal.SIGSTOP),
@@ -102,7 +102,7 @@ CASES: tuple[Case, ...] = (
     ),
     _dies(
         "stopped_in_backward",
-        "rank 1 is stopped in backward, for good",
+        "rank 1 is stopped in backward and stays so",
         1,
         "backward layers.1",
         send_signal(signal.SIGSTOP),
