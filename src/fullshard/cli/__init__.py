@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import __version__
-from fullshard.cli import doctor, migrate, plan, see, verify
+from fullshard.cli import completion, doctor, env, migrate, plan, see, verify
 from fullshard.train import cli as train
 
 STYLES = ("fullshard", "hf", "titan")  # name styles of a Llama's parameters, as in `fullshard.checkpoint`
@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     migrate.add_command(commands)
     see.add_command(commands)
     plan.add_command(commands)
+    env.add_command(commands)
+    completion.add_command(commands)
     _add_checkpoint(commands)
     return top
 
@@ -61,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return see.run(arguments)
         if arguments.command == "plan":
             return plan.run(arguments)
+        if arguments.command == "env":
+            return env.run(arguments)
+        if arguments.command == "completion":
+            return completion.run(arguments, parser())
         if arguments.command != "checkpoint":
             return train.run(arguments)
         from fullshard.cli import checkpoint
