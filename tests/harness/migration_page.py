@@ -1,4 +1,7 @@
-"""The tables of docs/migration.md, as the code has them; `python -m tests.harness.migration_page --write` renews it."""
+"""The tables of docs/migration.md and docs/how-to, as the code has them, wherever a marker is: `<!-- table: NAME -->`.
+
+`python -m tests.harness.migration_page --write` renews them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from fullshard.migrate.levels import LEVELS
 from fullshard.migrate.settings.formats import FORMATS
 from fullshard.migrate.settings.rules import ANY, GIVEN, KINDS, Case, Format
 
-PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "migration.md", *sorted((DOCS / "how-to").glob("*.md")))
 
 
 def tables() -> dict[str, str]:
@@ -24,6 +28,9 @@ def tables() -> dict[str, str]:
         "levels": _levels(),
         "strategies": _rows(arguments.STRATEGIES),
         "fsdp1": _rows(arguments.FSDP1),
+        "fsdp2": _fsdp2(FSDP2),
+        "fsdp2-module": _fsdp2(FSDP2_MODULE),
+        "fsdp2-others": _fsdp2(FSDP2_OTHERS),
         "precision": _rows(arguments.MIXED_PRECISION),
         "offload": _rows(arguments.CPU_OFFLOAD),
         "ddp": _rows(arguments.DDP),
@@ -40,7 +47,7 @@ SEED_004 = (
     ("Auto submodule level wrapping", "children, classes, attributes, size, function, plan", "`wrap.by`"),
     (
         "State Checkpointing",
-        "DTensors in DCP load; ShardedTensor files are refused by name ([other formats](foreign-checkpoints.md))",
+        "DTensors in DCP load; ShardedTensor files are refused by name ([other formats](../foreign-checkpoints.md))",
         "`state_dict.kind`",
     ),
     ("Weight Tying", "found before anything changes; to the lowest common unit, one unit, or refused", "`wrap.ties`"),
@@ -51,10 +58,64 @@ SEED_004 = (
     ("HSDP with flexible reshard degree", "a number of ranks", "`sharding.reshard_after_forward`"),
     (
         "2D Composability with TP/SP/EP",
-        "the other axis first; the wrong order is an error with names ([parallelism](parallelism.md))",
+        "the other axis first; the wrong order is an error with names ([parallelism](../parallelism.md))",
         "",
     ),
 )
+
+
+# FSDP2: what each name of torch 2.13 does here. tests/pure/test_migration_page.py holds them against torch's own names.
+SAME = "as in torch"
+FSDP2 = {
+    "module": f"{SAME}; a list of modules is one unit",
+    "mesh": f"{SAME}: one axis shards; of two axes the first replicates (HSDP)",
+    "reshard_after_forward": f"{SAME}: True, False, None (all but the root) or a number of ranks",
+    "shard_placement_fn": f"{SAME}; dims that do not divide evenly are accepted",
+    "mp_policy": f"{SAME}; torch's own object is accepted",
+    "offload_policy": f"{SAME}; torch's own object is accepted",
+    "ignored_params": SAME,
+    "dp_mesh_dims": SAME,
+}
+FSDP2_MODULE = {
+    "reshard": SAME,
+    "unshard": SAME,
+    "reset_iter_state": f"{SAME}, and not needed: the next forward discards what a failed step left",
+    "set_is_last_backward": SAME,
+    "set_requires_gradient_sync": f"{SAME}; before the last backward `.grad` raises for any use but `zero_grad()`",
+    "set_requires_all_reduce": SAME,
+    "set_reshard_after_forward": SAME,
+    "set_reshard_after_backward": SAME,
+    "set_modules_to_forward_prefetch": f"{SAME}; without it the order of the recorded step is used",
+    "set_modules_to_backward_prefetch": f"{SAME}; without it the order of the recorded step is used",
+    "set_custom_all_gather": SAME,
+    "set_custom_reduce_scatter": SAME,
+    "set_all_reduce_hook": f"{SAME}; the hook gets the shards of the unit in one flat tensor",
+    "set_post_optim_event": SAME,
+    "set_reduce_scatter_divide_factor": "as in torch, where it is deprecated: use `set_gradient_divide_factor`",
+    "set_gradient_divide_factor": SAME,
+    "set_force_sum_reduction_for_comms": SAME,
+    "set_reduce_scatter_unused_params": SAME,
+    "set_reduce_scatter_max_input_buffers": SAME,
+    "set_separate_reduce_scatter_group": SAME,
+    "set_unshard_in_backward": f"{SAME}; a weight that backward does read is gathered then",
+    "set_allocate_memory_from_process_group_for_comm": f"{SAME}, on NCCL; not run on a GPU yet",
+    "set_symm_mem_for_comm": "`NotImplementedError`; use `set_allocate_memory_from_process_group_for_comm(True)`",
+}
+FSDP2_OTHERS = {
+    "MixedPrecisionPolicy": f"{SAME}, all four fields",
+    "OffloadPolicy": SAME,
+    "CPUOffloadPolicy": SAME,
+    "DataParallelMeshDims": SAME,
+    "FSDPModule": "a subclass of torch's, so `isinstance` with either holds",
+    "UnshardHandle": "a subclass of torch's, as above",
+    "register_fsdp_forward_method": SAME,
+    "share_comm_ctx": f"{SAME}; message buffers are shared, for there are no streams of its own",
+    "fully_shard": "the tables above",
+}
+
+
+def _fsdp2(names: dict[str, str]) -> str:
+    return _table(("name", "here"), [(_code(name), here) for name, here in names.items()])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -136,18 +197,22 @@ def _settings(case: Case) -> str:
     return ", ".join(map(_code, parts))
 
 
+def names(text: str) -> list[str]:
+    """The tables that a page has places for."""
+    return re.findall(r"^<!-- table: (\S+) -->$", text, flags=re.M)
+
+
 def renewed(text: str) -> str:
-    """The page with its tables as the code has them. Raises `ValueError` for a table without a place."""
-    for name, table in tables().items():
+    """The page with its tables as the code has them. Raises `KeyError` for a table that the code has not."""
+    for name in names(text):
+        table = tables()[name]
         pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- /table -->)", re.S)
-        text, count = pattern.subn(lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text)  # noqa: B023
-        if count != 1:
-            raise ValueError(f"docs/migration.md: expected one place for the table {name}, found {count}")
+        text = pattern.sub(lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text)  # noqa: B023
     return text
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        PAGE.write_text(renewed(PAGE.read_text()))
-    else:
+    if "--write" not in sys.argv:
         sys.exit("usage: python -m tests.harness.migration_page --write")
+    for page in PAGES:
+        page.write_text(renewed(page.read_text()))

@@ -165,6 +165,15 @@ BY_HAND = {
         "in other functions",
     ),
     "a hook of communication": ("model = DDP(net)\nmodel.register_comm_hook(None, hook)", "reduce_dtype"),
+    "a full state dict on one rank": (
+        "model = DDP(net)\nif dist.get_rank() == 0:\n    torch.save(model.state_dict(), 'x')",
+        "all ranks have to make a full state dict, found `dist.get_rank() == 0` around it",
+    ),
+    "a full state dict on the main process": (
+        "model = DDP(net)\nif epoch % 2 == 0 and args.is_main_process:\n"
+        "    if done:\n        torch.save(model.state_dict(), 'x')",
+        "found `epoch % 2 == 0 and args.is_main_process` around it",
+    ),
     "join": ("model = DDP(net)\nwith model.join():\n    pass", "fullshard.joined"),
     "gradients of full parameters": (
         "model = FSDP(net)\nwith FSDP.summon_full_params(model, with_grads=True):\n    pass",

@@ -1,19 +1,37 @@
-"""docs/migration.md says what the tables say, and seed 004's rows are settings."""
+"""docs/migration.md and docs/how-to say what the tables say, and seed 004's rows are settings."""
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.fsdp as fsdp
 
+from fullshard.migrate.code import arguments
 from fullshard.migrate.settings.conversion import convert
 from fullshard.migrate.verdict import UNSUPPORTED
 from tests.harness import migration_page
 
 
-def test_the_page_has_the_tables_of_the_code() -> None:
-    text = migration_page.PAGE.read_text()
+@pytest.mark.parametrize("page", migration_page.PAGES, ids=lambda page: page.stem)
+def test_the_pages_have_the_tables_of_the_code(page: Path) -> None:
+    text = page.read_text()
     assert migration_page.renewed(text) == text, "python -m tests.harness.migration_page --write"
+
+
+def test_each_table_is_on_one_page() -> None:
+    found = [name for page in migration_page.PAGES for name in migration_page.names(page.read_text())]
+    assert sorted(found) == sorted(migration_page.tables())
+
+
+def test_the_tables_of_fsdp2_have_all_of_its_names() -> None:
+    assert list(migration_page.FSDP2) == list(inspect.signature(fsdp.fully_shard).parameters)
+    methods = [name for name in vars(fsdp.FSDPModule) if not name.startswith("_")]
+    assert sorted(migration_page.FSDP2_MODULE) == sorted(methods)
+    exported = [name for name in arguments.FSDP2_NAMES if hasattr(fsdp, name)]
+    assert sorted(migration_page.FSDP2_OTHERS) == sorted(exported) == sorted(arguments.FSDP2_NAMES)
 
 
 # A feature of seed 004 as Composer's configuration spells it, and the new settings.

@@ -1,4 +1,4 @@
-"""What each argument of FSDP1, DDP and their helpers means here, as tables. `docs/migration.md` prints them.
+"""What each argument of FSDP1, DDP and their helpers means here, as tables. `docs/how-to` prints them.
 
 Sources: the signatures of torch 2.13; seed 000 (removed arguments), seed 001 (parameter mapping).
 """

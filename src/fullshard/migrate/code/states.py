@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import libcst as cst
@@ -14,6 +15,8 @@ from .wrapping import ManualChange, Wrappings
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
+# What a condition asks that holds on some ranks only.
+_OF_A_RANK = re.compile(r"rank|is_(local_|world_)?(main|master|zero)|main_process", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,11 @@ class States:
         found = self.type_at(call) if kind == FSDP1 else StateType(FULL, False, False)
         if found.name == SHARDED:
             return
+        if kind != FSDP1 and (condition := self._of_a_rank(call)):
+            raise ManualChange(
+                f"all ranks have to make a full state dict, found `{condition}` around it: call "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) before that"
+            )
         parts = (Part("", model), Part("options", self._options(found)))
         self.plan.calls[call] = NewCall(self.plan.use("get_model_state_dict", _STATE_DICT), parts)
         if not found.written:
@@ -152,6 +160,17 @@ class States:
                 default=True,
                 key="state_dict()",
             )
+
+    def _of_a_rank(self, node: cst.CSTNode) -> str:
+        """The condition around `node` that asks for the rank, "" for none. DDP's own state dict needs no messages, so
+        programs make it on rank 0 alone."""
+        around = self.file.above(node, cst.If, cst.IfExp)
+        while isinstance(around, cst.If | cst.IfExp):
+            text = self.wrappings.text(around.test)
+            if _OF_A_RANK.search(text):
+                return text
+            around = self.file.above(around, cst.If, cst.IfExp)
+        return ""
 
     def optimizer_state(self, call: cst.Call, method: str) -> None:
         """`FSDP.optim_state_dict(model, optimizer)` and its older forms."""
