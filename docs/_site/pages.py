@@ -31,8 +31,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside of docs/, then fill the sections."""
     for path, uri in ROOT_PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
-    for uri, text in reference.pages().items():
-        files.append(File.generated(config, uri, content=text))
+    for uri, make in reference.pages().items():
+        files.append(File.generated(config, uri, content=make()))
     waiting = [file.src_uri for file in files.documentation_pages()]
     seen = set(waiting)
     while waiting:

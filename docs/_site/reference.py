@@ -11,7 +11,7 @@ import ast
 import functools
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
 
 
-def pages() -> dict[str, str]:
-    """Markdown by the path below docs/."""
-    made = {f"reference/{name}.md": api(name) for name in API}
-    made["reference/cli.md"] = cli()
-    made["reference/configuration-trainer.md"] = trainer_keys()
-    made["reference/configuration-sharding.md"] = sharding_keys()
-    made["reference/messages.md"] = messages_page()
-    return made
+def pages() -> dict[str, Callable[[], str]]:
+    """What makes each page, by its path below docs/."""
+    return {f"reference/{name}.md": functools.partial(api, name) for name in API} | {
+        "reference/cli.md": cli,
+        "reference/configuration-trainer.md": trainer_keys,
+        "reference/configuration-sharding.md": sharding_keys,
+        "reference/messages.md": messages_page,
+    }
 
 
 # ---- names -----------------------------------------------------------------------------------------------------

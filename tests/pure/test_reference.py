@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -24,6 +25,12 @@ from tests.pure.test_documents import REMOVED
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "fullshard"
 PAGES = ROOT / "docs" / "reference"
+
+
+@functools.cache
+def _nodes() -> tuple[ast.AST, ...]:
+    """Of all sources of the package."""
+    return tuple(node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
 
 
 def _load(name: str) -> ModuleType:
@@ -120,12 +127,11 @@ GAP = reference.GAP
 
 def _templates() -> Iterator[str]:
     """Every text of the source, a gap for each value."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
-                text = " ".join(reference._text(node).split())
-                if len(text) > 12:
-                    yield text
+    for node in _nodes():
+        if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
+            text = " ".join(reference._text(node).split())
+            if len(text) > 12:
+                yield text
 
 
 def _entries() -> list[str]:
@@ -169,9 +175,7 @@ def test_all_messages_are_on_their_page() -> None:
     page = reference.messages_page()
     messages = reference.messages()
     raised = sum(
-        isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and bool(node.exc.args)
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and bool(node.exc.args) for node in _nodes()
     )
     assert len(messages) >= 0.85 * raised
     shown = [message for message in messages if message.file.partition("/")[0] in reference.AREAS]
@@ -191,8 +195,7 @@ NOT_VARIABLES = {"LOCAL_STATE_DICT"}
 def test_every_variable_is_on_the_page_and_in_the_code() -> None:
     in_code = {
         node.value
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes()
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value)
     } - NOT_VARIABLES
     page = (PAGES / "environment.md").read_text()
