@@ -6,6 +6,8 @@
 #   make check            format, lint, types, and the tests that keep the rooms apart
 #   make docs             the site, into site/, without a network; warnings and dead links are errors
 #   make bench            the CPU benchmarks (under ten minutes)
+#   make package          sdist and wheel, into dist/; the wheel trains the quickstart on two ranks in an empty environment
+#   make release-check    whether contacts are filled in, and version and changelog agree
 #   make clean            remove the environment and all caches; runs/ is yours and stays
 # Another interpreter: make PYTHON=python3.12 ... ; another place for the environment: make VENV=dir ...
 
@@ -21,7 +23,7 @@ FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
 PYTHON ?= $(shell $(FIND_PYTHON))
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full check format docs bench clean env
+.PHONY: train test test-full check format docs bench package release-check clean env
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -61,6 +63,12 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.optimizer
 	$(BIN)/python -m benchmarks.bytes
 	$(BIN)/python -m benchmarks.memory --worlds 8
+
+package: $(STAMP)
+	$(BIN)/python -m tools.try_package dist $(ARGS)
+
+release-check: $(STAMP)
+	$(BIN)/python -m tools.release_check
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

@@ -1,0 +1,116 @@
+"""What surrounds the code: contacts of one file, the release check, the built package, what is declared and ran."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools import release_check, try_package
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONTACTS = PYPROJECT["tool"]["fullshard"]["contacts"]
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("SECURITY.md", "security"),
+        ("CODE_OF_CONDUCT.md", "conduct"),
+        (".github/CODEOWNERS", "owners"),
+        ("CITATION.cff", "repository"),
+    ],
+)
+def test_contacts_are_those_of_pyproject(path: str, key: str) -> None:
+    assert CONTACTS[key] in (ROOT / path).read_text()
+
+
+def test_addresses_are_in_the_repository_of_pyproject() -> None:
+    urls = PYPROJECT["project"]["urls"]
+    assert set(urls) >= {"Source", "Issues", "Changelog"}
+    assert all(url.startswith(CONTACTS["repository"]) for url in urls.values())
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> Path:
+    """A repository that can be released."""
+    for name in ("CHANGELOG.md", "CITATION.cff", "src/fullshard/_version.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 7.1.0 (2030-01-02)\n\n* A line.\n")
+    (tmp_path / "src/fullshard/_version.py").write_text('__version__ = "7.1.0"\n')
+    citation = (tmp_path / "CITATION.cff").read_text().replace(CONTACTS["repository"], "https://example.org")
+    citation = re.sub("^version: .*", "version: 7.1.0", citation, flags=re.M)
+    (tmp_path / "CITATION.cff").write_text(re.sub("(?<=^date-released: ).*", "2030-01-02", citation, flags=re.M))
+    return tmp_path
+
+
+def test_a_release_is_refused_for_each_reason(released: Path) -> None:
+    assert release_check.findings(released) == []
+    security = released / "SECURITY.md"
+    security.write_text(f"to\n{release_check.PLACEHOLDER}-contact\n")
+    assert release_check.findings(released) == [f"SECURITY.md:2: fill in {release_check.PLACEHOLDER}"]
+    security.unlink()
+    (released / "src/fullshard/_version.py").write_text('__version__ = "7.2.0"\n')
+    said = release_check.findings(released)
+    assert len(said) == 2 and "CHANGELOG.md: expected ## 7.2.0" in said[0] and "found 7.1.0" in said[1]
+
+
+def test_lines_that_are_not_released_are_found(released: Path) -> None:
+    path = released / "CHANGELOG.md"
+    path.write_text(path.read_text().replace("Unreleased\n", "Unreleased\n\n* Another line.\n"))
+    assert release_check.findings(released) == ["CHANGELOG.md: lines under Unreleased; move them under the version"]
+
+
+def test_placeholders_of_pyproject_prevent_a_release() -> None:
+    unfilled = [value for value in CONTACTS.values() if release_check.PLACEHOLDER in value]
+    named = [line for line in release_check.findings(ROOT) if line.startswith("pyproject.toml:")]
+    assert len(named) >= len(unfilled) and bool(named) == bool(unfilled)
+
+
+def test_the_package_holds_what_it_must(tmp_path: Path) -> None:
+    with zipfile.ZipFile(try_package.build(tmp_path)) as wheel:
+        names = set(wheel.namelist())
+        (metadata,) = [wheel.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")]
+        (entries,) = [wheel.read(name).decode() for name in names if name.endswith("/entry_points.txt")]
+    assert "fullshard/py.typed" in names and any(name.endswith("licenses/LICENSE") for name in names)
+    source = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
+    assert source <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fullshard"}, "tests and tools stay at home"
+    assert "fullshard = fullshard.cli:main" in entries
+    required = re.findall(r"^Requires-Dist: (.*)$", metadata, flags=re.M)
+    assert [one for one in required if "extra ==" not in one] == PYPROJECT["project"]["dependencies"]
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "examples/quickstart.py"} <= held
+
+
+def test_every_declared_python_ran_the_tests() -> None:
+    """Classifiers and the matrix of the workflow are the rows of docs/support.md."""
+    page = (ROOT / "docs" / "support.md").read_text()
+    ran = set(re.findall(r"^\| (3\.\d+)\.\d+ \| (\d+\.\d+\.\d+) \| \d{4}-\d\d-\d\d \|", page, flags=re.M))
+    prefix = "Programming Language :: Python :: 3."
+    declared = {f"3.{one[len(prefix) :]}" for one in PYPROJECT["project"]["classifiers"] if one.startswith(prefix)}
+    assert declared == {python for python, _ in ran}
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    pythons, torches = (
+        re.findall(r'"([^"]+)"', line) for line in re.findall(r"^ {8}\w+: (\[.*\])$", workflow, flags=re.M)
+    )
+    assert {(python, torch) for python in pythons for torch in torches} == ran
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflows_name_versions_and_targets_that_exist(path: Path) -> None:
+    text = path.read_text()
+    actions = re.findall(r"uses: (\S+)", text)
+    assert actions and all(re.fullmatch(r"[\w/-]+@v\d+\.\d+\.\d+", action) for action in actions)
+    assert "permissions:" in text
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.M))
+    assert set(re.findall(r"run: make ([a-z-]+)", text)) <= targets

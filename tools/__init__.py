@@ -1,0 +1,1 @@
+"""Programs for maintainers: what a release needs."""
