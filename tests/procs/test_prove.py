@@ -90,6 +90,19 @@ BAD = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.hang_after(300)
+def test_the_stand_in_is_equal_under_fsdp1_too(tmp_path: Path) -> None:
+    """From what migrate wrote. FSDP1's flat pieces have no shapes by which an optimizer could divide them."""
+    path = tmp_path / "a.fullshard.toml"
+    path.write_text("[sharding]\nreshard_after_forward = false\n")
+    command = [sys.executable, "-m", "fullshard", "migrate", "--prove", str(path), "--steps", "1", "--json"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout)
+    assert (said["verdict"], said["not_proved"]) == ("equal", [])
+
+
 def test_a_policy_that_names_an_absent_class_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "acc.yaml"
     path.write_text(CONFIG.format("no") + "  fsdp_transformer_layer_cls_to_wrap: Conted\n")

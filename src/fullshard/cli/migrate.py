@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.verify import BUILTIN
+STAND_IN = "fullshard.train.program:stand_in"
 
 _EXAMPLES = """\
 examples:
@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="train as the configuration says, under FSDP1 or DDP and under fullshard, and compare; writes nothing",
     )
-    migrate.add_argument("--program", default=BUILTIN, metavar="MODULE:FUNCTION", help="the model for --prove")
+    migrate.add_argument("--program", default=STAND_IN, metavar="MODULE:FUNCTION", help="the model for --prove")
     migrate.add_argument("--nproc", type=int, default=2, metavar="N", help="processes for --prove (default: 2)")
     migrate.add_argument("--steps", type=int, default=3, metavar="N", help="steps for --prove (default: 3)")
     migrate.add_argument("--json", action="store_true", help="one JSON object on stdout")

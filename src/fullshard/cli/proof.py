@@ -52,12 +52,12 @@ def prove(path: Path, arguments: argparse.Namespace) -> int:
 
 def _check_classes(path: Path, config: Any, entry: str) -> None:
     """Raises `ConfigError` for a class of the policy that the user's model has no module of."""
-    from fullshard.cli.verify import BUILTIN
+    from fullshard.cli.migrate import STAND_IN
     from fullshard.keys import ConfigError
     from fullshard.migrate.tree import Tree, nearest
     from fullshard.program import find_program
 
-    if not config.wrap.classes or entry == BUILTIN:
+    if not config.wrap.classes or entry == STAND_IN:
         return
     model = find_program(entry).model()
     tree = Tree(model)

@@ -1,4 +1,4 @@
-"""The trainer's model, loss and data as a `Program`, for `fullshard verify`."""
+"""The trainer's model, loss and data as a `Program`, for `fullshard verify` and `fullshard migrate --prove`."""
 
 from __future__ import annotations
 
@@ -51,3 +51,10 @@ def program(path: str = "") -> Program:
         return adamw(parameters, config.optimizer)
 
     return Program(build, loss, batch, optimizer=optimizer)
+
+
+def stand_in() -> Program:
+    """The model of the defaults for `fullshard migrate --prove`, with one group of parameters. FSDP1's are flat pieces,
+    without the shapes by which the trainer leaves norm weights undecayed."""
+    made = program()
+    return Program(made.model, made.loss, made.batch)
