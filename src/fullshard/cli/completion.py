@@ -33,7 +33,7 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose completion is printed")
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
