@@ -41,7 +41,7 @@ def test_requests_of_a_question(world: int) -> None:
         assert question(simulation, 9.0)["requests"] <= (80 if world == 8 else 20)
         assert question(simulation, 0.0, answers=2)["requests"] <= 16
         found = failure(simulation)
-        assert found["told after"] <= 5
+        assert found["known after"] <= 5
         assert found["met after"] <= 10
         assert found["requests"] <= (30 if world == 8 else 20)
 
