@@ -23,6 +23,11 @@ from tests.harness.models import BY_NAME, Case, Trained, Transformer, _Block, ad
 from tests.harness.models import train_reference as plainly
 from tests.harness.threads import WORLD, run_ranks
 
+# What prepares a model returns it, which does not go from a process to another; tests/procs/test_prepare_real.py and
+# test_converted.py run over gloo.
+pytestmark = pytest.mark.threads_only(reason="a sharded model does not pickle")
+
+
 STEPS = 3
 CASE, TIED = BY_NAME["transformer"], BY_NAME["tied"]
 

@@ -34,6 +34,10 @@ from tests.harness.models import (
 from tests.harness.models import train_reference as plainly
 from tests.harness.threads import WORLD, run_ranks
 
+# What prepares a model returns it, which does not go from a process to another; tests/procs/test_prepare_real.py and
+# test_converted.py run over gloo.
+pytestmark = pytest.mark.threads_only(reason="a sharded model does not pickle")
+
 STEPS = 3
 CASE, TIED = BY_NAME["transformer"], BY_NAME["tied"]
 EVEN = Case("even", lambda: nn.Sequential(*(_Residual(8, 16) for _ in range(2))), ("0", "1"), (8,), (8,))

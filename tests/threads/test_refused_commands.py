@@ -16,6 +16,7 @@ from fullshard.guard import Fault, scope_of
 from fullshard.schedule import Command
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks
+from tests.harness.worlds import OTHER_WORLD
 
 
 class Block(nn.Module):
@@ -98,7 +99,7 @@ def undisturbed_steps(rank: int, steps: int) -> list[Tensor]:
     return training.state()
 
 
-@pytest.mark.skipif(WORLD == 1, reason="nobody can fail")
+@pytest.mark.skipif(WORLD == 1, reason=f"{OTHER_WORLD} two ranks or more: nobody else can fail")
 def test_any_command_may_be_the_first_that_is_refused() -> None:
     steps = 40
     expected = run_ranks(WORLD, undisturbed_steps, steps)
