@@ -265,7 +265,8 @@ def _cut_in_a_step(rank: int, wait: bool) -> tuple[str, bool, bool, str, dict[st
                 cutting.start()
             try:
                 _step(model, optimizer, rank, FAILED, wait=wait)
-            except PeerFailed as failed:
+            # The thread may cut before the optimizer's step, whose refusal is another class with the same reason.
+            except (PeerFailed, RanksDisagree) as failed:
                 error = str(failed)
             if wait:
                 cutting.join()
