@@ -48,6 +48,10 @@ def _trained(model: nn.Module, ranks: Sequence[int]) -> Trained:
     return collect(model, optimizer)
 
 
+# What is said is collected in this process, which forks cannot write to.
+pytestmark = pytest.mark.threads_only(reason="a fork's warnings are not this process's")
+
+
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Each warning, with its rank. Not `catch_warnings`: ranks are threads of a process with one list of filters."""
