@@ -387,6 +387,7 @@ def _classes(rank: int) -> list[weakref.ref[type]]:
     return [weakref.ref(kind) for kind in (kind, family, type(model), type(optimizer))]
 
 
+@pytest.mark.threads_only(reason="weak references do not pickle")
 def test_so_are_classes_that_were_made_for_it() -> None:
     for found in run_ranks(WORLD, _classes):
         for _ in range(2):  # what was made goes first, and then what it was made of
