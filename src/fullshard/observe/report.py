@@ -29,6 +29,7 @@ from ..layout import Term
 from ..param import PendingGrad, ShardedParam
 from ..policy import Options
 from ..policy.arguments import expect, expect_module, is_optimizer
+from ..see.timeline import human as human
 from .expected import Bytes, Held, communicator_terms, expected_of, expected_peak, kept_nbytes
 from .recorder import recorded_in
 
@@ -131,19 +132,6 @@ def _name(unit: UnitReport) -> str:
 
 def _aligned(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column in _LEFT else cell.rjust(width)
-
-
-def human(nbytes: float) -> str:
-    """Bytes in powers of 1024.
-
-    >>> human(812), human(1536)
-    ('812 B', '1.5 KiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
