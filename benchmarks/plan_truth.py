@@ -1,18 +1,21 @@
 """The planner's predictions beside published and measured figures.
 
     python -m benchmarks.plan_truth              published training speeds and memory of torchtitan
-    python -m benchmarks.plan_truth --measure    and steps of plain models on this CPU
+    python -m benchmarks.plan_truth --measure    and steps of plain models on this CPU, and the time of two plans
 
 fitted       lines that set the two efficiencies of a profile (`matmul`, `stream` in plan/machine.py)
 predicted    a line that did not
 measured     the best of five forwards and backwards of one process on this CPU, with the profile `here`, which measures
-             matrix products, memory and the time of an operation for a second, and no model
+             linear layers, attention, memory and the time of an operation for a second, and no model
+time         the best of three runs of the command from the shell, and the part of it after the imports
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -106,6 +109,33 @@ def measured(repeats: int = 5) -> list[dict[str, object]]:
     return rows
 
 
+COMMANDS = ("llama-70b --ranks 1024", "llama-70b --ranks 10000 --search")
+# The command in a new process, its modules first.
+TIMED = """
+import sys, time
+import fullshard.plan.facts, fullshard.plan.page, fullshard.plan.questions, fullshard.train.config
+from fullshard.cli import main
+begun = time.perf_counter()
+main(["plan", *sys.argv[1:]])
+print(time.perf_counter() - begun, file=sys.stderr)
+"""
+
+
+def timed(repeats: int = 3) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for command in COMMANDS:
+        whole, own = [], []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            run = subprocess.run(
+                [sys.executable, "-c", TIMED, *command.split()], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+            whole.append(time.perf_counter() - begun)
+            own.append(float(run.stderr.splitlines()[-1]))
+        rows.append({"command": f"fullshard plan {command}", "seconds": min(whole), "without_imports": min(own)})
+    return rows
+
+
 def _describe(programs: Callable[[int | None], Program]) -> Describe:
     return lambda samples, sequence, compute, alone: describe(
         programs(sequence), "model", samples=samples, compute=compute, alone=alone
@@ -131,7 +161,16 @@ def main() -> None:
         print("\n| model on this CPU | measured | predicted | error |\n|---|---|---|---|")
     for row in here:
         print(f"| {row['name']} | {row['measured']:.3f} s | {row['predicted']:.3f} s | {row['error']:+.1%} |")
-    print(json.dumps({"benchmark": "plan_truth", "facts": facts(), "published": rows, "measured": here}))
+    commands = timed() if arguments.measure else []
+    if commands:
+        print("\n| command | seconds | without imports |\n|---|---|---|")
+    for row in commands:
+        print(f"| `{row['command']}` | {row['seconds']:.1f} | {row['without_imports']:.1f} |")
+    print(
+        json.dumps(
+            {"benchmark": "plan_truth", "facts": facts(), "published": rows, "measured": here, "commands": commands}
+        )
+    )
 
 
 if __name__ == "__main__":

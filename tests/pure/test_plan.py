@@ -31,6 +31,7 @@ PLAIN = replace(
     flops4=100.0,
     bandwidth=1e12,
     matmul=1.0,
+    attention=1.0,
     stream=1.0,
     launch=0.0,
     intra_node=100.0,
@@ -154,6 +155,12 @@ def test_a_message_that_arrives_during_compute_costs_nothing() -> None:
     assert (clock.now, clock.found.exposed) == (5, [])
     clock.wait(late, "b", "all-gather")
     assert clock.now == 10 and clock.found.exposed_seconds == 5
+
+
+def test_attention_has_a_share_of_the_peak_of_its_own() -> None:
+    clock = _clock(replace(PLAIN, matmul=0.5, attention=0.25))
+    clock.compute(Work(matmul=100, attention=100))
+    assert clock.now == 2 + 4
 
 
 def test_compute_is_slower_beside_messages() -> None:

@@ -48,7 +48,8 @@ class Clock:
     def seconds(self, work: Work) -> float:
         """The roofline: matrix products by their operations or by their bytes, the rest by its bytes."""
         stream = self.hardware.bandwidth * self.hardware.stream
-        products = max(work.matmul / self.hardware.flops(self.itemsize), work.matmul_nbytes / stream)
+        operations = work.matmul / self.hardware.matmul + work.attention / self.hardware.attention
+        products = max(operations / self.hardware.peak_flops(self.itemsize), work.matmul_nbytes / stream)
         return products + work.nbytes / stream
 
     def copy(self, nbytes: float) -> None:

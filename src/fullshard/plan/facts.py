@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..program import Program, ProgramError, to_device
 from .description import Model, Parameter, UnitShape
@@ -209,8 +210,8 @@ def _line(error: BaseException) -> str:
 
 
 def measured_cpu(base: Hardware) -> Hardware:
-    """`base` with what this CPU reaches, in the threads that torch uses now: matrix products, memory, and the host
-    time of an operation. Takes about a second."""
+    """`base` with what this CPU reaches, in the threads that torch uses now: the products of a linear layer, attention
+    (in float32) beside them, both forward and backward, memory, and the host time of an operation. Takes a second."""
 
     def best(call: Callable[[], object], repeats: int = 5) -> float:
         taken = []
@@ -220,15 +221,29 @@ def measured_cpu(base: Hardware) -> Hardware:
             taken.append(time.perf_counter() - start)
         return min(taken[1:])
 
-    width, numel = 768, 1 << 23
+    rows, width, length, heads = 1024, 768, 512, 8
     rates = []
     for dtype in (torch.bfloat16, torch.float32):
-        a = torch.ones(width, width, dtype=dtype)
-        rates.append(2 * width**3 / best(lambda a=a: a @ a))  # type: ignore[misc]
-    long, small = torch.ones(numel), torch.ones(8)
-    # Reads one and writes one.
-    bandwidth = 2 * long.nbytes / best(lambda: torch.neg(long))
+        x, weight = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+        taken = best(lambda x=x, w=weight: (x @ w.t(), x @ w, x.t() @ x))  # type: ignore[misc]
+        rates.append(3 * 2 * rows * width**2 / taken)
+    q = torch.ones(2, heads, length, width // heads, requires_grad=True)
+    taken = best(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward())
+    # Two products forward and five backward, as a tape counts them, of half of the square.
+    attention = 7 * 2 * length**2 * width / taken / rates[-1]
+    # Written over, and far larger than caches: a new block of this size would measure page faults, which a step that
+    # uses the same memory again does not pay.
+    long, over, small = torch.ones(1 << 24), torch.ones(1 << 24), torch.ones(8)
+    bandwidth = 2 * long.nbytes / best(lambda: torch.neg(long, out=over))
     launch = best(lambda: [torch.neg(small) for _ in range(1000)]) / 1000
     return replace(
-        base, name="this machine", flops2=rates[0], flops4=rates[1], bandwidth=bandwidth, stream=1.0, launch=launch
+        base,
+        name="this machine",
+        flops2=rates[0],
+        flops4=rates[1],
+        matmul=1.0,
+        attention=attention,
+        bandwidth=bandwidth,
+        stream=1.0,
+        launch=launch,
     )

@@ -22,7 +22,8 @@ class Hardware:
     """One kind of device in a cluster. Bytes, bytes per second, operations per second, seconds.
 
     memory: of a device. flops2, flops4: peak of matrix products in 16-bit dtypes and in float32 (TF32 where it is on by
-    default for nobody, so plain float32). bandwidth: of device memory. matmul, memory: the reached share of both peaks.
+    default for nobody, so plain float32). bandwidth: of device memory. matmul, attention, stream: the share of the peak
+    that matrix products and that attention reach, and of the bandwidth that all other operations reach.
     launch: host time of one operation. node: devices of a node. intra_node, inter_node: what a device receives in
     a collective inside of a node, and between nodes. latency: of a message, `hop`: more for each node of a ring. host:
     between host and device. storage: what one device's process writes to or reads from storage. backend: of messages.
@@ -35,6 +36,7 @@ class Hardware:
     flops4: float
     bandwidth: float
     matmul: float
+    attention: float
     stream: float
     launch: float
     node: int
@@ -51,9 +53,9 @@ class Hardware:
     contention: float
     blocking: bool = False  # the host waits where the device would (a CPU)
 
-    def flops(self, itemsize: int) -> float:
-        """Operations per second that matrix products reach."""
-        return (self.flops2 if itemsize <= 2 else self.flops4) * self.matmul
+    def peak_flops(self, itemsize: int) -> float:
+        """Operations per second at most."""
+        return self.flops2 if itemsize <= 2 else self.flops4
 
     def ring(self, ranks: int, stride: int) -> tuple[float, float]:
         """(bytes per second, seconds of latency) of a collective of `ranks` devices, each `stride` ranks apart."""
@@ -76,6 +78,7 @@ def _gpu(
         flops4=flops4,
         bandwidth=bandwidth,
         matmul=0.55,
+        attention=0.55,
         stream=0.48,
         launch=6e-6,
         node=8,
@@ -111,6 +114,7 @@ PROFILES = {
             flops4=6e10,
             bandwidth=1.2e10,
             matmul=1.0,
+            attention=0.5,
             stream=0.5,
             launch=6e-6,
             node=1 << 20,

@@ -361,9 +361,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     hw = plan.hardware
     return (
         f"hardware {hw.name}: {hw.flops2 / 1e12:.0f} TFLOP/s in 16 bits and {hw.flops4 / 1e12:.3g} in float32, "
-        f"of which "
-        f"matrix products reach {hw.matmul:.0%}; {hw.bandwidth / 1e9:.0f} GB/s of memory, of which other kernels reach "
-        f"{hw.stream:.0%}",
+        f"of which matrix products reach {hw.matmul:.0%} and attention {hw.attention:.0%}; "
+        f"{hw.bandwidth / 1e9:.0f} GB/s of memory, of which other kernels reach {hw.stream:.0%}",
         "every operation outside of matrix products reads its inputs from and writes its results to device "
         "memory once: "
         "eager kernels, nothing is fused",

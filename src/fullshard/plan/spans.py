@@ -22,13 +22,14 @@ RECOMPUTATIONS = (NONE, SELECTIVE, WHOLE)
 
 
 class Work(NamedTuple):
-    """What a span computes. `matmul`: operations of matrix products, convolutions and attention; `matmul_nbytes`: bytes
-    that these read and write; `nbytes`: bytes of all others; `kernels`: how many operations."""
+    """What a span computes. `matmul`: operations of matrix products and convolutions; `attention`: of attention;
+    `matmul_nbytes`: bytes that these read and write; `nbytes`: bytes of all others; `kernels`: how many operations."""
 
     matmul: float = 0.0
     matmul_nbytes: float = 0.0
     nbytes: float = 0.0
     kernels: float = 0.0
+    attention: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
         return Work(*(a + b * times for a, b in zip(self, other, strict=True)))
@@ -310,19 +311,22 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     units: dict[int, int] = {}
     sizes: dict[int, tuple[int, int]] = {}  # storage -> bytes, use
     held: Counter[int] = Counter()
-    matmul, matmul_nbytes, nbytes, kernels = 0.0, 0.0, 0.0, 0.0
+    matmul, matmul_nbytes, nbytes, kernels, attention = 0.0, 0.0, 0.0, 0.0, 0.0
 
     def flush() -> None:
-        nonlocal matmul, matmul_nbytes, nbytes, kernels
-        running.work = Work(matmul, matmul_nbytes, nbytes, kernels)
-        matmul = matmul_nbytes = nbytes = kernels = 0.0
+        nonlocal matmul, matmul_nbytes, nbytes, kernels, attention
+        running.work = Work(matmul, matmul_nbytes, nbytes, kernels, attention)
+        matmul = matmul_nbytes = nbytes = kernels = attention = 0.0
 
     for line in lines:
         kind = line.kind
         if kind is Kind.OP:
             kernels += 1
             if is_matmul(line.name):
-                matmul += line.a
+                if "attention" in line.name:
+                    attention += line.a
+                else:
+                    matmul += line.a
                 matmul_nbytes += line.b
             else:
                 nbytes += line.b
