@@ -3,6 +3,7 @@
 #   make test             every test tier but the tests marked slow
 #   make test-full        those too, and far more property-test examples; under an hour: of the largest families a part
 #                         each day (DRAW=)
+#   make coverage         make test, with the lines and branches that ran of each room; two or three times as long
 #   make check            format, lint, types, and the tests that keep the rooms apart
 #   make docs             the site, into site/, without a network; warnings and dead links are errors
 #   make bench            the CPU benchmarks (under ten minutes)
@@ -23,7 +24,7 @@ FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
 PYTHON ?= $(shell $(FIND_PYTHON))
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-full check format docs bench package release-check clean env
+.PHONY: train test test-full coverage check format docs bench package release-check clean env
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -40,6 +41,16 @@ DRAW ?= today
 
 test-full: $(STAMP)
 	HYPOTHESIS_PROFILE=full $(PYTEST) --draw=$(DRAW) $(ARGS)
+
+# Processes and forks of tests are measured too; each writes a file of its own, and they are combined. Tests that fail do not
+# keep the report from being made.
+COVERAGE = COVERAGE_FILE=$(CURDIR)/.coverage/data $(BIN)/python -m coverage
+coverage: $(STAMP)
+	@rm -rf .coverage && mkdir .coverage
+	-$(COVERAGE) run -m tests.workers -m "not slow" $(ARGS)
+	$(COVERAGE) combine -q
+	$(COVERAGE) json -q -o .coverage/coverage.json
+	$(BIN)/python -m tools.coverage_report .coverage/coverage.json
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -71,7 +82,7 @@ release-check: $(STAMP)
 	$(BIN)/python -m tools.release_check
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 env: $(STAMP)

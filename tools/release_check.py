@@ -34,12 +34,14 @@ def findings(root: Path) -> list[str]:
         name = path.relative_to(root).as_posix()
         found += [f"{name}:{i}: fill in {PLACEHOLDER}" for i, line in enumerate(lines, 1) if f"{PLACEHOLDER}-" in line]
     (version,) = re.findall(r'^__version__ = "(.*)"$', (root / "src/fullshard/_version.py").read_text(), flags=re.M)
-    cuts = re.findall(r"^## (\S+)(?: \((\d{4}-\d\d-\d\d)\))?$", (root / "CHANGELOG.md").read_text(), flags=re.M)
+    cuts = re.findall(r"^## \[([^]]+)\](?: - (\d{4}-\d\d-\d\d))?$", (root / "CHANGELOG.md").read_text(), flags=re.M)
     released = [cut for cut in cuts if cut[0] != "Unreleased"]
     newest, date = released[0] if released else ("", "")
     if newest != version:
-        found.append(f"CHANGELOG.md: expected ## {version} (date) first, found {newest or 'no version'}")
-    unreleased = re.search(r"^## Unreleased\n(.*?)(?=^## |\Z)", (root / "CHANGELOG.md").read_text(), flags=re.M | re.S)
+        found.append(f"CHANGELOG.md: expected ## [{version}] - date first, found {newest or 'no version'}")
+    unreleased = re.search(
+        r"^## \[Unreleased\]\n(.*?)(?=^## |\Z)", (root / "CHANGELOG.md").read_text(), flags=re.M | re.S
+    )
     if unreleased and unreleased[1].strip():
         found.append("CHANGELOG.md: lines under Unreleased; move them under the version")
     citation = (root / "CITATION.cff").read_text()

@@ -100,6 +100,9 @@ class _Worker:
             return file.read() or "(the process did not answer; it is stopped or beyond signals)"
 
     def end(self) -> None:
+        # The first signal is one that a measurement of coverage survives long enough to write down what it has.
+        self.process.terminate()
+        self.process.join(2.0)
         self.process.kill()
         self.process.join()
         self.process.close()

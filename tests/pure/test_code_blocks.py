@@ -59,7 +59,7 @@ model = None
 
 ```console
 $ fullshard --version
-fullshard 0.1.0
+fullshard 0.2.0
 ```
 
 ```sh norun="needs Slurm"

@@ -43,7 +43,7 @@ def released(tmp_path: Path) -> Path:
     for name in ("CHANGELOG.md", "CITATION.cff", "src/fullshard/_version.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 7.1.0 (2030-01-02)\n\n* A line.\n")
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n\n## [7.1.0] - 2030-01-02\n\n* A line.\n")
     (tmp_path / "src/fullshard/_version.py").write_text('__version__ = "7.1.0"\n')
     citation = (tmp_path / "CITATION.cff").read_text().replace(CONTACTS["repository"], "https://example.org")
     citation = re.sub("^version: .*", "version: 7.1.0", citation, flags=re.M)
@@ -59,12 +59,12 @@ def test_a_release_is_refused_for_each_reason(released: Path) -> None:
     security.unlink()
     (released / "src/fullshard/_version.py").write_text('__version__ = "7.2.0"\n')
     said = release_check.findings(released)
-    assert len(said) == 2 and "CHANGELOG.md: expected ## 7.2.0" in said[0] and "found 7.1.0" in said[1]
+    assert len(said) == 2 and "CHANGELOG.md: expected ## [7.2.0]" in said[0] and "found 7.1.0" in said[1]
 
 
 def test_lines_that_are_not_released_are_found(released: Path) -> None:
     path = released / "CHANGELOG.md"
-    path.write_text(path.read_text().replace("Unreleased\n", "Unreleased\n\n* Another line.\n"))
+    path.write_text(path.read_text().replace("[Unreleased]\n", "[Unreleased]\n\n* Another line.\n"))
     assert release_check.findings(released) == ["CHANGELOG.md: lines under Unreleased; move them under the version"]
 
 
