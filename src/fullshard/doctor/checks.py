@@ -282,8 +282,8 @@ def rough(bandwidth: float) -> str:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 CHECKS: tuple[Check, ...] = (
-    Check("torch-old", ERROR, _torch_old,
-          "fullshard uses parts of torch that older versions do not have",
+    Check("torch-old", WARNING, _torch_old,
+          "private parts of torch may be missing or differ, and no training of ours is recorded with it",
           f"pip install 'torch>={_dotted(machine.OLDEST)}'"),
     Check("torch-new", ADVICE, _torch_new,
           "private parts of torch may have changed",
