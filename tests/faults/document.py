@@ -119,12 +119,13 @@ def _our_rows(text: str) -> dict[str, str]:
 
 def _tables(ours: dict[str, str], theirs: Rows) -> str:
     ours_good = sum(ours.get(case.id) in ("CORRECT", "CLEAR") for case in CASES)
-    theirs_good = sum(theirs.get(case.id, ("",))[0] in ("CORRECT", "CLEAR") for case in CASES)
+    ran = [case for case in CASES if case.id in theirs]
+    theirs_good = sum(theirs[case.id][0] in ("CORRECT", "CLEAR") for case in ran)
     mine = {case: (verdict, "") for case, verdict in ours.items()}
     name = torch_document()
     lines = [
         f"**fullshard: {ours_good} of {len(CASES)} cases correct or clear** ({count(mine, CASES)}).",
-        f"torch's FSDP2: {theirs_good} of {len(CASES)} ({count(theirs, CASES)})"
+        f"torch's FSDP2: {theirs_good} of the {len(ran)} that ran on it ({count(theirs, ran)})"
         + (f", [dated]({name.name})." if name else "."),
         "",
     ]
