@@ -279,7 +279,7 @@ def test_the_exit_code_is_that_of_the_worst(sound: Facts) -> None:
 def test_the_supported_versions_are_those_of_the_package() -> None:
     (needed,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     after = (machine.NEWEST[0], machine.NEWEST[1] + 1)
-    assert needed == f"torch>={checks._dotted(machine.OLDEST)},<{checks._dotted(after)}"
+    assert needed == f"torch<{checks._dotted(after)},>={checks._dotted(machine.OLDEST)}"
     pinned = re.search(r"^torch==([\w.]+)", (ROOT / "constraints.txt").read_text(), flags=re.M)
     assert pinned and machine.version_of(pinned[1]) == machine.NEWEST
 
