@@ -300,6 +300,12 @@ BAD = {
         "could not determine a constructor",
     ),
     "a key that is a number": ("a.yaml", "1: 2\n", "a.yaml: ", "found the key 1, which is no text"),
+    "all arguments of a Trainer": (
+        "a.json",
+        '{"output_dir": "out", "fsdp": "full_shard auto_wrap", "fsdp_config": {"backward_prefetch": "backward_pre"}}',
+        "a.json: ",
+        "expected the Trainer's fsdp_config by itself, found all arguments of a Trainer",
+    ),
     "no configuration": ("a.yaml", "colour: red\n", "a.yaml: ", "expected a configuration of one of these"),
     "a list": ("a.json", "[1, 2]", "a.json: ", "expected keys with values, found a list"),
     "an empty file": ("a.yaml", "", "a.yaml: ", "found nothing"),

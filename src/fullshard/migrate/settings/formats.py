@@ -19,6 +19,11 @@ def find_format(path: str, suffix: str, table: Mapping[str, Any], name: str | No
     """The format `name`, or the one whose keys the table has. Raises `MigrationError`."""
     if name is not None:
         return next(each for each in FORMATS if each.name == name)
+    if "fsdp_config" in table and ("output_dir" in table or isinstance(table.get("fsdp"), str | list)):
+        raise MigrationError(
+            f"{path}: expected the Trainer's fsdp_config by itself, found all arguments of a Trainer; write the table "
+            f"fsdp_config to a file, with the strategy of fsdp = {table.get('fsdp')!r} as its key sharding_strategy"
+        )
     scores = {each.name: _score(each, table) for each in FORMATS if suffix in each.suffixes}
     best = max(scores, key=lambda each: scores[each], default="")
     if not best or scores[best] == 0:
