@@ -31,6 +31,22 @@ if os.environ.get("RANK") == "1":
     model.Llama.forward = raises
 """
 
+# torch's launcher kills what has not ended 30 s after SIGTERM. On a busy machine that is no time: here it waits longer.
+_PATIENT = """
+import os, signal
+if "RANK" not in os.environ:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    assert LocalElasticAgent._shutdown.__defaults__ == (signal.SIGTERM, 30)
+    LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, 600)
+"""
+
+
+def _with_sitecustomize(folder: Path, text: str) -> dict[str, str]:
+    """The environment in which every Python runs `text` first."""
+    (folder / "sitecustomize.py").write_text(text)
+    paths = os.pathsep.join([str(folder), *(os.path.abspath(path) for path in sys.path if path)])
+    return {**environment(), "PYTHONPATH": paths}
+
 
 def _state(process: subprocess.Popen[bytes]) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -57,13 +73,15 @@ def test_a_stopped_process_that_is_told_to_end_is_woken() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.hang_after(240)
+@pytest.mark.hang_after(500)
 @pytest.mark.parametrize(("silence", "seconds"), [(4, 4), (None, 60)])
 def test_a_stopped_process_ends_the_run(silence: int | None, seconds: int, tmp_path: Path) -> None:
     """Its peer names it after `FULLSHARD_SILENCE`; then all end within seconds, not when torchrun's patience does."""
     run_dir = tmp_path / "run"
     command_line = [sys.executable, "-m", "fullshard", *command(run_dir, "--set", "training.steps=100000")]
-    environ = {**environment(), **({"FULLSHARD_SILENCE": str(silence)} if silence else {})}
+    environ = _with_sitecustomize(tmp_path, _PATIENT)
+    if silence:
+        environ["FULLSHARD_SILENCE"] = str(silence)
     run = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True, env=environ)
     try:
         metrics = run_dir / "metrics.jsonl"
@@ -73,10 +91,8 @@ def test_a_stopped_process_ends_the_run(silence: int | None, seconds: int, tmp_p
         children = [int(pid) for f in Path(f"/proc/{run.pid}/task").glob("*/children") for pid in f.read_text().split()]
         stopped = next(pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
         os.kill(stopped, signal.SIGSTOP)
-        begun = time.monotonic()
-        _, said = run.communicate(timeout=100)
-        took = time.monotonic() - begun
-        assert took < seconds + 21  # 30 and more with nobody who wakes it
+        # It would take 600 s more if nobody woke it.
+        _, said = run.communicate(timeout=seconds + 240)
         assert run.returncode == 1 and f"rank 1 gave no sign of life for {seconds} s" in said
     finally:
         run.kill()
@@ -85,15 +101,13 @@ def test_a_stopped_process_ends_the_run(silence: int | None, seconds: int, tmp_p
 
 def test_a_process_that_raises_ends_the_run(tmp_path: Path) -> None:
     """With its traceback and its own words, not with the connection that its peers lost."""
-    (tmp_path / "sitecustomize.py").write_text(_RAISES)
     run_dir = tmp_path / "run"
-    paths = os.pathsep.join([str(tmp_path), *(os.path.abspath(path) for path in sys.path if path)])
     begun = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-m", "fullshard", *command(run_dir, "--set", "training.steps=100000")],
         capture_output=True,
         text=True,
-        env={**environment(), "PYTHONPATH": paths},
+        env=_with_sitecustomize(tmp_path, _RAISES),
         timeout=100,
     )
     last_step = (run_dir / "metrics.jsonl").stat().st_mtime
