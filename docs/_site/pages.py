@@ -43,8 +43,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             new = _shown_as(path)
             if new is not None and new not in seen and (ROOT / path).is_file():
                 seen.add(new)
-                waiting.append(new)
-                files.append(File.generated(config, new, content=_page_of(path)))
+                content = _page_of(path)
+                files.append(File.generated(config, new, content=content))
+                if isinstance(content, str):  # a picture links nothing, and is no text
+                    waiting.append(new)
     config.nav = _filled(config.nav or [], [file.src_uri for file in files.documentation_pages()])
     return files
 
