@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness import on_device
 from tests.harness.device_faults import FAULTS, seeded
+from tests.harness.errors import RanksFailed
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
 from tests.harness.pool import pool
@@ -50,7 +51,13 @@ def _noticed(found: Found | str, setup: Setup, world: int) -> str:
 def test_a_seeded_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
     setup = replace(fault.setup, steps=STEPS)
-    results = pool(fault.world, backend="late").run(_train, setup, name, seed=setup.seed, timeout=30)
+    try:
+        results = pool(fault.world, backend="late").run(_train, setup, name, seed=setup.seed, timeout=30)
+    except RanksFailed as failed:
+        # A rank that reads what did not arrive may also see facts that differ: it asks its peers, who still wait for
+        # the messages of the step that it left out. Only a fault does that: the sound engine trains in this pool below.
+        assert " hung" in str(failed)
+        return
     assert any(_noticed(found, setup, fault.world) for found in results)
 
 
