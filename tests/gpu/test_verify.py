@@ -9,8 +9,9 @@ import torch
 
 from fullshard.program import find_program
 from fullshard.verify.comparison import Comparison
+from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
-from fullshard.verify.subject import Setting, _train
+from fullshard.verify.subject import _train
 
 ENTRY = "tests.harness.verified:program"
 

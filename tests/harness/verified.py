@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fullshard.program import Program, find_program
 from fullshard.verify.comparison import Comparison, Result
+from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
-from fullshard.verify.subject import Setting, _train
+from fullshard.verify.subject import _train
 from tests.harness.device_faults import SeededFault, seeded
 from tests.harness.pool import pool
 

@@ -13,7 +13,7 @@ from fullshard.cli.proof import _strategy
 from fullshard.migrate import read_config, to_toml
 from fullshard.migrate.settings.conversion import convert_file
 from fullshard.migrate.verdict import EXACT
-from fullshard.verify.subject import Setting
+from fullshard.verify.setting import Setting
 from tests.harness.converted import ENTRY
 from tests.harness.elsewhere import FILES
 from tests.harness.pool import pool

@@ -18,8 +18,8 @@ import torch
 from fullshard.cli import main
 from fullshard.verify import page
 from fullshard.verify.reference import read_before, read_step
+from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
-from fullshard.verify.subject import Setting
 from tests.harness.verified import FAULTS, compare, record
 
 # Many more, on one to four ranks: test_verify_evidence.py.

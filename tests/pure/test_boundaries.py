@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import walk
 from tests.harness import source as src
 from tests.harness.source import Source
 
@@ -157,6 +158,15 @@ def test_the_picture_of_the_house_is_the_house() -> None:
 def _top_level() -> list[Path]:
     package = src.SRC / "fullshard"
     return [*package.glob("*.py"), *package.glob("*/__init__.py")]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for types and inside functions too. A room's `__init__` hands names out, and is nobody's file."""
+    package = src.SRC / "fullshard"
+    files = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
+    names = {path: ".".join(path.relative_to(src.SRC).with_suffix("").parts) for path in files}
+    imported = {name: walk.imports(package, path, names.values()) - {name} for path, name in names.items()}
+    _no_findings([" <-> ".join(sorted(circle)) for circle in walk.circles(imported)])
 
 
 def test_collectives_only_in_comm() -> None:

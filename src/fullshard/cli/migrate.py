@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STAND_IN = "fullshard.train.program:stand_in"
+from .proof import STAND_IN, prove
 
 _EXAMPLES = """\
 examples:
@@ -79,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prove(path: Path, arguments: argparse.Namespace) -> int:
-    from fullshard.cli.proof import prove
     from fullshard.migrate.verdict import MigrationError
 
     if path.suffix == ".py":

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# The model where the user names none.
+STAND_IN = "fullshard.train.program:stand_in"
+
 
 def prove(path: Path, arguments: argparse.Namespace) -> int:
     """Train under FSDP1 (DDP, if the configuration replicates) and under fullshard, with the settings of the
@@ -52,7 +55,6 @@ def prove(path: Path, arguments: argparse.Namespace) -> int:
 
 def _check_classes(path: Path, config: Any, entry: str) -> None:
     """Raises `ConfigError` for a class of the policy that the user's model has no module of."""
-    from fullshard.cli.migrate import STAND_IN
     from fullshard.keys import ConfigError
     from fullshard.migrate.tree import Tree, nearest
     from fullshard.program import find_program

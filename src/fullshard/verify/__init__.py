@@ -1,6 +1,7 @@
 """Equality of sharded and plain training, on the user's own model.
 
 strategy     one way to shard, as text
+setting      one run of one library, and names as the plain model has them
 subject      what each rank of a sharded training writes down
 reference    the same steps by plain torch in one process
 comparison   the first difference, and its likely cause

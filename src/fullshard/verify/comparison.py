@@ -25,7 +25,8 @@ from fullshard.program import Program
 from fullshard.rounding import rows_of, sums, terms_of, unit
 
 from .reference import Expected, Reference, read_before, read_step
-from .subject import Setting, Step
+from .setting import Setting
+from .subject import Step
 
 PHASES = ("initial values", "generators", "forward", "buffers", "backward", "optimizer step", "optimizer state")
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.program import Program, ProgramError
 
-from .subject import Setting, named
+from .setting import Setting, named
 
 _STRATEGIES = {
     (True, False): ShardingStrategy.FULL_SHARD,

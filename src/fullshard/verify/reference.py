@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from fullshard.program import Program, to_device
 
-from .subject import SCALE, SEED, Before, Setting, Step, batch_index, buffers_of, generators, named, seed_of, ties_of
+from .setting import SCALE, SEED, Setting, batch_index, named, seed_of, ties_of
+from .subject import Before, Step, buffers_of, generators
 
 
 class Expected(NamedTuple):

@@ -21,8 +21,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fullshard.program import Program, ProgramError, find_program
 
 from .comparison import Comparison, Result
+from .setting import Setting
 from .strategy import Strategy
-from .subject import Setting, run_rank
+from .subject import run_rank
 
 
 def verify(
