@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.bytes import TINY, figures
 from benchmarks.counting import ByteCounter
 from fullshard.comm import PlannedGather, ShardGroup
-from fullshard.comm.message import MessageReduce
+from fullshard.comm.reduction import MessageReduce
 
 
 def _figure(precision: str, world: int, way: str = "NCCL plan") -> dict[str, Any]:

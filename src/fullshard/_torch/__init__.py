@@ -53,7 +53,7 @@
     torch.utils._python_dispatch
     aten._scaled_dot_product_flash_attention_   fused attention on the meta device                      2.13
     for_cpu, _C.DisableTorchFunction
-    torch.testing._internal.distributed.fake_pg layouts at any world size in one process (fake.py)      2.13
+    torch.testing._internal.distributed.fake_pg layouts at any world size in one process (groups.py)      2.13
     module._is_fsdp_managed_module,             attributes that dynamo and transformers check           2.13
     ._fsdp_use_orig_params
 
@@ -92,21 +92,30 @@ from .autograd import (
 )
 from .dtensor import (
     MIXED,
+    TorchDispatchMode,
+    attention_for_cpu,
     concatenated_mesh,
+    current_node,
     cut_dim,
     dtensor_like,
     dtensor_without_data,
     flattened_axes,
+    is_write,
     local_of,
+    next_node_number,
+    node_number,
+    operation_name,
+    overloads,
     root_mesh,
     same_spec,
     set_local,
     settled,
     sharded_parameter,
+    storage_key,
     strided_shard,
     take_spec,
+    without_torch_functions,
 )
-from .fake import fake_group
 from .groups import (
     NcclWatchdog,
     Recorded,
@@ -114,6 +123,7 @@ from .groups import (
     allocate_for,
     backend_of,
     default_store,
+    fake_group,
     issued_by_group,
     known_groups,
     nccl_watchdog,
@@ -132,18 +142,6 @@ from .modules import (
     refuse_distribution,
     run_first,
     swappable,
-)
-from .operations import (
-    TorchDispatchMode,
-    attention_for_cpu,
-    current_node,
-    is_write,
-    next_node_number,
-    node_number,
-    operation_name,
-    overloads,
-    storage_key,
-    without_torch_functions,
 )
 
 __all__ = [

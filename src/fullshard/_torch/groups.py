@@ -1,10 +1,13 @@
-"""Private process group APIs: backends, the store, and the flight recorder."""
+"""Private process-group APIs: backends, options, names; and fake tensors."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+# Private process group APIs: backends, the store, and the flight recorder.
 
 
 def allocate_for(process_group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -200,3 +206,20 @@ def known_groups() -> dict[str, ProcessGroup]:
     """The process groups of torch.distributed in this process, by name, which is the same on all of their ranks.
     Thread-safe."""
     return {str(group.group_name): group for group in list(distributed_c10d._world.pg_names)}
+
+
+# ---- fake ------------------------------------------------------------------------------------------------------------
+# torch's fake process group: one process is one rank of any world, and its collectives do nothing.
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Be rank 0 of `world` ranks: layouts and bytes are right, values are not. This process must have no group."""
+    store: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    excepthook = sys.excepthook  # init_process_group puts one around it
+    dist.init_process_group("fake", rank=0, world_size=world, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook

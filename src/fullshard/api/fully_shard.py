@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .._torch import TorchFSDPModule, concatenated_mesh, flattened_axes, published_state
 from ..comm import attend, block_of, mesh_links
 from ..engine import Part, Unit, unit_of
-from ..engine.explicit_gathers import own_parameters
 from ..engine.hooks import UnitHooks, hooks_of
+from ..engine.order import own_parameters
 from ..engine.state_dict import hook_state_dict, note_replaced
 from ..engine.step_facts import ignored_names
 from ..guard import watch

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..engine.guarded_steps import GuardedSteps
-from ..engine.optimizer_facts import tensors_restored, units_restored
-from ..engine.peers import peers_below
-from ..engine.recovery import declare_sound
+from ..engine.recovery import declare_sound, peers_below, tensors_restored, units_restored
 from ..engine.root import formed, module_units
 from ..policy.arguments import expect, expect_flag, expect_tensors, expect_text
 

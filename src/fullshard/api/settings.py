@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..comm import GroupMemoryGather, GroupMemoryScatter, ShardGroup
 from ..engine import Unit, unit_of
-from ..engine.misuse import clean_name
+from ..engine.optimizer_steps import clean_name
 from ..engine.root import formed, module_units
 from ..layout import Candidate, choose_resident
 from ..policy import CustomComm

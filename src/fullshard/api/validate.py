@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import applied_apis, refuse_distribution
 from ..engine import Unit, unit_of
-from ..engine.misuse import clean_name
+from ..engine.optimizer_steps import clean_name
 from ..param import Found, FullMesh, check_extension, check_own_mesh, has_extension, local_data
 from ..policy import resolve_offload
 from ..policy.arguments import expect_each, expect_flag

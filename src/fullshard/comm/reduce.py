@@ -14,11 +14,10 @@
                        are, on NCCL
 
 Their result is a chunk: the sum over the shard ranks. Later steps, such as the all-reduce over the replicas, are in
-`replicate`.
-
-The send buffer (message.py) has the layout of `layout.ReduceLayout`: a chunk per receiving rank with the offsets of the
-shards, followed by one grad-present flag per parameter. Missing gradients are sent as zeros, so the size of a message
-never depends on which gradients a rank has; a parameter gets no gradient only if no rank produced one.
+`reduction.py`, and so is the send buffer. It has the layout of `layout.ReduceLayout`: a chunk per receiving rank with
+the offsets of the shards, followed by one grad-present flag per parameter. Missing gradients are sent as zeros, so the
+size of a message never depends on which gradients a rank has; a parameter gets no gradient only if no rank produced
+one.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ from .comparison import Comparison
 from .data_group import GRADIENTS_TAG, drain
 from .gather import CustomBuffers, CustomGroup
 from .group import MEAN, SUM, Links, ShardGroup, Work
-from .message import BothEnds, MessageReduce, sum_in_order
 from .pool import BufferPool, Slot
-from .reduction import Dtypes, FirstStage, LocalReduce, ReduceChannel
-from .replicate import AfterSum
+from .reduction import AfterSum, BothEnds, Dtypes, FirstStage, LocalReduce, MessageReduce, ReduceChannel, sum_in_order
 
 # ---- pair reduce -----------------------------------------------------------------------------------------------------
 # A reduction that sends large gradients directly from autograd's memory.

@@ -38,8 +38,8 @@ from ..param import (
     written_before,
 )
 from ..schedule import UnitRecord
-from .misuse import clean_name, parameter_names
-from .peers import Peers
+from .optimizer_steps import clean_name, parameter_names
+from .recovery import Peers
 from .unit import AnyRoot, Unit, unit_of
 
 # ---- describe --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Tracks whether a backward of a root is running, and how it ended.
+"""The backward of a root: whether it runs and how it ended, which saved weights it reads, and what may not be written.
 
 it ends      the autograd engine calls a callback
 it raises    the engine drops the callback without a call. The lifetime of the callback therefore says whether the
-             backward still runs, and no stale flag survives a failed step (ADR 0008). The exception is not known here.
-             On a device its thread may drop it late: then the model's next call outside of a backward says so
+             backward still runs, and no stale flag survives a failed step (ADR 0008). The exception is not known
+             here. On a device its thread may drop it late: then the model's next call outside of a backward says so
+it reads     saved-tensor hooks report a saved weight that backward is about to read (ADR 0006)
 """
 
 from __future__ import annotations
@@ -13,11 +14,27 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from .._torch import current_backward, queue_backward_callback
+import torch
+from torch import Tensor
+
+from .._torch import (
+    base_of,
+    current_backward,
+    in_transform,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    queue_backward_callback,
+    saved_tensor_hooks_allowed,
+    top_saved_tensor_hooks,
+    version_of,
+)
 from .._torch.modules import outside_graphs
+from ..param import ExtensionGroup, ShardedParam, holds_bits
+from .unit import Unit, sum_of_bits
 
+# ---- running ---------------------------------------------------------------------------------------------------------
 # A dead reference: no backward is running.
 _NONE: Any = weakref.ref(set())
 
@@ -71,3 +88,180 @@ class _End:
 
     def report(self) -> None:
         self._of.ended()
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
+# Detects unusual access to full parameters: reads in backward before any output gradient, and writes in forward.
+
+# Unshards weights that backward reads before a gradient reaches any output of the unit.
+#
+# Usually backward first brings a gradient to an output of the unit, and a hook there unshards it in time. Some valid
+# programs do not: a loss on an intermediate, an output hidden in an object, an output edited in place. But every
+# program *unpacks* the saved weight. So in the first forwards of a unit, saved-tensor hooks replace weights by tokens,
+# and unpacking a token unshards the unit. A unit that ever needed this stays watched. Others are not, because the hooks
+# cost about ten microseconds per saved tensor, as much as everything else together (ADR 0006).
+#
+# Other saved-tensor hooks (checkpointing, activation offload) are never hidden: while they are active, nothing is
+# watched. Checkpointing runs the unit's forward again, which unshards it.
+
+
+class _Weight(NamedTuple):
+    """A saved full parameter, or a view of one."""
+
+    unit: Unit
+    tensor: Tensor
+
+
+class _Activation(NamedTuple):
+    """Any other saved tensor, with its version: saved-tensor hooks disable autograd's check for in-place edits."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedTensorHooks:
+    """The saved-tensor hooks of one root. Calls the method `needed(unit)` when a token of `unit` is unpacked.
+
+    Holds the root and its units weakly: a gloo message issued while hooks are active holds the hooks, and a strong
+    reference would be a leaked cycle.
+    """
+
+    def __init__(self, needed: Callable[[Unit], None], *, always: bool) -> None:
+        self._needed = weakref.WeakMethod(needed)
+        self._always = always
+        # A fixed pair of objects, recognisable on torch's stack of hooks.
+        self._hooks = (outside_graphs(self._pack), outside_graphs(self._unpack))
+        self._owner: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self._active = 0
+
+    def learn(self, unit: Unit) -> None:
+        """Register the full parameters of `unit`, which may be new objects."""
+        for key in [key for key, owner in self._owner.items() if owner is unit]:
+            del self._owner[key]
+        for group in unit.groups:
+            for key in group.full_ids:
+                self._owner[key] = unit
+
+    def begin(self, unit: Unit) -> bool:
+        """A forward of `unit` with gradients begins. Returns whether `end` must be called after it."""
+        unit.watching.is_on = False
+        if unit.watching.left <= 0 or not unit.releases or not saved_tensor_hooks_allowed():
+            return False
+        if not (unit.watching.is_irregular or self._always):
+            unit.watching.left -= 1
+        top = top_saved_tensor_hooks()
+        if top is not None:
+            # The hooks of an enclosing unit know the weights of all units; other hooks must not be hidden.
+            unit.watching.is_on = top[0] is self._hooks[0]
+            return False
+        unit.watching.is_on = True
+        push_saved_tensor_hooks(*self._hooks)
+        self._active += 1
+        return True
+
+    def end(self) -> None:
+        """The forward returned or raised."""
+        pop_saved_tensor_hooks()
+        self._active -= 1
+
+    def reset(self) -> None:
+        """Pop the hooks of forwards that ended without notice (KeyboardInterrupt)."""
+        while self._active:
+            self.end()
+
+    def _pack(self, tensor: Tensor) -> object:
+        # Custom autograd functions and compiled code save views made without gradients, which are leaves too.
+        base = base_of(tensor)
+        unit = self._owner.get(id(tensor if base is None else base))
+        if unit is not None:
+            return _Weight(unit, tensor if tensor.is_leaf else tensor.detach())
+        if tensor.is_leaf:
+            return _Activation(tensor, version_of(tensor))
+        # Detached: an output saved by its own node would keep the node and its history alive.
+        return _Activation(tensor.detach(), version_of(tensor))
+
+    def _unpack(self, saved: object) -> Tensor:
+        if isinstance(saved, _Weight):
+            needed = self._needed()
+            assert needed is not None  # the unit of the token keeps its root
+            needed(saved.unit)
+            return saved.tensor
+        assert isinstance(saved, _Activation)
+        if version_of(saved.tensor) != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"expected version {saved.version} of a tensor of shape {tuple(saved.tensor.shape)} and dtype "
+                f"{saved.tensor.dtype}, found version {version_of(saved.tensor)}; clone it before the edit, or enable "
+                f"torch.autograd.set_detect_anomaly(True) to see where it was used"
+            )
+        return saved.tensor
+
+
+# ---- writes ----------------------------------------------------------------------------------------------------------
+# Writes to full parameters inside a forward raise: they do not reach the shards and would be lost.
+#
+# Two checks per parameter:
+#
+#     versions     in every forward: writes through the parameter and its views (`add_`, `clamp_` under no_grad)
+#     bit sums     in the first forward of a unit, in every one with FULLSHARD_CHECK=1: also writes through `.data`,
+#                  which no version counts. Misses permuted values, and writes through `.data` that begin later
+#
+# Not checked where full parameters are the shards (one rank, one dtype): there a write persists.
+
+State = tuple[list[int], list[int] | None]
+
+
+def state_before(unit: Unit, *, sums: bool) -> State | None:
+    """The state of the full parameters when a forward begins; None if they need no check."""
+    if not unit.releases:
+        return None
+    return _versions(unit), _sums(unit) if sums and not in_transform() else None
+
+
+def refuse_writes(unit: Unit, before: State) -> None:
+    """Raise `RuntimeError` if the forward that began with `before` wrote to a full parameter."""
+    versions, sums = before
+    now = _versions(unit)
+    if now == versions and sums is None:
+        return
+    written = [a != b for a, b in zip(versions, now, strict=True)]
+    if sums is not None and not in_transform():
+        written = [was or a != b for was, a, b in zip(written, sums, _sums(unit), strict=True)]
+    params = [param for param, was in zip(_params(unit), written, strict=True) if was]
+    if params:
+        remedy = (
+            "write the sharded parameter between steps, or under fullshard.full_params(model, writeback=True), or keep "
+            "state that forward changes in a buffer"
+        )
+        if holds_bits(params[0].sharded):
+            remedy = (
+                "bitsandbytes packs 4-bit weights anew in eval() on this CPU: call model.train() to train, or set "
+                "support_avx512bf16_for_cpu = False on each Linear4bit before its first forward"
+            )
+        raise RuntimeError(
+            f"{unit.record.name}: expected a forward that only reads its parameters, found "
+            f"{', '.join(param.name for param in params)} written: a full parameter is a gathered copy, and the write "
+            f"is lost when it is freed; {remedy}"
+        )
+
+
+def _params(unit: Unit) -> list[ShardedParam]:
+    return [param for group in unit.groups if not group.shares_memory for param in group.params]
+
+
+def _versions(unit: Unit) -> list[int]:
+    versions: list[int] = []
+    try:
+        for group in unit.groups:
+            if not group.shares_memory:
+                versions += map(version_of, group.fulls)
+    except RuntimeError:  # inference tensors have no version
+        fulls = [param.full for param in _params(unit)]
+        return [0 if full.is_inference() else version_of(full) for full in fulls]
+    return versions
+
+
+def _sums(unit: Unit) -> list[int]:
+    extended = {id(p) for group in unit.groups if isinstance(group, ExtensionGroup) for p in group.params}
+    with torch.no_grad():
+        return [0 if id(param) in extended else sum_of_bits(param.full) for param in _params(unit)]

@@ -19,7 +19,7 @@ from ..comm import GatherChannel, HostCopy
 from ..guard import Scope
 from ..param import ParamGroup, ShardedParam
 from ..schedule import Command, CommandChecker, Full
-from .misuse import note_windows
+from .optimizer_steps import note_windows
 from .order import MessageOrder
 from .step_facts import StepFacts
 from .stepping import Stepping

@@ -2,7 +2,7 @@
 
     before the first step of each optimizer   all ranks synchronise, so a rank that failed earlier prevents the step; on
                                               a device the host waits first for all that was queued (`arrive`)
-    a step that raises                        may have written; reported at the next meeting (optimizer_facts.py)
+    a step that raises                        may have written; reported at the next meeting (recovery.py)
 
 Version counters of parameters and optimizer state show whether a step that raised has written. `foreach` and `fused`
 steps write DTensors without bumping versions, so such a step counts as one that wrote.
@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import local_of, version_of
 from .._torch.modules import outside_graphs
 from ..guard import PeerFailed, Scope
-from .optimizer_facts import steps_taken
-from .peers import Peers
+from .recovery import Peers, steps_taken
 from .root import Root
 
 # How long the host sleeps between two looks at an event.

@@ -27,9 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import current_backward
 from .._torch.modules import call, outside_graphs
 from ..schedule import Use
+from .backward import State, refuse_writes, state_before
 from .full_params import opened_of
 from .root import Root, formed, module_units, root_of
-from .saved_tensors import State, refuse_writes, state_before
 from .unit import Unit
 
 # ---- tree ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ Only changes since the previous step are turned into text. Values on a device ar
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import gradient_versions, versions_of_gradient
-from ..guard import LOST, RanksDisagree, Scope, scope_of, shown_ranks
 from ..guard.facts import STEP, Deed, Fact, digest_of
-from ..param import Owner
-from .recovery import lost_error, note_written
-from .unit import Unit
 
 # ---- optimizer facts -------------------------------------------------------------------------------------------------
 
@@ -219,92 +214,3 @@ def text_of(value: Any) -> str:
     if isinstance(value, (tuple, list)) and len(value) <= 16:
         return f"({', '.join(map(text_of, value))})"
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
-
-
-# ---- steps taken -----------------------------------------------------------------------------------------------------
-# Counts the optimizer steps of the shards of one mesh; all ranks must have the same count.
-#
-# If one rank raises in `optimizer.step()` while others complete theirs, and all catch the error and continue, that rank
-# stays one step late. So ranks exchange their counts when they meet after a failure, and whether a step was
-# interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
-# consistent state is loaded, or the user declares the state consistent.
-#
-# The same after a loss on a device, which the scope reports beside this word (guard/loss.py). Here a load must have
-# written everything (recovery.py).
-
-_HALF = "+"
-
-
-class StepsTaken:
-    """Steps on one mesh since the last load. `half`: the optimizer whose step was interrupted halfway. `source`: the
-    loaded state, if known."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.half = self.source = ""
-
-    def word(self) -> str:
-        """The text for `Scope.state`."""
-        return f"{self.count}{_HALF}{self.half}" if self.half else str(self.count)
-
-    def forget(self, source: str) -> None:
-        """Restart: a consistent state is there."""
-        self.count, self.half, self.source = 0, "", source or self.source
-
-
-_taken: weakref.WeakKeyDictionary[Scope, StepsTaken] = weakref.WeakKeyDictionary()
-
-
-def steps_taken(scope: Scope) -> StepsTaken:
-    """The steps taken on the mesh of `scope`."""
-    found = _taken.get(scope)
-    if found is None:
-        found = _taken[scope] = StepsTaken()
-        scope.state = found.word
-    return found
-
-
-def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
-    """Raise `RanksDisagree` on all ranks of a scope whose steps differed at the last meeting, or whose model is lost on
-    a device. The ranks meet again before the next forward."""
-    for scope in scopes:
-        if len(scope.states) > 1 or any(_HALF in state or LOST in state for state in scope.states):
-            scope.must_meet = True
-            raise lost_error(scope) if LOST in "".join(scope.states) else _error(scope.states)
-
-
-def _error(states: Mapping[str, list[int]]) -> RanksDisagree:
-    told = []
-    for state, ranks in states.items():
-        count, _, half = state.partition(_HALF)
-        middle = f", and the middle of one of {half}," if half else ""
-        told.append(f"{count or '0'}{middle} on {shown_ranks(ranks)}")
-    return RanksDisagree(
-        f"expected all ranks to have taken the same optimizer steps since the last load, found {' and '.join(told)}: a "
-        f"rank raised where others took their step, so the shards are from different steps; load a checkpoint "
-        f"on all ranks (fullshard.checkpoint.load, or load_state_dict of the model), or restore the state yourself "
-        f"and call fullshard.mark_restored(model)",
-        what="optimizer steps",
-        by_rank={rank: state for state, ranks in states.items() for rank in ranks},
-    )
-
-
-def units_restored(units: Iterable[Unit], source: str = "") -> None:
-    """The shards of `units` were loaded, or are consistent again for another reason."""
-    _forget((links.everyone for unit in units for links in unit.links), source)
-
-
-def tensors_restored(tensors: Iterable[Tensor], source: str = "") -> int:
-    """`tensors` were loaded. Returns how many are sharded parameters or values of their state dict."""
-    tensors = list(tensors)
-    note_written(tensors)
-    owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
-    _forget((owner.ranks for owner in owners), source)
-    return len(owners)
-
-
-def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
-    for ranks in dict.fromkeys(meshes):
-        scope = scope_of(ranks)
-        if scope is not None:
-            steps_taken(scope).forget(source)

@@ -1,14 +1,14 @@
-"""Global hooks around each optimizer step of the process.
+"""Around each optimizer step of the process: what may refuse it, how often steps were taken, and who hears of them.
 
-    before    checks that may refuse the step (`refuses_steps`; the checks are in misuse.py)
+    before    checks that may refuse the step, each with its registry: an empty registry costs nothing
     after     the step is counted for its thread, and listeners are notified
 
-torch has a public, global hook for each; the first `fully_shard` registers both.
+    full parameters    the optimizer holds temporary full parameters instead of shards
+    open windows       the step would ignore gradients held by an open accumulation window
+    no backward        no backward brought gradients after a forward
+    replaced           the optimizer holds parameters that were replaced on their modules (state_dict.py)
 
-Step counts and version counters of sharded parameters show that shards were written. Versions alone are not enough:
-`foreach=True` and `fused=True` steps write DTensors without bumping versions. A write that shows in neither (a direct
-`torch._foreach_copy_` on the parameters) leaves kept full parameters stale; see ADR 0007. Counts are per thread: the
-ranks of a test may be threads, and the thread that runs a model's forward also steps it.
+torch has a public, global hook for each; the first `fully_shard` registers both.
 """
 
 from __future__ import annotations
@@ -17,19 +17,29 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._torch.modules import outside_graphs
 from ..comm import settle_uploads, uploading
+from ..param import ShardedParam
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+# Step counts and version counters of sharded parameters show that shards were written. Versions alone are not enough:
+# `foreach=True` and `fused=True` steps write DTensors without bumping versions. A write that shows in neither (a direct
+# `torch._foreach_copy_` on the parameters) leaves kept full parameters stale; see ADR 0007. Counts are per thread: the
+# ranks of a test may be threads, and the thread that runs a model's forward also steps it.
 
 Check = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 C = TypeVar("C", bound=Check)
 
-_checks: list[Check] = []
+# With the registry of what each looks for.
+_checks: list[tuple[Sized, Check]] = []
 # As `_checks`, once there is a model on a device.
 asked_on_devices: list[Callable[[Optimizer], None]] = []
 _registrations = itertools.count()
@@ -43,10 +53,15 @@ def follow_steps() -> int:
     return threading.get_ident()
 
 
-def refuses_steps(check: C) -> C:
-    """Decorator: call `check(optimizer, args, kwargs)` before each optimizer step; it may raise."""
-    _checks.append(check)
-    return check
+def refuses_steps(registry: Sized) -> Callable[[C], C]:
+    """Decorator: call the check with `(optimizer, args, kwargs)` before each optimizer step while something is in
+    `registry`; it may raise."""
+
+    def registered(check: C) -> C:
+        _checks.append((registry, check))
+        return check
+
+    return registered
 
 
 def asks_on_devices(check: Callable[[Optimizer], None]) -> None:
@@ -58,8 +73,9 @@ def asks_on_devices(check: Callable[[Optimizer], None]) -> None:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for ask in asked_on_devices:
         ask(optimizer)
-    for check in _checks:
-        check(optimizer, args, kwargs)
+    for registry, check in _checks:
+        if registry:
+            check(optimizer, args, kwargs)
     if uploading:
         settle_uploads()
 
@@ -107,3 +123,241 @@ def tell_each_step(function: Callable[[Optimizer], None]) -> None:
 def note_optimizer_step(thread: int) -> None:
     """Count a step that ran no hooks: optimizer-in-backward."""
     _steps[thread] += 1
+
+
+# ---- misuse ----------------------------------------------------------------------------------------------------------
+# Misuse detected at `optimizer.step()`; each case raises an error that names the parameters.
+#
+# full parameters    the optimizer holds temporary full parameters instead of shards
+# open windows       the step would ignore gradients held by an open accumulation window
+# no backward        no backward brought gradients after a forward
+#
+# state_dict.py detects a further case: the optimizer holds parameters that were replaced.
+
+
+class NamedUnit(Protocol):
+    """The part of a unit that errors need. `module`: its own; `model`: the module of its root, once that formed."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def params(self) -> Sequence[ShardedParam]: ...
+
+
+class _Trained(Protocol):
+    """A root: its units, and the thread that runs it."""
+
+    thread: int
+
+    @property
+    def units(self) -> Sequence[NamedUnit]: ...
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+# Dotted names of modules and parameters, as in the user's code.
+
+_SHOWN = 4
+# Names that wrappers insert into dotted names.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """`name` without the components that checkpoint and compile wrappers insert."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "").removesuffix("." + wrapper.rstrip("."))
+    return name
+
+
+def dotted_name(unit: NamedUnit, name: str) -> str:
+    """The dotted name in the user's model of the parameter `name` of `unit`."""
+    for param, dotted in parameter_names(unit.model, [unit]).items():
+        if param.name == name:
+            return dotted
+    return name
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first few of `names`, for an error."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def parameter_names(model: nn.Module, units: Sequence[NamedUnit]) -> dict[ShardedParam, str]:
+    """The dotted names of the parameters of `units` below `model`; relative to their unit if outside of `model`."""
+    prefixes = {module: f"{clean_name(name)}." if name else "" for name, module in model.named_modules()}
+    names = {}
+    for unit in units:
+        for param in unit.params:
+            slot = next((slot for slot in param.slots if slot.module in prefixes), None)
+            names[param] = param.name if slot is None else prefixes[slot.module] + slot.name
+    return names
+
+
+# ---- full in optimizers ----------------------------------------------------------------------------------------------
+# Optimizers that hold full parameters instead of shards.
+#
+# An optimizer built from `model.parameters()` after `unshard()`, between forward and backward, or inside `full_params`
+# holds temporary tensors. Gradients go to the sharded parameters, so its steps would silently train nothing: the first
+# step raises.
+#
+# Full parameters with gradients of their own are allowed: a user may train the parameters of `full_params` on purpose.
+
+
+class _Full(NamedTuple):
+    parameter: weakref.ref[Tensor]
+    unit: weakref.ref[NamedUnit]
+    # Relative to the unit, as in `ShardedParam`.
+    name: str
+    # When the parameter is on the modules.
+    when: str
+
+
+_full: dict[int, _Full] = {}  # by id; removed when the parameter dies
+# Checked optimizers without such parameters, and the lengths of their groups: a new length triggers another check.
+_looked_at: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+
+
+def note_full(unit: NamedUnit) -> None:
+    """Remember the full parameters of `unit`, on its modules in compute and between forward and backward."""
+    for param in unit.params:
+        for full in (param.full, param.kept):
+            if full is not None:
+                _note(unit, full, param, "they compute (after unshard(), or between forward and backward)")
+
+
+def note_lent(unit: NamedUnit, params: Iterable[ShardedParam], lent: Iterable[nn.Parameter]) -> None:
+    """Remember `lent`, one for each of `params`: the full parameters of a `full_params` that ended."""
+    for param, full in zip(params, lent, strict=True):
+        _note(unit, full, param, "full_params is open")
+
+
+def _note(unit: NamedUnit, full: Tensor, param: ShardedParam, when: str) -> None:
+    key = id(full)
+    if key in _full:
+        return
+
+    def forget(_: weakref.ref[Tensor]) -> None:
+        _full.pop(key, None)
+
+    _full[key] = _Full(weakref.ref(full, forget), weakref.ref(unit), param.name, when)
+
+
+def _shows_held(entry: _Full, full: Tensor) -> bool:
+    """Whether the gradient on `full` is the local one of micro-batches that no backward has reduced."""
+    unit = entry.unit()
+    return unit is not None and any(param.full is full and param.shown is not None for param in unit.params)
+
+
+@refuses_steps(_full)
+def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if _looked_at.get(optimizer) == lengths:
+        return
+    entries = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entry = _full.get(id(parameter))
+            if entry is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is not None and not _shows_held(entry, parameter):
+                return  # full parameters are trained on purpose
+            entries.append(entry)
+    units = [(entry.unit(), entry) for entry in entries]
+    names = [dotted_name(unit, entry.name) for unit, entry in units if unit is not None]
+    if names:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: expected the sharded parameters of the model, found full ones, which "
+            f"are on its modules while {entries[0].when}: {first_few(names)}; no gradient reaches them, so the step "
+            f"would train nothing. Build the optimizer from model.parameters() before the first forward, or after "
+            f"model.reshard(), outside of full_params"
+        )
+    if not entries:
+        _looked_at[optimizer] = lengths
+
+
+# ---- open windows ----------------------------------------------------------------------------------------------------
+# Steps during an open accumulation window, whose held gradients are not in `.grad`.
+#
+# After a backward without gradient sync, or without all-reduce, `.grad` is a `PendingGrad`, which raises when used, or
+# the reduced part of an earlier backward, which a step would take for the whole gradient. Without this check, an
+# optimizer could also step half of its parameters before it meets a `PendingGrad`. So the step raises before it begins.
+# A step with a closure is allowed: its backward may close the window.
+
+_open: dict[int, weakref.ref[NamedUnit]] = {}  # by id
+
+
+def note_windows(units: Iterable[tuple[NamedUnit, bool]]) -> None:
+    """A backward ended. Of each unit: whether it holds gradients or partial sums."""
+    for unit, is_open in units:
+        key = id(unit)
+        if is_open:
+            _open[key] = weakref.ref(unit, partial(_forget, key))
+        else:
+            _open.pop(key, None)
+
+
+def _forget(key: int, _: object) -> None:
+    _open.pop(key, None)
+
+
+@refuses_steps(_open)
+def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if any(callable(closure) for closure in (*args[1:2], kwargs.get("closure"))):
+        return
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    waiting = []
+    for reference in list(_open.values()):
+        unit = reference()
+        if unit is None:
+            continue
+        for param in unit.params:
+            if id(param.sharded) in own and (param.live_held() is not None or param.live_partial() is not None):
+                waiting.append(dotted_name(unit, param.name))
+    if waiting:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: expected gradients that are reduced, found some that were only "
+            f"accumulated on each rank, of {first_few(waiting)}: the last backward ran with "
+            f"set_requires_gradient_sync(False) or set_requires_all_reduce(False), and the step would ignore its "
+            f"gradients. Run the last micro-batch of the step with both True, or discard the gradients (zero_grad)"
+        )
+
+
+# ---- no backward -----------------------------------------------------------------------------------------------------
+# `backward(inputs=parameters)` asks for gradients of shards, but the graph contains the full parameters, so autograd
+# silently computes nothing and no hook runs. The step raises instead if a forward recorded a graph, no backward of any
+# model brought a gradient since, and no parameter of the optimizer has one.
+
+# By the thread that runs the model.
+_untrained: dict[int, weakref.WeakSet[_Trained]] = {}
+
+
+def expect_backward(root: _Trained) -> None:
+    """A forward of `root` that records a graph begins."""
+    _untrained.setdefault(root.thread, weakref.WeakSet()).add(root)
+
+
+def note_backward(root: _Trained) -> None:
+    """A backward brought gradients of `root`. Other roots of the thread may be left out of it on purpose."""
+    _untrained.pop(root.thread, None)
+
+
+@refuses_steps(_untrained)
+def _refuse_untrained(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    roots = _untrained.get(threading.get_ident())
+    if not roots or any(callable(closure) for closure in (*args[1:2], kwargs.get("closure"))):
+        return
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    if any(parameter.grad is not None for parameter in own):
+        return
+    ids = {id(parameter) for parameter in own}
+    for root in tuple(roots):
+        names = [dotted_name(unit, p.name) for unit in root.units for p in unit.params if id(p.sharded) in ids]
+        if names:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: expected gradients, found none after a forward, of "
+                f"{first_few(names)}: no backward brought any. backward(inputs=parameters) brings none, because the "
+                f"graph contains the full parameters. Call loss.backward() without inputs, and requires_grad_(False) "
+                f"before the forward on parameters that are to get no gradient; without a backward, skip the step"
+            )

@@ -11,26 +11,27 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..comm import Links, alike, exchanges
-from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, parse_question, scope_of
-from ..param import PendingGrad
+from ..guard import Action, Order, RanksDisagree, Scope, deviation, disagreement, is_current, parse_question, scope_of
+from ..param import Owner, PendingGrad, claim
 from ..policy import Options
-from .optimizer_facts import steps_taken
-from .optimizer_steps import optimizer_steps
+from .optimizer_steps import optimizer_steps, parameter_names, tell_each_step
+from .recovery import steps_taken
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..param import ShardedParam
     from .step_facts import StepFacts
-    from .unit import Unit
+    from .unit import AnyRoot, Unit
 
 
 # Cached actions and sizes per root; the cache is cleared beyond that.
@@ -373,3 +374,64 @@ def changes_parameters(optimizer: Optimizer) -> bool:
     # Do not read a rate on a device: that would synchronise.
     known = [rate for rate in rates if not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu")]
     return len(known) < len(rates) or any(rate is None or float(rate) != 0.0 for rate in known)
+
+
+# ---- owners ----------------------------------------------------------------------------------------------------------
+# The steps of an optimizer are reported to the order of the ranks that share its parameters, as long as it holds them,
+# even after their model is gone: garbage collection differs between ranks.
+
+
+class _Formed:
+    """The thread that runs a root, and its scopes: kept as long as any of its parameters is held."""
+
+    def __init__(self, thread: int, scopes: Iterable[Scope]) -> None:
+        self.thread = thread
+        # Weak: the watch of their process group keeps them as long as it exists.
+        self.scopes = [weakref.ref(scope) for scope in scopes]
+
+
+class _Owned(Owner):
+    """The owner of one parameter. Knows no unit: holding a parameter must not hold the model."""
+
+    formed: _Formed | None = None
+
+
+def own_parameters(unit: Unit) -> None:
+    """Attach an owner to each sharded parameter of `unit`."""
+    for position, group in enumerate(unit.groups):
+        for param in group.params:
+            param.owner = _Owned(param.name, unit.links[position].everyone)
+            claim(param.sharded, param.owner)
+
+
+def own_by_root(root: AnyRoot, *, compares_order: bool) -> None:
+    """`root` formed: name its parameters as its model does. `compares_order`: report their optimizer steps to the
+    order of messages."""
+    names = parameter_names(root.units[0].module, root.units)
+    formed = _Formed(root.thread, root.scopes)
+    for param, name in names.items():
+        if isinstance(param.owner, _Owned):
+            param.owner.name, param.owner.formed = name, formed
+    if compares_order:
+        tell_each_step(_optimizer_stepped)
+
+
+def _optimizer_stepped(optimizer: Optimizer) -> None:
+    roots: dict[_Formed, None] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # `Owner.of`, without a call for each parameter in each step.
+            owner = getattr(parameter.untyped_storage(), Owner.ATTRIBUTE, None) if type(parameter) is DTensor else None
+            if isinstance(owner, _Owned) and owner.formed is not None:
+                roots[owner.formed] = None
+    thread = threading.get_ident()
+    scopes: dict[Scope, None] = {}
+    for formed in roots:
+        if formed.thread == thread:
+            for reference in formed.scopes:
+                scope = reference()
+                if scope is not None and is_current(scope.watch):
+                    scopes[scope] = None
+    if scopes and changes_parameters(optimizer):
+        for scope in scopes:
+            note_stepped(scope, thread)

@@ -1,5 +1,7 @@
-"""What has to be loaded after a model on a device was lost (guard/loss.py), and whether it was.
+"""The other ranks of a root when a step fails: failures are published, ranks meet, and what a device lost is loaded.
 
+    a failure       is published to the ranks that would wait (`Peers.publish`)
+    a meeting       after it, all ranks wait for each other before anything is sent (`Peers.meet`)
     a load          writes parameters and persistent buffers of one module after another; hooks count them (`Recovery`)
     restored        every parameter and persistent buffer below the root was written, in one load or in several; or
                     the user says that the model is sound (`mark_restored`)
@@ -12,9 +14,11 @@ are. Models on a CPU lose nothing, and have none.
 from __future__ import annotations
 
 import operator
+import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,13 +26,238 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import non_persistent_buffers
-from ..guard import RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks
+from ..comm import alike
+from ..guard import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
 from ..param import Owner
-from .misuse import clean_name, first_few
-from .optimizer_steps import asks_on_devices
-from .unit import Unit
+from .optimizer_steps import asks_on_devices, clean_name, first_few, optimizer_steps
+from .unit import Unit, unit_of
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+# The question of ranks that synchronise through the store.
+_TOGETHER = "what ranks come together for"
+
+
+class Peers:
+    """The scopes of `units`, whose root runs in `thread`. `open` connects them."""
+
+    def __init__(self, units: Iterable[Unit], thread: int) -> None:
+        self.scopes: list[Scope] = []
+        for links in (links for unit in units for links in unit.links):
+            scope = scope_of(links.everyone)
+            if scope is not None and scope not in self.scopes:
+                scope.step = partial(_steps_since, optimizer_steps(thread), thread)
+                self.scopes.append(scope)
+
+    def open(self, unit: Unit) -> None:
+        """Open missing connections for the groups of `unit`. Collective over each group."""
+        for links in unit.links:
+            scope = scope_of(links.everyone)
+            if scope is not None:
+                links.open(scope)
+
+    def publish(self, error: BaseException | None, where: str) -> None:
+        """Report that this rank failed: the others raise when they wait for its messages. An error that only follows
+        from another rank's failure is not reported again."""
+        text = f"{where} ended with an exception" if error is None else f"{type(error).__name__}: {error}"
+        for scope in self.scopes:
+            scope.must_meet = scope.has_raised = True
+        if any(scope.failure is not None or scope.causes() for scope in self.scopes) and self._follows(error):
+            return
+        for scope in self.scopes:
+            doing, scope.doing = scope.doing, scope.doing or where
+            try:
+                scope.publish("raised", text, vague=error is None)
+            finally:
+                scope.doing = doing
+
+    def _follows(self, error: BaseException | None) -> bool:
+        # If any scope has no report yet, ranks that wait there need one.
+        known = all(scope.causes() for scope in self.scopes)
+        return known and (error is None or isinstance(error, PeerFailed | RanksDisagree))
+
+    def disagree_on(self, scope: Scope, error: RanksDisagree) -> None:
+        """`error` was raised on the mesh of `scope`. Report it on the other meshes, whose ranks would wait forever."""
+        for other in self.scopes:
+            if other is not scope:
+                if not other.must_meet:
+                    other.publish("disagree", str(error))
+                # Report once: the other ranks of `scope` report the same.
+                other.has_raised = True
+
+    def attempt_failed(self, error: BaseException, where: str) -> None:
+        """`publish` for a guarded block, which all ranks enter equally often."""
+        for scope in self.scopes:
+            scope.attempts += 1
+        self.publish(error, where)
+
+    def come_together(self, what: str) -> None:
+        """Wait until all ranks are here. Raises `PeerFailed` if a rank failed, and `RanksDisagree` if a rank is
+        elsewhere.
+
+        Done twice: an exception (Ctrl-C) may interrupt a rank after its first message was sent. The others then notice
+        that its second message is missing.
+        """
+        for scope in self.scopes * 2:
+            doing, scope.doing = scope.doing, what
+            try:
+                # By a collective if there are connections on the host, else through the store.
+                if not alike(scope, what):
+                    answers = scope.agree(_TOGETHER, what)
+                    if answers is not None:
+                        raise RanksDisagree(_elsewhere(what, answers), what=what, by_rank=answers)
+            finally:
+                scope.doing = doing
+
+    def compare(self, what: str, said: str, weight: Callable[[str], int]) -> dict[int, str]:
+        """The answers of all ranks to `what`, by rank. With several scopes, the answer of the highest `weight` is
+        passed on. Collective. Raises `PeerFailed` if a rank failed."""
+        found: dict[int, str] = {}
+        # Twice, so that answers from one scope reach the ranks of the others.
+        for scope in self.scopes * min(len(self.scopes), 2):
+            answers = scope.agree(what, said) or dict.fromkeys(scope.ranks, said)
+            found |= {rank: answer for rank, answer in answers.items() if weight(answer) >= weight(found.get(rank, ""))}
+            said = max(found.values(), key=weight)
+        return found
+
+    def meet(self) -> bool:
+        """After a failure, wait for all ranks before anything is sent. Returns whether ranks had diverged."""
+        for scope in self.scopes:
+            try:
+                scope.refuse_failure()
+            except RanksDisagree as error:
+                self.disagree_on(scope, error)
+                raise
+        if had_losses and any(scope.loss is not None for scope in self.scopes):
+            for scope in self.scopes:
+                if scope.must_meet and scope.loss is None:
+                    scope.note_under_way("a message of another mesh")
+        renewed = any([scope.meet() for scope in self.scopes if scope.must_meet])
+        refuse_mixed_states(self.scopes)
+        return renewed
+
+
+def _elsewhere(what: str, answers: dict[int, str]) -> str:
+    # An answer reads "question: text"; the text may be a digest.
+    asked = variants({rank: answer.partition(": ")[0] for rank, answer in answers.items()})
+    found = " and ".join(f"{shown_ranks(ranks)} at {what if one == _TOGETHER else one}" for one, ranks in asked.items())
+    return f"expected all ranks at {what}, found {found}; make all ranks take the same calls in the same order"
+
+
+def _steps_since(before: int, thread: int) -> int:
+    return optimizer_steps(thread) - before
+
+
+def peers_below(*models: nn.Module) -> Peers:
+    """The peers of all units of `models`, with or without a root yet. Raises `ValueError` for a model without units."""
+    units = []
+    for model in models:
+        below = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+        if not below:
+            raise ValueError(
+                f"expected a model that fully_shard was applied to, found a {type(model).__name__} without a sharded "
+                f"module"
+            )
+        units += below
+    roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
+    found = Peers((), threading.get_ident())
+    scopes = [scope for root in roots for scope in root.scopes]
+    if not scopes:  # no root formed yet
+        scopes = [scope for unit in units for links in unit.links if (scope := scope_of(links.everyone))]
+    found.scopes = list(dict.fromkeys(scopes))
+    return found
+
+
+# ---- steps taken -----------------------------------------------------------------------------------------------------
+# Counts the optimizer steps of the shards of one mesh; all ranks must have the same count.
+#
+# If one rank raises in `optimizer.step()` while others complete theirs, and all catch the error and continue, that rank
+# stays one step late. So ranks exchange their counts when they meet after a failure, and whether a step was
+# interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
+# consistent state is loaded, or the user declares the state consistent.
+#
+# The same after a loss on a device, which the scope reports beside this word (guard/loss.py). Here a load must have
+# written everything (recovery.py).
+
+_HALF = "+"
+
+
+class StepsTaken:
+    """Steps on one mesh since the last load. `half`: the optimizer whose step was interrupted halfway. `source`: the
+    loaded state, if known."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.half = self.source = ""
+
+    def word(self) -> str:
+        """The text for `Scope.state`."""
+        return f"{self.count}{_HALF}{self.half}" if self.half else str(self.count)
+
+    def forget(self, source: str) -> None:
+        """Restart: a consistent state is there."""
+        self.count, self.half, self.source = 0, "", source or self.source
+
+
+_taken: weakref.WeakKeyDictionary[Scope, StepsTaken] = weakref.WeakKeyDictionary()
+
+
+def steps_taken(scope: Scope) -> StepsTaken:
+    """The steps taken on the mesh of `scope`."""
+    found = _taken.get(scope)
+    if found is None:
+        found = _taken[scope] = StepsTaken()
+        scope.state = found.word
+    return found
+
+
+def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
+    """Raise `RanksDisagree` on all ranks of a scope whose steps differed at the last meeting, or whose model is lost on
+    a device. The ranks meet again before the next forward."""
+    for scope in scopes:
+        if len(scope.states) > 1 or any(_HALF in state or LOST in state for state in scope.states):
+            scope.must_meet = True
+            raise lost_error(scope) if LOST in "".join(scope.states) else _error(scope.states)
+
+
+def _error(states: Mapping[str, list[int]]) -> RanksDisagree:
+    told = []
+    for state, ranks in states.items():
+        count, _, half = state.partition(_HALF)
+        middle = f", and the middle of one of {half}," if half else ""
+        told.append(f"{count or '0'}{middle} on {shown_ranks(ranks)}")
+    return RanksDisagree(
+        f"expected all ranks to have taken the same optimizer steps since the last load, found {' and '.join(told)}: a "
+        f"rank raised where others took their step, so the shards are from different steps; load a checkpoint "
+        f"on all ranks (fullshard.checkpoint.load, or load_state_dict of the model), or restore the state yourself "
+        f"and call fullshard.mark_restored(model)",
+        what="optimizer steps",
+        by_rank={rank: state for state, ranks in states.items() for rank in ranks},
+    )
+
+
+def units_restored(units: Iterable[Unit], source: str = "") -> None:
+    """The shards of `units` were loaded, or are consistent again for another reason."""
+    _forget((links.everyone for unit in units for links in unit.links), source)
+
+
+def tensors_restored(tensors: Iterable[Tensor], source: str = "") -> int:
+    """`tensors` were loaded. Returns how many are sharded parameters or values of their state dict."""
+    tensors = list(tensors)
+    note_written(tensors)
+    owners = [owner for owner in map(Owner.of, tensors) if owner is not None]
+    _forget((owner.ranks for owner in owners), source)
+    return len(owners)
+
+
+def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
+    for ranks in dict.fromkeys(meshes):
+        scope = scope_of(ranks)
+        if scope is not None:
+            steps_taken(scope).forget(source)
+
 
 # ---- the model -------------------------------------------------------------------------------------------------------
+# What has to be loaded after a model on a device was lost (guard/loss.py), and whether it was.
 
 _by_scope: weakref.WeakKeyDictionary[Scope, weakref.WeakSet[Recovery]] = weakref.WeakKeyDictionary()
 

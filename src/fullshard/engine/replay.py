@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from ..param import ExtensionGroup, PendingGrad, ShardedParam
 from ..schedule import Command
-from .misuse import parameter_names
+from .optimizer_steps import parameter_names
 from .root import Root, formed
-from .staleness import sum_of_bits
-from .unit import Unit
+from .unit import Unit, sum_of_bits
 
 # (description, how often it occurred in this step).
 Moment = tuple[str, int]

@@ -24,15 +24,11 @@ from ..param import ShardedParam
 from ..policy import Controls, Options
 from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .agreement import Agreement
-from .backward import RunningBackward
+from .backward import RunningBackward, SavedTensorHooks
 from .executor import Executor, OneStream
-from .explicit_gathers import own_by_root
-from .misuse import clean_name, expect_backward, note_backward, parameter_names
-from .optimizer_steps import follow_steps
-from .order import MessageOrder
-from .peers import Peers
-from .recovery import Recovery
-from .saved_tensors import SavedTensorHooks
+from .optimizer_steps import clean_name, expect_backward, follow_steps, note_backward, parameter_names
+from .order import MessageOrder, own_by_root
+from .recovery import Peers, Recovery
 from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized

@@ -27,9 +27,8 @@ from torch.optim import Optimizer
 
 from .._torch import dtensor_like, hand_over_hooks, local_of, run_first
 from ..param import Found, ShardedParam, Slot, can_digest, local_part, note_loaded
-from .misuse import dotted_name, first_few
-from .optimizer_facts import units_restored
-from .optimizer_steps import refuses_steps
+from .optimizer_steps import dotted_name, first_few, refuses_steps
+from .recovery import units_restored
 from .root import formed
 from .unit import Unit
 
@@ -111,7 +110,7 @@ def standing_parameter(param: ShardedParam) -> nn.Parameter:
     return standing if standing.shape == param.sharded.shape else param.sharded
 
 
-@refuses_steps
+@refuses_steps(_replaced)
 def refuse_replaced(optimizer: Optimizer, *_: object) -> None:
     """Raise `RuntimeError` if `optimizer` holds parameters that were replaced on their modules."""
     if not _replaced:

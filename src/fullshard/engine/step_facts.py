@@ -29,10 +29,9 @@ from ..comm import Comparison, Digits, ReduceChannel
 from ..guard import Action, RanksDisagree, Scope, is_current, scope_of, shown_ranks
 from ..guard.facts import ADVICE, Deed, Fact, Ledger, Sealed, differences, digest_of, first_unlike
 from .agreement import digests_of, replicas_of, unsharded_on
-from .misuse import clean_name, parameter_names
-from .optimizer_facts import OptimizerFacts, listed, steps_taken, text_of
-from .optimizer_steps import tell_optimizer_steps
-from .peers import Peers
+from .optimizer_facts import OptimizerFacts, listed, text_of
+from .optimizer_steps import clean_name, parameter_names, tell_optimizer_steps
+from .recovery import Peers, steps_taken
 from .unit import AnyRoot, Unit
 
 # Values outside of units join the first and second comparison, then at intervals that grow eightfold.

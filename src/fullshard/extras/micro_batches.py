@@ -17,7 +17,7 @@ from .._torch import buffers_of
 from ..api import guard
 from ..comm import largest_over, sum_over
 from ..engine import Unit, root_of, unit_of
-from ..engine.peers import peers_below
+from ..engine.recovery import peers_below
 from ..engine.root import formed, module_units
 from ..guard import PeerFailed, shown_ranks
 from ..observe import report

@@ -26,8 +26,6 @@ from .initial import note_initial as note_initial
 from .initial import note_loaded as note_loaded
 from .initial import poison as poison
 from .initial import written_before as written_before
-from .owner import Owner as Owner
-from .owner import claim as claim
 from .placement import FullMesh as FullMesh
 from .placement import NormMesh as NormMesh
 from .placement import Placing as Placing
@@ -36,9 +34,11 @@ from .placement import check_own_mesh as check_own_mesh
 from .placement import local_part as local_part
 from .sharded import KeptGradients as KeptGradients
 from .sharded import KeptTensor as KeptTensor
+from .sharded import Owner as Owner
 from .sharded import PendingGrad as PendingGrad
 from .sharded import ShardedParam as ShardedParam
 from .sharded import SteppedGrad as SteppedGrad
+from .sharded import claim as claim
 from .sharded import full_of as full_of
 from .sharded import holds_bits as holds_bits
 from .swap import Found as Found

@@ -34,9 +34,8 @@ from .._torch import keeping_versions, local_of, settled
 from ..layout import contiguous_stride
 from ..policy import Precision
 from .group import DtypeChanged, ParamGroup
-from .owner import claim
 from .placement import Placing
-from .sharded import GATHER_METHODS, ShardedParam
+from .sharded import GATHER_METHODS, ShardedParam, claim
 from .swap import Found, OwnedMemory, Swap, TrackedMemory
 
 

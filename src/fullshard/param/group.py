@@ -38,9 +38,8 @@ from ..layout import (
 )
 from ..policy import Precision
 from .initial import poison
-from .owner import claim
 from .placement import NormMesh, Placing, cut_shape, own_spec, sharded_spec
-from .sharded import GATHER_METHODS, ShardedParam, class_of, full_of
+from .sharded import GATHER_METHODS, ShardedParam, claim, class_of, full_of
 from .swap import Found, OwnedMemory, SharedMemory, Swap
 
 # ---- group -----------------------------------------------------------------------------------------------------------

@@ -1,18 +1,4 @@
-"""The tensors of one parameter.
-
-    sharded   the DTensor parameter that users and optimizers hold; registered on the module outside of compute
-    local     its local tensor: this rank's rows, a view of the group's flat buffer
-    full      the parameter on the module in forward and backward: what it was before it was sharded, plain or a
-              DTensor on its own mesh; memory of `param.memory`
-    fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
-    held      full gradients of earlier backwards that were not reduced, in the reduce dtype; `full.grad` shows them
-    reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
-    partial   this rank's shard of a sum to which the replicas have not contributed yet: flat and padded,
-              in the reduce dtype; `fresh_partial` is its counterpart for the running backward
-
-Gradients move from `fresh` or `reduced` to `held` or `.grad` only at the end of a backward, so a failing backward
-leaves the gradients of earlier micro-batches exactly as they were.
-"""
+"""A sharded parameter: its owner, its tensors, and its gradients on their way."""
 
 from __future__ import annotations
 
@@ -35,11 +21,55 @@ from .._torch import (
     version_of,
 )
 from ..layout import ShardLayout
-from .owner import Owner
 from .placement import Spec
 from .swap import Slot
 
+# ---- owner -----------------------------------------------------------------------------------------------------------
+# Whose a sharded parameter is.
+#
+# Sharded parameters are plain DTensors (ADR 0016), so no class of theirs says which unit they belong to. Their storage
+# does: a DTensor has one of its own, without memory, which its views and `p.detach()` share, and so do the values of a
+# state dict. Copies and pickles have another one, and no owner.
+
+
+class Owner:
+    """The unit of one parameter. `ranks`: those of its mesh, as ranks in the default group. `name`: the parameter's, as
+    the user's model spells it, once the root formed."""
+
+    # Of the storage.
+    ATTRIBUTE = "_fullshard_owner"
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name, self.ranks = name, ranks
+
+    @staticmethod
+    def of(tensor: Tensor) -> Owner | None:
+        """The owner of the sharded parameter that `tensor` is, or is a view of."""
+        found = getattr(tensor.untyped_storage(), Owner.ATTRIBUTE, None) if isinstance(tensor, DTensor) else None
+        return found if isinstance(found, Owner) else None
+
+
+def claim(parameter: Tensor, owner: Owner | None) -> None:
+    """`owner`, if there is one, owns the DTensor `parameter` from now on."""
+    if owner is not None:
+        setattr(parameter.untyped_storage(), Owner.ATTRIBUTE, owner)
+
+
 # ---- sharded ---------------------------------------------------------------------------------------------------------
+# The tensors of one parameter.
+#
+#     sharded   the DTensor parameter that users and optimizers hold; registered on the module outside of compute
+#     local     its local tensor: this rank's rows, a view of the group's flat buffer
+#     full      the parameter on the module in forward and backward: what it was before it was sharded, plain or a
+#               DTensor on its own mesh; memory of `param.memory`
+#     fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
+#     held      full gradients of earlier backwards that were not reduced, in the reduce dtype; `full.grad` shows them
+#     reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
+#     partial   this rank's shard of a sum to which the replicas have not contributed yet: flat and padded,
+#               in the reduce dtype; `fresh_partial` is its counterpart for the running backward
+#
+# Gradients move from `fresh` or `reduced` to `held` or `.grad` only at the end of a backward, so a failing backward
+# leaves the gradients of earlier micro-batches exactly as they were.
 
 
 class Initial(NamedTuple):
