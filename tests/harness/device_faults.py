@@ -77,7 +77,7 @@ _ALONE = Setup("alone")
 _RECORD = "    self._event = torch.accelerator.current_stream(source.device).record_event()\n"
 _COPY = "    self._host.copy_(source, non_blocking=True)\n"
 _REPLICAS = "        self._work = replicate.all_reduce(total, MEAN if self._after.averages else SUM)\n"
-_GATHER, _NATIVE, _SUM = "comm.gather:PlannedGather", "comm.reduce:_Native", "comm.replicate:StagedReduction"
+_GATHER, _NATIVE, _SUM = "comm.gather:PlannedGather", "comm.reduce:_Native", "comm.reduction:StagedReduction"
 _LINK = "comm.offload:HostLink"
 
 FAULTS: dict[str, SeededFault] = {
@@ -177,13 +177,13 @@ FAULTS: dict[str, SeededFault] = {
         _ONE,
     ),
     "gradients are copied in on another stream": SeededFault(
-        "comm.message:MessageReduce.fill",
+        "comm.reduction:MessageReduce.fill",
         "        torch._foreach_copy_(destinations, sources)",
         "        with side():\n            torch._foreach_copy_(destinations, sources)",
         _TRANSFORMER,
     ),
     "flags are written on another stream": SeededFault(
-        "comm.message:MessageReduce.fill",
+        "comm.reduction:MessageReduce.fill",
         "        grad_present.fill_(1)",
         "        with side():\n            grad_present.fill_(1)",
     ),
@@ -223,10 +223,10 @@ FAULTS: dict[str, SeededFault] = {
         1,
     ),
     "the hook does not wait for the gradients": SeededFault(
-        "comm.replicate:_call", "stream.wait_stream(current)", "pass", Setup(hook_stream=True)
+        "comm.reduction:_call", "stream.wait_stream(current)", "pass", Setup(hook_stream=True)
     ),
     "the gradients do not wait for the hook": SeededFault(
-        "comm.replicate:_call", "current.wait_stream(stream)", "pass", Setup(hook_stream=True)
+        "comm.reduction:_call", "current.wait_stream(stream)", "pass", Setup(hook_stream=True)
     ),
     # ---- events recorded too early ----
     "the digest's event is recorded before its copy": SeededFault(

@@ -153,7 +153,7 @@ FAULTS: dict[str, Case] = {
         "numbers of bfloat16",
     ),
     "replicas are not summed": Case(
-        SeededFault("comm.replicate:StagedReduction._advanced", "if replicate is not None and", "if False and"),
+        SeededFault("comm.reduction:StagedReduction._advanced", "if replicate is not None and", "if False and"),
         "zero3+hsdp=2",
         "backward",
         "no all-reduce over the replicas",

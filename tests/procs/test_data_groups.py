@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +121,46 @@ def _compared(rank: int) -> tuple[bool | None, bool | None, int]:
 def test_ranks_compare_on_the_host_whatever_their_device_is() -> None:
     """Where the process group has a backend for the host; no question goes through the store."""
     assert pool(2).run(_compared) == [(True, False, 0)] * 2
+
+
+class _Own:
+    """A caller's messages, over before they return: what they return has a `wait` without a time limit, or is None."""
+
+    def __init__(self, says: bool) -> None:
+        self.says, self.calls = says, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **more: Any
+    ) -> Any:
+        self.calls += 1
+        if "op" in more:
+            dist.reduce_scatter_single(output_tensor, input_tensor, op=more["op"], group=group)
+        else:
+            dist.all_gather_single(output_tensor, input_tensor, group=group)
+        return self if self.says else None
+
+    def wait(self) -> None:
+        pass
+
+
+def _custom(rank: int, says: bool) -> tuple[float, int]:
+    model, plain = shard(seeded(Model)), shard(seeded(Model))
+    gather, scatter = _Own(says), _Own(says)
+    plain.set_force_sum_reduction_for_comms(True)
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    model.set_custom_all_gather(gather)
+    model.set_custom_reduce_scatter(scatter)
+    for trained in (model, plain):
+        trained(part(batch(2, 0), rank)).pow(2).mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((a.grad - b.grad).to_local().abs().max()) for a, b in pairs), gather.calls * scatter.calls
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["a wait without a limit", "nothing"])
+def test_custom_messages_may_return_anything_that_waits(says: bool) -> None:
+    """Red before: on gloo the wait for it was cut into slices, and it was a TypeError."""
+    found = pool(2).run(_custom, says)
+    assert [difference for difference, _ in found] == [0.0, 0.0] and all(calls for _, calls in found)

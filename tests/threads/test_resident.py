@@ -227,11 +227,11 @@ def test_budgets_that_are_left_out_stay_and_none_is_the_default() -> None:
         assert model.set_memory_budget(prefetch=5, resident=LAYER) == (5, None, ("2",))
         _step(model)
         root = unit_of(model).root  # type: ignore[union-attr]
-        assert root is not None and (root.run.prefetch_nbytes, root.executor.gradient_nbytes) == (5, None)
+        assert root is not None and (root.run.prefetch_nbytes, root.executor.waiting.limit) == (5, None)
         assert model.set_memory_budget(gradients=7) == (5, 7, ("2",))
-        assert (root.run.prefetch_nbytes, root.executor.gradient_nbytes) == (5, 7)
+        assert (root.run.prefetch_nbytes, root.executor.waiting.limit) == (5, 7)
         assert model.set_memory_budget(prefetch=None, resident=None) == (None, 7, ())
-        assert (root.run.prefetch_nbytes, root.executor.gradient_nbytes) == (None, 7)
+        assert (root.run.prefetch_nbytes, root.executor.waiting.limit) == (None, 7)
         _step(model)
 
 

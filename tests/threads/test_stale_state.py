@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fullshard
-from fullshard.engine import misuse
+from fullshard.engine import optimizer_steps
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
 from tests.harness.implementations import Implementation
@@ -162,17 +162,17 @@ def test_nothing_is_remembered_of_models_that_are_gone_and_windows_that_are_clos
     import gc
 
     gc.collect()  # what other tests left
-    known = set(misuse._full)
+    known = set(optimizer_steps._full)
 
     def job(rank: int) -> None:
         model = shard(_base())
         with fullshard.full_params(model):
             pass
-        assert len(misuse._full) > len(known)
+        assert len(optimizer_steps._full) > len(known)
 
     run_ranks(WORLD, job)
     gc.collect()
-    assert set(misuse._full) <= known
+    assert set(optimizer_steps._full) <= known
 
     def windows(rank: int) -> None:
         model = shard(_base())
@@ -180,7 +180,7 @@ def test_nothing_is_remembered_of_models_that_are_gone_and_windows_that_are_clos
         for sync in (False, True):
             model.set_requires_gradient_sync(sync)
             _train_once(model, rank)
-            assert ours & set(misuse._open) == (set() if sync else ours)
+            assert ours & set(optimizer_steps._open) == (set() if sync else ours)
 
     run_ranks(WORLD, windows)
 

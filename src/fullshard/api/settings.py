@@ -89,7 +89,9 @@ def set_all_reduce_hook(self: object, hook: Callable[[Tensor], None], *, stream:
 def set_custom_all_gather(self: object, comm: CustomComm) -> None:
     """All-gather this module's parameters by `comm(output_tensor, input_tensor, group, async_op)`, in one message.
 
-    Both tensors are views of one buffer, which `comm.allocate` makes for each all-gather. None removes it.
+    Both tensors are views of one buffer, which `comm.allocate` makes for each all-gather. `group` is the process group
+    of the mesh, as torch knows it: if a rank fails, what was sent over it ends with the time limit of that group. None
+    removes it.
     Raises `ValueError` for a unit of several groups, `TypeError` for an object that is not callable or lacks
     `allocate`.
     """

@@ -215,7 +215,8 @@ class DataGroup:
         except RuntimeError as error:
             self.refuse(self.issued + 1, error)
         self.issued += 1
-        sent = Sent(self, work, self.issued, in_one=self.backend != "gloo")
+        # A caller's own message may return something whose `wait` takes no time limit.
+        sent = Sent(self, work, self.issued, in_one=self.backend != "gloo" or not isinstance(work, dist.Work))
         if self.observer is not None:
             self.observer.sent(sent, call if isinstance(call, str) else call.__name__, args, begun)
         if self.device.type != "cpu":

@@ -311,6 +311,10 @@ class _GroupMemory:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return allocate_for(self.group.process_group, math.prod(size), dtype, device).view(*size)
 
+    def _registered(self, device: torch.device) -> ShardGroup:
+        """The group that registered the memory: it sends, and not the mesh's own, which the call passes."""
+        return ShardGroup(self.group.process_group, device, self.group.backend)
+
 
 class GroupMemoryGather(_GroupMemory):
     """One all-gather."""
@@ -318,7 +322,7 @@ class GroupMemoryGather(_GroupMemory):
     def __call__(
         self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> Work:
-        return ShardGroup(group, output_tensor.device, self.group.backend).gather_into(output_tensor, input_tensor)
+        return self._registered(output_tensor.device).gather_into(output_tensor, input_tensor)
 
 
 class GroupMemoryScatter(_GroupMemory):
@@ -333,9 +337,7 @@ class GroupMemoryScatter(_GroupMemory):
         async_op: bool,
         op: dist.ReduceOp.RedOpType = SUM,
     ) -> Work:
-        return ShardGroup(group, output_tensor.device, self.group.backend).reduce_scatter(
-            output_tensor, input_tensor, op
-        )
+        return self._registered(output_tensor.device).reduce_scatter(output_tensor, input_tensor, op)
 
 
 # ---- custom ----------------------------------------------------------------------------------------------------------
@@ -377,8 +379,8 @@ class CustomGroup(ShardGroup):
         return group.issue(self._under_way, out, piece, more)
 
     def _under_way(self, out: Tensor, piece: Tensor, more: dict[str, Any]) -> Work:
-        group = self.process_group
-        work = self._comm(output_tensor=out, input_tensor=piece, group=group, **more, async_op=True)
+        # Not the data group: torch's functions, which a caller uses, know only groups that torch made.
+        work = self._comm(output_tensor=out, input_tensor=piece, group=self.origin, **more, async_op=True)
         return _FINISHED if work is None else work
 
 

@@ -198,7 +198,7 @@ class _Local:
 
 
 class Chunks(Protocol):
-    """The shapes of a chunk: `comm.message.MessageReduce`."""
+    """The shapes of a chunk: `MessageReduce`."""
 
     layout: ReduceLayout
 

@@ -19,7 +19,7 @@ from ..comm import GatherChannel, HostCopy
 from ..guard import Scope
 from ..param import ParamGroup, ShardedParam
 from ..schedule import Command, CommandChecker, Full
-from .optimizer_steps import note_windows
+from .optimizer_steps import note_window
 from .order import MessageOrder
 from .step_facts import StepFacts
 from .stepping import Stepping
@@ -38,9 +38,8 @@ class TakenBack:
     """Created before gradients are written to `.grad`; as a context manager it wraps the hooks."""
 
     def __init__(self, units: Sequence[Unit], touched: Sequence[ShardedParam]) -> None:
-        hooked = any(map(post_accumulate_grad_hooks, [param.sharded for param in touched]))
-        self._bring_back = [param.standing() for param in touched] if hooked else []
-        self._windows = [(unit, unit.gradients.windows) for unit in units] if hooked else []
+        self._bring_back = [param.standing() for param in touched]
+        self._windows = [(unit, unit.gradients.windows) for unit in units]
 
     def __enter__(self) -> None:
         pass
@@ -54,7 +53,7 @@ class TakenBack:
             bring_back()
         for unit, windows in self._windows:
             unit.gradients.windows = windows
-        note_windows([(unit, any(windows)) for unit, windows in self._windows])
+            note_window(unit, any(windows))
 
 
 # ---- one stream ----
@@ -110,6 +109,51 @@ class GradientObserver(Protocol):
 # ---- executor --------------------------------------------------------------------------------------------------------
 
 
+class WaitingGradients:
+    """Bytes of gradients that the running backward brought and that are not sent yet. `limit`: of these and of the
+    messages under way together (`set_memory_budget`); None: no limit, and nothing is counted."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.nbytes = 0
+        self._of: dict[Unit, int] = {}
+
+    def add(self, unit: Unit, nbytes: int) -> None:
+        self._of[unit] = self._of.get(unit, 0) + nbytes
+        self.nbytes += nbytes
+
+    def take(self, unit: Unit) -> None:
+        """The gradients of `unit` are sent, or held for a later backward."""
+        self.nbytes -= self._of.pop(unit, 0)
+
+    def of(self, unit: Unit) -> int:
+        return self._of.get(unit, 0)
+
+    def clear(self) -> None:
+        self._of.clear()
+        self.nbytes = 0
+
+
+class _Backward:
+    """What commands of the running backward did."""
+
+    def __init__(self) -> None:
+        # Units with gradients to commit at its end, in the order of their commands.
+        self.touched: dict[Unit, None] = {}
+        # Units whose held gradients are under way: their accumulation window closes with this backward.
+        self.closing: set[Unit] = set()
+        # Units whose partial sums are under way.
+        self.carrying: set[Unit] = set()
+        # On a device: by group, gradients of which the host does not know yet whether any rank produced them.
+        self.unresolved: dict[ParamGroup, tuple[Sequence[ShardedParam], HostCopy | None]] = {}
+
+    def clear(self) -> None:
+        self.touched.clear()
+        self.closing.clear()
+        self.carrying.clear()
+        self.unresolved.clear()
+
+
 class Executor:
     """Runs commands for the units of one root. `units[i]` is the unit of record index i."""
 
@@ -129,20 +173,8 @@ class Executor:
         self._limit = reductions_in_flight
         # Default limit on send buffers for units without their own setting; None: no limit.
         self._send_buffers = send_buffers
-        # Limit on the bytes of gradients and messages; None: no limit. Below, the bytes of gradients that the running
-        # backward brought and that are not sent yet, per unit and in total.
-        self.gradient_nbytes: int | None = None
-        self._waiting: dict[Unit, int] = {}
-        self._waiting_nbytes = 0
-        # Units with gradients to commit when the backward ends, in the order of their commands.
-        self._touched: dict[Unit, None] = {}
-        # Units whose held gradients are under way: their accumulation window closes with this backward.
-        self._closing: dict[Unit, None] = {}
-        # Units whose partial sums are under way.
-        self._carrying: dict[Unit, None] = {}
-        # On a device: by group, gradients of the running backward of which the host does not know yet whether any rank
-        # produced them.
-        self._unresolved: dict[ParamGroup, tuple[Sequence[ShardedParam], HostCopy | None]] = {}
+        self.waiting = WaitingGradients()
+        self._backward = _Backward()
         self._checker = CommandChecker() if check else None
         # Scopes of all messages of these units; they know the running command, to name it in errors.
         self.scopes: list[Scope] = []
@@ -233,9 +265,13 @@ class Executor:
         message carries yet, or if unused parameters are reduced as zeros.
         """
         return (
-            (unit.gradients.window_open and unit not in self._closing)
-            or (unit.gradients.partial_open and unit.settings.all_reduces and unit not in self._carrying)
-            or (unit.settings.controls.zero_unused and unit.gradients.expected != 0 and unit not in self._touched)
+            (unit.gradients.window_open and unit not in self._backward.closing)
+            or (unit.gradients.partial_open and unit.settings.all_reduces and unit not in self._backward.carrying)
+            or (
+                unit.settings.controls.zero_unused
+                and unit.gradients.expected != 0
+                and unit not in self._backward.touched
+            )
         )
 
     @property
@@ -309,23 +345,24 @@ class Executor:
     def _reduce(self, unit: Unit) -> None:
         if unit.gradients.stepper is not None:
             self.stepping.sends(unit)
-        self._touched[unit] = None
+        backward = self._backward
+        backward.touched[unit] = None
         # Only the first message of a backward carries held gradients. The window closes if the backward succeeds.
         accumulated = unit.gradients.window_open
-        with_held = accumulated and unit not in self._closing
+        with_held = accumulated and unit not in backward.closing
         if with_held:
-            self._closing[unit] = None
-        with_partials = unit.gradients.partial_open and unit not in self._carrying
+            backward.closing.add(unit)
+        with_partials = unit.gradients.partial_open and unit not in backward.carrying
         if with_partials:
-            self._carrying[unit] = None
+            backward.carrying.add(unit)
         unit.gradients.arrived = 0
         keep = not unit.settings.all_reduces
         if self._order is not None:
             self._order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
-        if self.gradient_nbytes is not None:
+        if self.waiting.limit is not None:
             # The received message takes as much memory again.
-            self._shrink(self.gradient_nbytes - self._waiting.get(unit, 0))
-            self._waiting_nbytes -= self._waiting.pop(unit, 0)
+            self._shrink(self.waiting.limit - self.waiting.of(unit))
+            self.waiting.take(unit)
         limit = unit.settings.controls.send_buffers or self._send_buffers
         for position, group in enumerate(unit.groups):
             if not group.trainable:
@@ -348,38 +385,35 @@ class Executor:
             )
             self._put(InFlight(self, unit, group, group.trainable, reduction, self.stepping.collected))
         if limit is None:
-            self._advance_beyond(self.shared.in_flight)
-        if self.gradient_nbytes is not None:
-            self._shrink(self.gradient_nbytes)
+            while len(self.shared.in_flight) > self._limit:
+                self._advance_oldest(self.shared.in_flight)
+        if self.waiting.limit is not None:
+            self._shrink(self.waiting.limit)
 
     def _put(self, flight: InFlight) -> None:
         """Queue `flight` by the stage of its message: among the replicas, or over the shards."""
         if flight.reduction.is_replicating:
             self.shared.replicating.append(flight)
-            self._advance_beyond(self.shared.replicating)
+            while len(self.shared.replicating) > self._limit:
+                self._advance_oldest(self.shared.replicating)
         else:
             self.shared.in_flight.append(flight)
 
-    def _advance_beyond(self, flights: deque[InFlight]) -> None:
-        while len(flights) > self._limit:
-            self._advance_oldest(flights)
-
     def gradient_came(self, unit: Unit, nbytes: int) -> None:
         """The running backward brought `nbytes` of gradients to `unit`. Called only if a byte limit is set."""
-        if self.gradient_nbytes is not None and unit.record.plan.sync:
-            self._waiting[unit] = self._waiting.get(unit, 0) + nbytes
-            self._waiting_nbytes += nbytes
+        if unit.record.plan.sync:
+            self.waiting.add(unit, nbytes)
             self.expect_gradient(unit)
 
     def expect_gradient(self, unit: Unit) -> None:
         """Make room for the largest gradient of `unit` that may still come."""
-        if self.gradient_nbytes is not None and unit.record.plan.sync and self.shared.in_flight:
-            self._shrink(self.gradient_nbytes - unit.gradients.largest_missing_nbytes())
+        if self.waiting.limit is not None and unit.record.plan.sync and self.shared.in_flight:
+            self._shrink(self.waiting.limit - unit.gradients.largest_missing_nbytes())
 
     def _shrink(self, nbytes: int) -> None:
         """Wait for the oldest messages until gradients and messages fit in `nbytes`, or no message is left."""
         in_flight = self.shared.in_flight
-        excess = self._waiting_nbytes - nbytes
+        excess = self.waiting.nbytes - nbytes
         for flight in in_flight:
             excess += flight.reduction.held_nbytes
         if excess <= 0:
@@ -402,8 +436,8 @@ class Executor:
             self._advance_oldest(replicating)
 
     def _accumulate(self, unit: Unit) -> None:
-        self._touched[unit] = None
-        self._waiting_nbytes -= self._waiting.pop(unit, 0)
+        self._backward.touched[unit] = None
+        self.waiting.take(unit)
         unit.gradients.arrived = 0
 
     def _advance_oldest(self, flights: deque[InFlight]) -> None:
@@ -416,14 +450,14 @@ class Executor:
             self._collect(flight)
 
     def _collect(self, flight: InFlight) -> None:
-        if self._unresolved:
+        if self._backward.unresolved:
             self._drop_absent([flight.group])
         parts = flight.reduction.collect()
         present = flight.reduction.present
         if present is not None:
             params = [flight.group.params[i] for i in flight.trainable]
             if flight.unit.gradients.stepper is None and all(p.reduced is p.fresh_partial is None for p in params):
-                self._unresolved[flight.group] = (params, present)
+                self._backward.unresolved[flight.group] = (params, present)
             else:
                 parts = [part if there else None for part, there in zip(parts, present.flags(), strict=True)]
         flight.group.receive(flight.trainable, parts, partial=flight.reduction.keeps)
@@ -432,7 +466,7 @@ class Executor:
     def _drop_absent(self, groups: Iterable[ParamGroup]) -> None:
         """Wait for the flags of gradients that arrived for `groups`, and drop those that no rank produced."""
         for group in groups:
-            params, present = self._unresolved.pop(group, ((), None))
+            params, present = self._backward.unresolved.pop(group, ((), None))
             if present is not None:
                 for param, there in zip(params, present.flags(), strict=True):
                     if not there:
@@ -443,10 +477,10 @@ class Executor:
         for flights in self.shared.all_in_flight:
             while flights and self._has_own(flights):
                 self._advance_oldest(flights)
-        if self._unresolved:
+        if self._backward.unresolved:
             # The latest first: when its flags are on the host, those of the others are, and the host waits once.
-            self._drop_absent([*reversed(self._unresolved)])
-        for unit in self._touched:
+            self._drop_absent([*reversed(self._backward.unresolved)])
+        for unit in self._backward.touched:
             if unit.host_link is not None:
                 unit.host_link.finish()
         for unit in self.units:
@@ -457,45 +491,44 @@ class Executor:
             observer.receives()
         touched = [
             (unit, position, group.params[i])
-            for unit in self._touched
+            for unit in self._backward.touched
             for position, group in enumerate(unit.groups)
             for i in group.trainable
         ]
+        shards = [param.sharded for _, _, param in touched]
         # Before any gradient is committed: if a hook raises, the step leaves no trace.
-        for i in with_tensor_hooks([param.sharded for _, _, param in touched]):
+        for i in with_tensor_hooks(shards):
             unit, position, param = touched[i]
             if param.run_tensor_hooks():
                 self.facts.hooked(unit, position, param.name)
-        arrived: dict[Unit, list[tuple[int, ShardedParam]]] = {}
-        undo = TakenBack(self.units, [param for _, _, param in touched])
-        for unit, position, param in touched:
-            if param.commit():
-                arrived.setdefault(unit, []).append((position, param))
-        reduced = list(self._touched)
-        self._touched.clear()
-        self._waiting.clear()
-        self._waiting_nbytes = 0
+        # Most models have none.
+        hooked = any(map(post_accumulate_grad_hooks, shards))
+        undo = TakenBack(self.units, [param for _, _, param in touched]) if hooked else None
+        arrived = [(unit, position, param) for unit, position, param in touched if param.commit()]
+        ends = False
         for unit in self.units:
-            unit.gradients.arrived = 0
-            sync = unit.record.plan.sync
+            gradients, sync = unit.gradients, unit.record.plan.sync
+            gradients.arrived = 0
             if not sync:
-                unit.gradients.show_held()
-            unit.gradients.window_open = not sync or (unit.gradients.window_open and unit not in self._closing)
+                gradients.show_held()
+            gradients.window_open = not sync or (gradients.window_open and unit not in self._backward.closing)
             kept = sync and not unit.settings.all_reduces and unit.is_replicated
-            unit.gradients.partial_open = kept or (unit.gradients.partial_open and unit not in self._carrying)
-        note_windows([(unit, unit.gradients.window_open or unit.gradients.partial_open) for unit in self.units])
-        self._closing.clear()
-        self._carrying.clear()
+            gradients.partial_open = kept or (gradients.partial_open and unit not in self._backward.carrying)
+            is_open = gradients.window_open or gradients.partial_open
+            note_window(unit, is_open)
+            ends = ends or (not is_open and unit in self._backward.touched)
+        self._backward.clear()
+        self.waiting.clear()
         # Not after micro-batches that hold their gradients: that would free the buffers the last micro-batch needs.
-        if any(not unit.gradients.window_open and not unit.gradients.partial_open for unit in reduced):
+        if ends:
             self.shared.pool.end_of_backward(id(self))
-        # User hooks run last: they may read any gradient, and may raise.
-        with undo:
-            for unit, params in arrived.items():
-                for position, param in params:
+        if undo is not None:
+            # User hooks run last: they may read any gradient, and may raise.
+            with undo:
+                for unit, position, param in arrived:
                     if post_accumulate_grad_hooks(param.sharded) and param.run_hooks():
                         self.facts.hooked(unit, position, param.name)
-        self.stepping.finish({unit: [param for _, param in params] for unit, params in arrived.items()})
+        self.stepping.finish([(unit, param) for unit, _, param in arrived])
 
     def _reset(self, root: Unit) -> None:
         for flights in self.shared.all_in_flight:
@@ -505,12 +538,8 @@ class Executor:
                     flight.reduction.abandon()
                 else:
                     flights.append(flight)
-        self._touched.clear()
-        self._unresolved.clear()
-        self._closing.clear()
-        self._carrying.clear()
-        self._waiting.clear()
-        self._waiting_nbytes = 0
+        self._backward.clear()
+        self.waiting.clear()
         self.stepping.discard()
         self.facts.discard()
         for observer in self.gradient_observers:

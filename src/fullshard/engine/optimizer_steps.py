@@ -288,14 +288,13 @@ def _refuse_full(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 _open: dict[int, weakref.ref[NamedUnit]] = {}  # by id
 
 
-def note_windows(units: Iterable[tuple[NamedUnit, bool]]) -> None:
-    """A backward ended. Of each unit: whether it holds gradients or partial sums."""
-    for unit, is_open in units:
-        key = id(unit)
-        if is_open:
-            _open[key] = weakref.ref(unit, partial(_forget, key))
-        else:
-            _open.pop(key, None)
+def note_window(unit: NamedUnit, is_open: bool) -> None:
+    """A backward ended. `is_open`: `unit` holds gradients or partial sums."""
+    key = id(unit)
+    if is_open:
+        _open[key] = weakref.ref(unit, partial(_forget, key))
+    elif _open:
+        _open.pop(key, None)
 
 
 def _forget(key: int, _: object) -> None:

@@ -218,7 +218,7 @@ class Root:
         """Report that a gradient reached an output of `use` of `unit`; `needed`: one of its saved weights is read."""
         if self._backward.end() is None:
             self._notice_backward()
-        if self.executor.gradient_nbytes is not None:
+        if self.executor.waiting.limit is not None:
             self.executor.expect_gradient(unit)
         flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
         self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, use=use, **flags), **flags)
@@ -248,7 +248,7 @@ class Root:
         # Reentrant checkpointing runs a nested backward for each use of the unit: count those of this one.
         backward, (before, came) = current_backward(), gradients.came
         gradients.came = backward, (came if before == backward else 0) | bit
-        if self.executor.gradient_nbytes is not None and param.fresh is not None:
+        if self.executor.waiting.limit is not None and param.fresh is not None:
             self.executor.gradient_came(unit, param.fresh.nbytes)
         if gradients.came[1] == gradients.expected:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
@@ -379,7 +379,7 @@ class Root:
                 f"on {type(set_[0].module).__name__} below {type(first.module).__name__}; call it on the root"
             )
         self.run.prefetch_nbytes = first.settings.prefetch_nbytes
-        self.executor.gradient_nbytes = first.settings.gradient_nbytes
+        self.executor.waiting.limit = first.settings.gradient_nbytes
 
     def share(self, shared: Shared) -> None:
         """Use the buffers and the in-flight queues of `shared` from now on."""

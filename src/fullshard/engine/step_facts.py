@@ -72,6 +72,8 @@ class _Mesh:
         # By unit: versions of its parameters at the last comparison, and the writes up to it.
         self.written: dict[Unit, int] = {}
         self.writes: dict[Unit, int] = {}
+        # Whether all messages are native ones, which carry no digest; None: settings changed since that was known.
+        self.only_native: bool | None = None
         # Ignored parameters that are rank-specific from the start, which is allowed.
         self.own: set[str] = set()
         # Unsharded parameters in the optimizers, by name.
@@ -188,6 +190,8 @@ class StepFacts:
     def settings_changed(self) -> None:
         """The user changed a setting of reductions."""
         self._settings_changed = True
+        for mesh in self._meshes.values():
+            mesh.only_native = None
 
     def _mesh_of(self, unit: Unit, position: int) -> _Mesh | None:
         return self._of[unit][position] if self._of else None
@@ -230,7 +234,9 @@ class StepFacts:
         """A forward begins; `trains`: of the whole model, with gradients. If no message can carry a digest, ranks
         compare at some forwards. Raises `RanksDisagree` on all ranks of a mesh."""
         for mesh in self._meshes.values():
-            if mesh.scope is None or not self._only_native(mesh):
+            if mesh.only_native is None:
+                mesh.only_native = self._is_only_native(mesh)
+            if not mesh.only_native or mesh.scope is None:
                 continue
             mesh.forwards += trains
             if mesh.forwards < mesh.next_question and not (mesh.values_asked or self._settings_changed):
@@ -239,7 +245,7 @@ class StepFacts:
                 mesh.next_question = 2 if mesh.forwards < 2 else mesh.next_question * _LOOKS
             self._refuse(mesh, mesh.scope, self._seal(mesh).text)
 
-    def _only_native(self, mesh: _Mesh) -> bool:
+    def _is_only_native(self, mesh: _Mesh) -> bool:
         default = self._root.options.communication
         return all(unit.settings.controls.strategy(default) == "torch" for unit in mesh.members)
 

@@ -15,7 +15,7 @@ that reads weights of a unit after that raises before the read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -105,14 +105,16 @@ class Stepping:
             param.run_hooks()
         self._step(unit, unit.gradients.stepper, params)
 
-    def finish(self, arrived: Mapping[Unit, Sequence[ShardedParam]]) -> None:
-        """The backward is over; `arrived`: parameters with gradients on `.grad`."""
-        if self.is_final():
-            for unit, params in arrived.items():
-                if unit.gradients.stepper is not None and (
-                    owned := [p for p in params if unit.gradients.stepper.has(p.sharded)]
-                ):
-                    self._step(unit, unit.gradients.stepper, owned)
+    def finish(self, arrived: Iterable[tuple[Unit, ShardedParam]]) -> None:
+        """The backward is over; `arrived`: parameters with gradients on `.grad`, unit by unit."""
+        owned: dict[Unit, list[ShardedParam]] = {}
+        for unit, param in arrived:
+            if unit.gradients.stepper is not None and unit.gradients.stepper.has(param.sharded):
+                owned.setdefault(unit, []).append(param)
+        if owned and self.is_final():
+            for unit, params in owned.items():
+                assert unit.gradients.stepper is not None
+                self._step(unit, unit.gradients.stepper, params)
         if self._stepped:
             for stepper in self._steppers():
                 stepper.end(self)

@@ -22,7 +22,7 @@ from ..param import are_poisoned, is_poisoned, local_data, poison
 from .optimizer_steps import clean_name, parameter_names
 from .unit import Unit
 
-# ---- uninitialized ---------------------------------------------------------------------------------------------------
+# ---- without values --------------------------------------------------------------------------------------------------
 # Detects parameters and buffers that are still uninitialised at the first forward after `to_empty`.
 #
 # Conversion           wraps the user's function in `_apply`: fills new memory without data with a pattern

@@ -126,7 +126,8 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
         use = sending.visited if unit in run.owing else sending.open[-1] if sending.open else UNKNOWN
     due: list[UnitRecord] = []
     if use is not UNKNOWN:
-        due = [other for other in run.owing if other.sending.first.begin > use.end]
+        if run.owing:
+            due = [other for other in run.owing if other.sending.first.begin > use.end]
         run.frontier = min(run.frontier, use.end)
         if use in sending.open:
             sending.open.remove(use)
@@ -138,7 +139,8 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
         sending.first = min((use, *sending.open, *((sending.first,) if unit in run.owing else ())))
         if unit not in run.owing:
             run.owing.append(unit)
-        run.owing.sort(key=_rank)
+        if len(run.owing) > 1:
+            run.owing.sort(key=_rank)
     return due
 
 

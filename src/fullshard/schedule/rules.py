@@ -56,7 +56,8 @@ def pre_forward(
         return commands
     if run.forward_root is None and not in_backward:
         run.forward_root = unit
-        _close_passes(run, but=unit)
+        if run.open_passes:
+            _close_passes(run, but=unit)
         begin_forward(run, unit)
     unit.phase = Phase.FORWARD
     unit.pins.running = True
@@ -103,14 +104,14 @@ def post_forward(
     if in_backward:
         if more:
             _open_pass(run, unit, outputs=outputs)
-        else:
+        elif unit.pass_open:
             _close_pass(run, unit)
     else:
         if more and not is_forward_root:
             # [R22] One gather serves all modules of a unit: the remaining ones may be next.
             _open_pass(run, unit, outputs=outputs)
             return commands
-        if is_forward_root:
+        if is_forward_root and run.open_passes:
             _end_passes(run, unit, commands)
         outputs = outputs or unit.pass_outputs
         placed = unit.pass_open and is_forward_root
@@ -120,7 +121,7 @@ def post_forward(
         _end_use(run, unit, commands, outputs=outputs, keep=waits, placed=placed)
         if waits:
             _open_pass(run, unit, outputs=outputs)
-        else:
+        elif unit.pass_open:
             _close_pass(run, unit)
     unit.phase = Phase.IDLE
     if is_forward_root:
@@ -201,7 +202,8 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     """The whole backward is over. `present[i]`: units[i] has gradients that were not handed over. `spent`: it brought
     gradients and freed its graph."""
     commands: Commands = []
-    _close_passes(run)
+    if run.open_passes:
+        _close_passes(run)
     owing = end_sending(run)
     # [R31] Weights that a graph without reports will read are shelved until its backward.
     aside = [unit for unit in run.units if settle_pins(run, unit, spent=spent, present=present[unit.index])]
@@ -360,9 +362,8 @@ def _end_passes(run: RunRecord, root: UnitRecord, commands: Commands) -> None:
 
 def _close_pass(run: RunRecord, unit: UnitRecord) -> None:
     """The next forward of `unit` begins a new pass over its modules."""
-    if unit.pass_open:
-        unit.pass_open = unit.pass_outputs = False
-        run.open_passes.remove(unit)
+    unit.pass_open = unit.pass_outputs = False
+    run.open_passes.remove(unit)
 
 
 def _close_passes(run: RunRecord, *, but: UnitRecord | None = None) -> None:
