@@ -32,7 +32,7 @@ from tests.harness.worker import main as worker_main
 # where they stood; then they are ended.
 _RELEASE_SECONDS = 2.0
 # A process that takes longer to start, or to put itself in order after a job, is replaced.
-_START_SECONDS = 60.0
+_START_SECONDS = 40.0
 # What the fork server imports once for all processes; the last one only helps where it can be found on its path.
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.harness.worker"]
 # The tail of a rank's output that an error quotes.
@@ -56,10 +56,11 @@ class _Worker:
         self.ready = False
         self.log_start = 0
 
-    def wait_ready(self) -> bool:
+    def wait_ready(self, deadline: float) -> bool:
         """Wait until the process can take a job; False if it has ended, or does not come back from its last job."""
+        left = max(deadline - time.monotonic(), 0.0)
         try:
-            self.ready = self.ready or (self.conn.poll(_START_SECONDS) and self.conn.recv_bytes() == b"ready")
+            self.ready = self.ready or (self.conn.poll(left) and self.conn.recv_bytes() == b"ready")
         except (EOFError, OSError):
             self.ready = False
         return self.ready
@@ -184,12 +185,21 @@ class ProcessPool:
                     self._discard(number)
                     self.workers[number] = _Worker(number, self.folder)
             workers = [worker for worker in self.workers[:world] if worker is not None]
-            lost = [number for number, worker in enumerate(workers) if not worker.wait_ready()]
+            # One deadline for all: both attempts must end before the hang timer of the test, which would leave the
+            # stuck processes to the next test.
+            deadline = time.monotonic() + _START_SECONDS
+            lost = [number for number, worker in enumerate(workers) if not worker.wait_ready(deadline)]
             if not lost:
                 return workers
             if attempt:
                 raise RuntimeError(f"a pool process did not start; its output:\n{workers[lost[0]].output()}")
             for number in lost:
+                if workers[number].process.is_alive():
+                    warnings.warn(
+                        f"pool process {number} did not come back from its last job in {_START_SECONDS:g} s and is "
+                        f"replaced; it stands at\n{workers[number].stacks()}",
+                        stacklevel=2,
+                    )
                 self._discard(number)
         raise AssertionError("unreachable")
 
