@@ -33,11 +33,11 @@ if os.environ.get("RANK") == "1":
 
 # torch's launcher kills what has not ended 30 s after SIGTERM. On a busy machine that is no time: here it waits longer.
 _PATIENT = """
-import os, signal
+import os
 if "RANK" not in os.environ:
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    assert LocalElasticAgent._shutdown.__defaults__ == (signal.SIGTERM, 30)
-    LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, 600)
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    assert PContext.close.__defaults__ == (None, 30)
+    PContext.close.__defaults__ = (None, 600)
 """
 
 

@@ -180,6 +180,7 @@ LOST_PEER = Failure(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:1
 ENDED = Failure(rank=2, exit_code=143, message="", traceback="", seconds=7.0)
 KILLED = Failure(rank=3, exit_code=-9, message="", traceback="", seconds=9.0)
 TERMINATED = Failure(rank=3, exit_code=-15, message="", traceback="", seconds=9.0)
+SILENT_PEER = Failure(0, 1, "PeerFailed: expected it, found that rank 3 gave no sign of life for 60 s", "", 6.0)
 USAGE = Failure(rank=1, exit_code=2, message="ConfigError: a.b = 3: no", traceback="Traceback: x\n", seconds=9.0)
 
 
@@ -188,6 +189,10 @@ USAGE = Failure(rank=1, exit_code=2, message="ConfigError: a.b = 3: no", traceba
     [
         ([LOST_PEER, ENDED, BUG], 1, "rank 1 failed: ValueError: a bug (after step 2", "Traceback: a bug\n"),
         ([LOST_PEER, ENDED, KILLED], 1, "rank 3 was killed by SIGKILL (out of memory?) (after", ""),
+        # The launcher kills a stopped process that does not end in time: its peer's report is the cause. A process that
+        # was killed first is one, whatever its peer saw of it later.
+        ([SILENT_PEER, ENDED, KILLED], 1, "rank 0 failed: PeerFailed: expected it, found that rank 3 gave no sign", ""),
+        ([SILENT_PEER._replace(seconds=70.0), KILLED], 1, "rank 3 was killed by SIGKILL (out of memory?) (after", ""),
         ([LOST_PEER, ENDED], 143, "interrupted by SIGTERM (after step 2", ""),
         ([LOST_PEER, TERMINATED], 143, "interrupted by SIGTERM (after", ""),
         ([ENDED._replace(exit_code=130)], 130, "interrupted by SIGINT (after", ""),

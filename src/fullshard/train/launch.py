@@ -179,12 +179,16 @@ class Failure(NamedTuple):
 
     @property
     def order(self) -> tuple[int, float]:
-        """The cause comes first: an exception of its own, a kill, a stop; then processes that only lost their peer."""
+        """The cause comes first: an exception of its own, a kill, a stop; then processes that only lost their peer.
+
+        A peer that is silent (stopped, or stuck in the kernel) is a cause like a kill, and the earlier of the two
+        counts: the launcher itself kills such a process half a minute after another one reported it.
+        """
         signs = ("onnection closed", "onnection reset", "onnection refused")
         lost_peer = self.message.startswith("PeerFailed") or any(sign in self.message for sign in signs)
         if self.message and not lost_peer:
             return (0, self.seconds)
-        if self.exit_code < 0 and self.stopped_by is None:
+        if (self.exit_code < 0 and self.stopped_by is None) or "gave no sign of life" in self.message:
             return (1, self.seconds)
         return (2 if self.stopped_by else 3, self.seconds)
 
