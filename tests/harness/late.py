@@ -305,6 +305,7 @@ class LateGroup(dist.ProcessGroup):
                 message.error = error
             with self._changed:
                 self._queue.popleft()
+                self._changed.notify_all()
             message.reads, message.issued = [], []
             message.is_over.set()
             # Its outputs are those of whoever holds the work, and not held until the next message comes.
@@ -312,6 +313,11 @@ class LateGroup(dist.ProcessGroup):
 
     def end(self) -> None:
         """Let go of its threads and of gloo's, which wake up a hundred times a second for as long as they exist."""
+        # What was sent runs on all ranks or on none: gloo's threads end only when their messages have, and a message
+        # whose peer gave up here would keep them for the time limit of the group.
+        self.shutdown()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue, timeout=5)
         self.abort()
         if self._thread is not None:
             self._thread.join(2)
