@@ -90,6 +90,20 @@ def let_go() -> None:
         message.may_run.set()
 
 
+# Whether messages of tensors on the host are refused, as NCCL alone does.
+_device_alone = threading.Event()
+
+
+@contextmanager
+def device_alone() -> Iterator[None]:
+    """No group sends from the host inside."""
+    _device_alone.set()
+    try:
+        yield
+    finally:
+        _device_alone.clear()
+
+
 def is_quiet() -> bool:
     """Whether all messages that were held back ran, or were aborted; for `pretend.watched(queries=...)`."""
     if all(message.is_over.is_set() for message in _held):
@@ -260,6 +274,8 @@ class LateGroup(dist.ProcessGroup):
         if self._aborted:
             raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}")
         if not pretend.is_device(reads[0] if reads else writes[0]):
+            if _device_alone.is_set():
+                raise RuntimeError("No backend type associated with device type cpu")
             outputs = list(writes)
             exchange(list(reads), outputs)
             return _Done()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch import backend_of, local_of
+from .._torch import backend_of, dtensor_like, local_of
 from ..guard import Scope, scope_of
 from .data_group import DataGroup, can_cut, open_data_group
 from .group import all_reduce_over, broadcast_from, gather_over, message_device, small_group
@@ -337,12 +337,17 @@ def broadcast_over(
 def whole_of(tensor: DTensor, what: str) -> Tensor:
     """`tensor.full_tensor()` without a graph; collective over its mesh, complete on return. `what`: for errors.
 
-    Handles tensors sharded over one mesh axis, as by `fully_shard`; torch gathers others (tensor parallelism).
+    Handles tensors sharded over one mesh axis, as by `fully_shard`; torch gathers others (tensor parallelism). The
+    result is where the shard is: one on the host goes over the device if no group sends from there (NCCL alone).
     """
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not axes:
         return local_of(tensor)
     (axis, *more), mesh = axes, tensor.device_mesh
+    here = local_of(tensor).device
+    sends = message_device(str(dist.get_backend_config(mesh.get_group(axis))), here)
+    if sends is not None:
+        return whole_of(dtensor_like(tensor, local_of(tensor).to(sends)), what).to(here)
     placement = tensor.placements[axis]
     if more or type(placement) is not Shard or mesh.size(axis) == 1:
         return tensor.full_tensor()

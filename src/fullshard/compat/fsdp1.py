@@ -24,6 +24,7 @@ import fullshard
 from fullshard import FSDPModule, GradScaler, checkpoint, fully_shard
 from fullshard.migrate.code.arguments import FSDP1, MIXED_PRECISION
 from fullshard.migrate.initialise import send_values
+from fullshard.migrate.states import in_form
 from fullshard.migrate.ties import resolve_ties
 from fullshard.migrate.tree import Tree
 from fullshard.migrate.wrapping import UnitPlan, inner_first
@@ -283,13 +284,9 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         own: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         kind, config = self._settings.state_dict_type, self._settings.state_dict_config
         full = kind is StateDictType.FULL_STATE_DICT
-        dropped = full and config.rank0_only and dist.get_rank() != 0
-        for name, value in list(own.items()):
-            if full and isinstance(value, DTensor):
-                value = value.full_tensor()
-            own[name] = value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
-            if dropped:
-                del own[name]
+        made = in_form(own, full=full, offload_to_cpu=config.offload_to_cpu, keep=_keeps(full, config))
+        own.clear()  # the dict itself has the versions of modules
+        own.update(made)
         return own
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -311,14 +308,11 @@ class FullyShardedDataParallel(nn.Module, metaclass=_Looks):
         kind, _, config = FullyShardedDataParallel.get_state_dict_type(model)
         full = kind is StateDictType.FULL_STATE_DICT
         named = checkpoint.get_state_dict(_inner(model), optim)[1]
-        keep = not full or not config.rank0_only or dist.get_rank() == 0
-        state: dict[str, dict[str, Any]] = {}
-        for name, entries in named["state"].items():
-            for key, value in entries.items():
-                value = value.full_tensor() if full and isinstance(value, DTensor) else value
-                value = value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
-                if keep:
-                    state.setdefault(name, {})[key] = value
+        keep = _keeps(full, config)
+        state = {
+            name: in_form(entries, full=full, offload_to_cpu=config.offload_to_cpu, keep=keep)
+            for name, entries in named["state"].items()
+        }
         return {"state": state, "param_groups": [dict(each) for each in named["param_groups"]]} if keep else {}
 
     @staticmethod
@@ -360,6 +354,11 @@ def notice(name: str, rows: Iterable[Any], value: object = None) -> None:
 def plain_name(name: str) -> str:
     """`name` without the wrappers in it."""
     return name.replace(f"{_INNER}.", "")
+
+
+def _keeps(full: bool, config: Any) -> bool:
+    """Whether this rank gets the state."""
+    return not full or not config.rank0_only or dist.get_rank() == 0
 
 
 def _inner(module: nn.Module) -> nn.Module:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from ..api import fully_shard, rebind_optimizer
 from ..api.validate import resolve_mesh
@@ -28,6 +27,7 @@ from .activations import checkpoint_activations
 from .config import AUTO, DEFAULT, Override, ShardingConfig
 from .initialise import Init, fill, send_values, source_of
 from .reading import read_config
+from .states import in_form
 from .ties import Tie, refuse_untied, resolve_ties
 from .tree import Tree, class_of, nearest
 from .wrapping import ROOT, UnitPlan, WrapFn, choose_units, inner_first
@@ -76,14 +76,9 @@ class Prepared:
         """The model's state dict in the form that `config.state_dict` asks for. Collective for "full", which gathers
         one tensor after the other; with `rank0_only` the other ranks get {}."""
         keys = self.config.state_dict
-        state: dict[str, Any] = {}
-        for name, value in self.model.state_dict().items():
-            if keys.kind == "full" and isinstance(value, DTensor):
-                value = value.full_tensor()
-            if keys.rank0_only and self.mesh.get_rank() != self.mesh.mesh.flatten()[0]:
-                continue
-            state[name] = value.cpu() if keys.offload_to_cpu and isinstance(value, Tensor) else value
-        return state
+        keep = not keys.rank0_only or self.mesh.get_rank() == self.mesh.mesh.flatten()[0]
+        full, state = keys.kind == "full", self.model.state_dict()
+        return in_form(state, full=full, offload_to_cpu=keys.offload_to_cpu, keep=keep)
 
     def __str__(self) -> str:
         head = ("unit", "module", "why", "parameters", "elements", "bytes", "padding", "reshard", "compute", "reduce")
