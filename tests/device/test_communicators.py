@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import fullshard
 from tests.harness.on_device import Setup, case_of, sharded
 from tests.harness.pool import pool
 
@@ -39,7 +42,6 @@ def test_at_most_one_communicator_more_than_fsdp2(name: str) -> None:
 
 
 def _train(rank: int, setup: Setup, library: str) -> tuple[int, list[str]]:
-    import fullshard
     from tests.harness import late, pretend
 
     before, told = late.LateGroup.used, []
@@ -57,3 +59,43 @@ def _train(rank: int, setup: Setup, library: str) -> tuple[int, list[str]]:
         if library == "fullshard":
             told = [term.name.split('"')[1] for term in fullshard.report(model).communicators]
     return late.LateGroup.used - before, sorted(told)
+
+
+def test_a_bound_device_makes_no_group_of_ours_a_split_of_all_ranks() -> None:
+    """Torch would make it one at once: a collective over ranks that do not come, and memory that no message uses."""
+    assert pool(4, backend="late").run(_make_groups, timeout=30) == [[], [], [], []]
+
+
+def _make_groups(rank: int) -> list[list[int]]:
+    """The groups that were connected, or split from the default group, when they were made: ranks of each."""
+    from tests.harness import late
+
+    device, case = torch.device("pretend", 0), case_of(Setup())
+    connected: list[list[int]] = []
+    splits = {
+        "supports_splitting": True,
+        "_get_backend": lambda self, _: self,
+        "eager_connect_single_device": lambda self, _: connected.append(dist.get_process_group_ranks(self)),
+        "perform_nocolor_split": lambda self, _: connected.append([]),
+    }
+    # The mesh has half of the ranks, like a stage of a pipeline: the others make no group.
+    stage = DeviceMesh.from_group(dist.new_group([0, 1]), "pretend") if rank < 2 else dist.new_group([0, 1])
+    # From now on as NCCL with `init_process_group(device_id=)`.
+    for name, value in splits.items():
+        setattr(late.LateGroup, name, value)
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = device
+    try:
+        if rank < 2:
+            model: Any = case.build().to(device)
+            for name in case.units:
+                fullshard.fully_shard(model.get_submodule(name), mesh=stage, reshard_after_forward=2)
+            fullshard.fully_shard(model, mesh=stage)
+            model.set_separate_reduce_scatter_group()
+            case.loss(model, tuple(part.to(device) for part in case.batch(0, rank))).backward()
+        assert dist.group.WORLD.bound_device_id == device
+    finally:
+        dist.group.WORLD.bound_device_id = None
+        for name in splits:
+            delattr(late.LateGroup, name)
+    return connected

@@ -19,6 +19,8 @@ Tensors of the host go over gloo, at once.
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
 import threading
 from collections import deque
@@ -58,6 +60,14 @@ def end() -> None:
     """End all groups of this process: the job is over."""
     while _groups:
         _groups.pop().end()
+    _freeze()
+
+
+@functools.cache
+def _freeze() -> None:
+    """What the first job imported never becomes garbage; without this each later collection looks at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def failures() -> list[str]:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections import Counter
 from dataclasses import dataclass, field
@@ -266,6 +267,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+@functools.cache
 def reference(setup: Setup, world: int) -> dict[str, Tensor]:
     """Parameters after plain training of all ranks' batches, in float32."""
     case = case_of(setup)

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -407,15 +407,30 @@ def frames() -> tuple[str, ...]:
     frame = sys._getframe(1)
     while frame is not None and len(found) < _FRAMES:
         code = frame.f_code
-        file = code.co_filename
-        if "/torch/" not in file and not file.startswith("<") and not file.endswith(_OWN_FILES):
-            file = file.rpartition("/src/")[2]
-            _, inside, after = file.rpartition("/tests/")
-            found.append(f"{'tests/' + after if inside else file}:{frame.f_lineno} {code.co_qualname}")
+        known = _lines.get(id(code)) or _lines.setdefault(id(code), _Lines(code))
+        if known.file:
+            line = frame.f_lineno
+            shown = known.shown.get(line) or known.shown.setdefault(line, f"{known.file}:{line} {code.co_qualname}")
+            found.append(shown)
         frame = frame.f_back
     return tuple(reversed(found))
 
 
+class _Lines:
+    """How the lines of `code` are shown; `file` is empty for code of the harness and torch. `frames` is called at each
+    operator, so it makes no text twice."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self.code = code  # held, so that no other code gets its id
+        self.file, self.shown = "", dict[int, str]()
+        file = code.co_filename
+        if "/torch/" not in file and not file.startswith("<") and not file.endswith(_OWN_FILES):
+            file = file.rpartition("/src/")[2]
+            _, inside, after = file.rpartition("/tests/")
+            self.file = f"tests/{after}" if inside else file
+
+
+_lines: dict[int, _Lines] = {}
 _OWN_FILES = ("harness/pretend.py", "harness/late.py", "contextlib.py")
 
 
@@ -427,17 +442,27 @@ class _HostAccesses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
         kwargs = kwargs or {}
-        written = {id(t) for a, v in _arguments(func, args, kwargs) if a for t in tree_leaves(v)}
-        found = []
-        for leaf in tree_leaves((args, kwargs)):
-            tensor = getattr(leaf, "_local_tensor", leaf)
-            if type(leaf) is not torch.device and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                if tensor.numel() and func is not _IS_PINNED and tensor.is_pinned():
+        # Operators on the device tell of themselves, with the page-locked memory that they touch.
+        tensors = list(_tensors((*args, *kwargs.values())))
+        if tensors and not any(map(is_device, tensors)) and func.namespace == "aten" and not _touches_nothing(func):
+            written = {id(t) for a, v in _arguments(func, args, kwargs) if a for t in tree_leaves(v)}
+            found = []
+            for leaf in tensors:
+                tensor = getattr(leaf, "_local_tensor", leaf)
+                if tensor.device.type == "cpu" and tensor.numel() and tensor.is_pinned():
                     found.append((*extent(tensor), id(leaf) in written))
-        if found and func.namespace == "aten" and not _is_view(func):
-            if not any(isinstance(leaf, torch.Tensor) and is_device(leaf) for leaf in tree_leaves((args, kwargs))):
+            if found:
                 _TELLING.tell(_note_accesses, f"{func.__name__} on the host", found, HOST, frames())
         return func(*args, **kwargs)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[bool, Any]]:
@@ -449,9 +474,11 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[bool, Any]]:
             yield written, kwargs[argument.name]
 
 
-def _is_view(func: Any) -> bool:
+@functools.cache
+def _touches_nothing(func: Any) -> bool:
+    """Whether an operator asks for a fact, or returns a view."""
     infos = [argument.alias_info for argument in func._schema.arguments]
-    return any(info is not None and not info.is_write for info in infos)
+    return func is _IS_PINNED or any(info is not None and not info.is_write for info in infos)
 
 
 @contextlib.contextmanager

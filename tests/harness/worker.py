@@ -1,8 +1,8 @@
 """The process side of the pool: one rank, which runs one job after another until its pipe is closed.
 
 Each job gets a process group of its own (gloo over loopback, met through a file: no port to be taken, none to be
-waited for) and leaves nothing: the job's groups, its random state, environment, default dtype and thread
-counts are put back afterwards.
+waited for; on the device "pretend" through a store that rank 0 serves) and leaves nothing: the job's groups, its random
+state, environment, default dtype and thread counts are put back afterwards.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,15 +137,37 @@ def _run(job: Job) -> Any:
 
             late.register(job.seed)
         if job.rendezvous is not None:
-            dist.init_process_group(
-                job.backend,
-                init_method=f"file://{job.rendezvous}",
-                rank=job.rank,
-                world_size=job.world,
-                timeout=timedelta(seconds=job.group_timeout),
-            )
+            # Ranks ask each other through the store, and one in a file is read every ten milliseconds.
+            met: dict[str, Any] = {"init_method": f"file://{job.rendezvous}"}
+            if job.backend == "late":
+                met = {"store": _store(job)}
+            limit = timedelta(seconds=job.group_timeout)
+            dist.init_process_group(job.backend, rank=job.rank, world_size=job.world, timeout=limit, **met)
         with collecting.on_rank(job.rank, getattr(job.fn, "__qualname__", "")):
             return job.fn(job.rank, *job.args)
+
+
+# The store that this process serves as rank 0, for all of its jobs.
+_served: list[dist.TCPStore] = []
+
+
+def _store(job: Job) -> dist.Store:
+    """Served by rank 0, whose file at `job.rendezvous` has the port."""
+    assert job.rendezvous is not None
+    port, name = Path(job.rendezvous), os.path.basename(job.rendezvous)
+    if job.rank == 0:
+        if not _served:
+            _served.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        port.with_suffix(".new").write_text(str(_served[0].port))
+        port.with_suffix(".new").rename(port)
+    deadline = time.monotonic() + job.group_timeout
+    while not port.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 did not say within {job.group_timeout:g} s where its store is")
+        time.sleep(0.002)
+    limit = timedelta(seconds=job.group_timeout)
+    found = dist.TCPStore("127.0.0.1", int(port.read_text()), timeout=limit, wait_for_workers=False)
+    return dist.PrefixStore(name, found)
 
 
 def _write_output_to(path: str) -> None:

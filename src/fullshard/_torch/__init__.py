@@ -20,6 +20,8 @@
     ProcessGroup(store, rank, size),            groups that can be replaced after a peer failed; names  2.13
     ._register_backend, ._set_default_backend,  of new_group may recur and meet leftovers of older
     ._set_group_name, ._device_types, .options  groups in the store (comm/data_group.py)
+    ProcessGroup.bound_device_id                groups of some ranks, of which new_group would make     2.13
+                                                splits of the default group (comm/group.py)
     _C._distributed_c10d._dump_fr_trace_json,   name the user's collective in which a rank hangs: read  2.13
     ProcessGroup._get_sequence_number_for_      while it waits, so nothing is wrapped (guard/watch.py)
     group, distributed_c10d._world.pg_names
@@ -127,6 +129,7 @@ from .groups import (
     issued_by_group,
     known_groups,
     nccl_watchdog,
+    new_group,
     same_group,
     timeout_of,
 )
@@ -183,6 +186,7 @@ __all__ = [
     "local_of",
     "mark_managed",
     "nccl_watchdog",
+    "new_group",
     "next_node_number",
     "no_torch_function",
     "node_number",

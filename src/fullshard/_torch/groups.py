@@ -98,6 +98,23 @@ def own_options(like: Any, ranks: Sequence[int], name: str) -> Any:
     return made
 
 
+def new_group(ranks: Sequence[int], backend: str | None, purpose: str | None = None) -> ProcessGroup:
+    """A process group of torch's with `ranks`, this one included, which these ranks alone make.
+
+    Where the default group is bound to a device, torch would make the communicator at once, as a split of the default
+    group: a collective over all ranks of that, and memory that no message uses. So it is not bound meanwhile.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=purpose)
+    finally:
+        default.bound_device_id = bound
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
 class NcclWatchdog(NamedTuple):
     """What torch's own watchdog of NCCL does in this process. `ends_process`: after an error of NCCL, or the time limit
     of a message. `hung_seconds`: after so long without a sign of life of the watchdog itself torch ends the process;

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from .._torch import new_group
 from ..guard import Scope, ask, scope_of
 from ..layout import groups_messages, sends_in_pairs
 from .data_group import DataGroup, can_cut, data_group, exchange_each, gather_each, open_data_group
@@ -193,12 +194,7 @@ class ShardGroup:
     def some(self, ranks: Sequence[int], purpose: str) -> ShardGroup:
         """A group of `ranks` of the default group, this one included, with its own communicator. Collective over
         `ranks`."""
-        # Local synchronisation: the ranks of other groups of a mesh do not take part.
-        made = dist.new_group(
-            list(ranks), backend=other_backend(self.origin), use_local_synchronization=True, group_desc=purpose
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        return ShardGroup(made, self.device)
+        return ShardGroup(new_group(ranks, other_backend(self.origin), purpose), self.device)
 
 
 def _carried(tensor: Tensor) -> Tensor:
@@ -410,8 +406,5 @@ def _make(device_type: str, ranks: torch.Tensor, like: dist.ProcessGroup) -> Dev
         ask(scope, f"fully_shard(..., reshard_after_forward={degree})", "")
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     # Only members take part, so a mesh over some ranks (a pipeline stage) does not involve the others.
-    groups = [
-        dist.new_group(members.tolist(), backend=other_backend(like), use_local_synchronization=True)
-        for members in (ranks[:, column], ranks[row])
-    ]
+    groups = [new_group(members.tolist(), other_backend(like)) for members in (ranks[:, column], ranks[row])]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("block", "rank_in_block"))
