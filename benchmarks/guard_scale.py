@@ -215,7 +215,7 @@ def drive(port: int, ranks: range, world: int, start: Any, sender: Connection) -
             watches[i].look()
             due[i] = max(due[i] + 0.25, time.monotonic())
 
-    thread = watches[0].model_thread
+    thread = watches[0].waiting.model_thread
     at = begun + CALM_SECONDS
     run(at)
     gaps: dict[str, float] = {}

@@ -321,7 +321,7 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured], rounds: i
 def facts_table() -> str:
     """Which facts are taken in each step, and which when something changes."""
     text = importlib.import_module("fullshard.guard.facts").__doc__ or ""
-    return "\n".join(line for line in text.splitlines() if line.startswith("    "))
+    return "\n".join(line for line in text[text.index("    fact ") :].splitlines() if line.startswith("    "))
 
 
 def profile(shape: ModelShape, way: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fullshard import Program, cli
-from fullshard.doctor import CHECKS, checks, diagnosis, folder, machine, model
+from fullshard.doctor import CHECKS, checks, diagnosis, machine, model
 from fullshard.doctor.facts import Axis, Facts, Folder, Machine, Measured
 from fullshard.program import ProgramError
 
@@ -299,12 +299,12 @@ def test_a_port_in_use_and_a_missing_interface_are_seen(monkeypatch: pytest.Monk
 
 
 def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
-    there = folder.look(tmp_path / "a" / "b", 5)
+    there = machine.look_at_folder(tmp_path / "a" / "b", 5)
     assert there.problem == "" and there.free > 0 and there.needed == 5 and list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("x")
-    assert "Not a directory" in folder.look(tmp_path / "file" / "run", 5).problem
+    assert "Not a directory" in machine.look_at_folder(tmp_path / "file" / "run", 5).problem
     if Path("/dev/shm").is_dir():
-        assert folder.look(Path("/dev/shm/run"), 5).file_system == "tmpfs"
+        assert machine.look_at_folder(Path("/dev/shm/run"), 5).file_system == "tmpfs"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

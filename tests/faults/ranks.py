@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.guard.current import _end as say_the_end
+from fullshard.guard.watch import _end as say_the_end
 from tests.faults.cases import GROUP_SECONDS
 from tests.harness.forked import _clear_sharding_prop_cache
 

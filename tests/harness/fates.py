@@ -173,7 +173,7 @@ def _rank_main(
 
 
 def watch_module() -> Any:
-    """guard/current.py, which says that a process ends."""
+    """guard/watch.py, which says that a process ends."""
     return sys.modules[watch.__module__]
 
 

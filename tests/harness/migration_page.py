@@ -13,7 +13,7 @@ from pathlib import Path
 from fullshard.migrate.code import arguments
 from fullshard.migrate.code.arguments import Row
 from fullshard.migrate.levels import LEVELS
-from fullshard.migrate.settings.formats import FORMATS
+from fullshard.migrate.settings.conversion import FORMATS
 from fullshard.migrate.settings.rules import ANY, GIVEN, KINDS, Case, Format
 
 DOCS = Path(__file__).parents[2] / "docs"

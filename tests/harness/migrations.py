@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
-from fullshard.migrate.code.patch import Migration, migrate_code
+from fullshard.migrate.code import Migration, migrate_code
 from tests.harness import programs
 
 FOLDER = Path(__file__).parents[1] / "migrations"

@@ -109,7 +109,7 @@ def _holding_locks(rank: int) -> None:
     model = _model()
     _step(model)
     watch = watch_module().watch()
-    locks = [watch._looking, watch.records._posting, watch._beside_lock, watch.scope([0, 1])._cutting]
+    locks = [watch._looking, watch.records._posting, watch.waiting._lock, watch.scope([0, 1]).groups.lock]
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:

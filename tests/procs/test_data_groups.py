@@ -77,7 +77,7 @@ def closed_by(rank: int) -> str:
     begun = time.monotonic()
     with pytest.raises(PeerFailed) as caught:
         data.issue(data.group.allreduce, [torch.ones(1)]).wait()
-    assert caught.value.rank == 1 and data.is_cut and scope.must_meet and time.monotonic() - begun < 5
+    assert caught.value.rank == 1 and data.is_cut and scope.failures.must_meet and time.monotonic() - begun < 5
     scope.watch.records.store.set("named", "")
     return caught.value.text
 

@@ -97,7 +97,7 @@ def _equal_sizes_swapped(rank: int) -> tuple[str, float]:
     with pytest.raises(RanksDisagree) as caught:
         training.step(*((1, 0, 2, 3) if rank == 1 else ()))
     scope = scope_of(range(2))
-    assert scope is not None and scope.must_meet
+    assert scope is not None and scope.failures.must_meet
     return str(caught.value), time.monotonic() - begun
 
 

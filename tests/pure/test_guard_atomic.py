@@ -179,9 +179,9 @@ class Run:
         watch.waiting[thread] = Wait("message", scope, "a message", name="small", number=number, ranks=scope.ranks)
         try:
             while not self._sent(number, epoch):
-                if scope.failure is not None:
-                    scope.has_raised = True
-                    raise scope.failure.error("a message")
+                if scope.failures.cause is not None:
+                    scope.failures.has_raised = True
+                    raise scope.failures.cause.error("a message")
                 simulation.sleep(0.05)
                 watch.look_unless_watched()
         finally:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulated_ranks import Store
 from fullshard.guard import Fault, PeerFailed, RanksDisagree, Settings, Wait
+from fullshard.guard.failures import Failures
 from fullshard.guard.store import Records, ranks_of, runs
 from fullshard.guard.wait import GRACE_SECONDS, SETTLING_SECONDS, STORE_WAIT_LOOKS, STORE_WAIT_POSTS, pace, pauses
 
@@ -45,7 +46,10 @@ def test_pauses_grow(ranks: int) -> None:
 class Of:
     """As much of a scope as a wait looks at."""
 
-    name, epoch, attempts, ranks, rank = "s", 0, 0, (0, 1, 2), 0
+    name, epoch, ranks, rank = "s", 0, (0, 1, 2), 0
+
+    def __init__(self, attempts: int = 0) -> None:
+        self.failures = Failures(attempts=attempts)
 
     class watch:  # noqa: N801
         class host:  # noqa: N801
@@ -54,8 +58,7 @@ class Of:
 
 
 def wait(kind: str, number: int = 5, attempts: int = 0) -> Wait:
-    scope: Any = Of()
-    scope.attempts = attempts
+    scope: Any = Of(attempts)
     return Wait(kind, scope, "it", name="g", number=number, ranks=(0, 1) if kind == "message" else ())
 
 

@@ -179,7 +179,7 @@ def test_a_process_that_gives_no_sign_of_life(world: int, state: str, within: fl
         simulation.wait_for_message(range(one))
         simulation.run(within if world == 2 else 28.0)
         assert sorted(simulation.cut) == list(range(one))
-        faults = [scope.failure for scope in simulation.scopes[:one]]
+        faults = [scope.failures.cause for scope in simulation.scopes[:one]]
         assert {(found.rank, found.kind) for found in faults if found is not None} == {(one, "lost")}
         assert world > 2 or all(words in found.text for found in faults if found is not None)
 
@@ -209,7 +209,7 @@ def test_a_process_that_computes_on_another_machine_is_not_lost() -> None:
         assert not simulation.cut
         simulation.run(35.0)  # and now it does nothing
         assert sorted(simulation.cut) == list(range(8))
-        faults = [scope.failure for scope in simulation.scopes[:8]]
+        faults = [scope.failures.cause for scope in simulation.scopes[:8]]
         assert all(found is not None and "exists and does nothing" in found.text for found in faults)
 
 
@@ -221,7 +221,7 @@ def test_a_process_of_another_machine_is_looked_at_there(state: str, within: flo
         simulation.wait_for_message(range(8))
         simulation.run(within)
         assert sorted(simulation.cut) == list(range(8))
-        faults = [scope.failure for scope in simulation.scopes[:8]]
+        faults = [scope.failures.cause for scope in simulation.scopes[:8]]
         words = "its process has ended" if state == "gone" else "it is stopped"
         assert all(found is not None and words in found.text for found in faults)
 
@@ -252,7 +252,9 @@ def test_somebody_takes_the_place_of_a_reader_that_is_gone() -> None:
         simulation.run(40)
         left = [rank for rank in range(1, 8) if rank != leader]
         assert [rank for rank in left if rank in simulation.cut] == left
-        assert {scope.failure.rank for scope in simulation.scopes if scope.failure is not None} == {leader}
+        assert {scope.failures.cause.rank for scope in simulation.scopes if scope.failures.cause is not None} == {
+            leader
+        }
 
 
 def test_with_a_short_silence_ranks_that_wait_still_give_signs_of_life() -> None:
@@ -275,8 +277,8 @@ def test_a_wait_of_an_epoch_that_is_over_is_none() -> None:
         # Rank 1 computes for a while. Rank 0 waits for it, and nobody is stuck.
         simulation.wait_for_message([0])
         simulation.run(30)
-        assert not simulation.cut and "wait" not in watches[1].record(None)
-        assert watches[1].model_thread and "beside" not in watches[1].record(None)
+        assert not simulation.cut and "wait" not in watches[1].own.contents(None)
+        assert watches[1].waiting.model_thread and "beside" not in watches[1].own.contents(None)
 
 
 def test_who_reads_mail_where_a_record_was_waits_for_the_record() -> None:
@@ -289,5 +291,5 @@ def test_who_reads_mail_where_a_record_was_waits_for_the_record() -> None:
             if simulation.now < begun + 6.5:
                 simulation.watches[2].records.tell([1], [])
             simulation.run(0.1)
-        fault = simulation.scopes[0].failure
+        fault = simulation.scopes[0].failures.cause
         assert fault is not None and fault.kind == "late" and "has not begun" not in fault.text, fault

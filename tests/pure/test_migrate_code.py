@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.cli import main
-from fullshard.migrate.code import arguments
-from fullshard.migrate.code.patch import Migration, migrate_code
+from fullshard.migrate.code import Migration, arguments, migrate_code
 from fullshard.migrate.verdict import UNSUPPORTED, MigrationError
 from tests.harness.migrations import entry, names
 

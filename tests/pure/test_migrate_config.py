@@ -12,8 +12,7 @@ import pytest
 from fullshard.cli import main
 from fullshard.cli.migrate import FORMATS as NAMES
 from fullshard.migrate.reading import read_config
-from fullshard.migrate.settings.conversion import Conversion, convert
-from fullshard.migrate.settings.formats import FORMATS
+from fullshard.migrate.settings.conversion import FORMATS, Conversion, convert
 from fullshard.migrate.settings.rules import (
     ANY,
     GIVEN,

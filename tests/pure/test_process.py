@@ -14,26 +14,27 @@ import torch
 
 from fullshard.guard import process
 
+HOST = process.Host()
 TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def test_this_process_is_there() -> None:
-    assert process.identity()
-    what, used = process.condition(process.identity())
+    assert HOST.identity()
+    what, used = HOST.condition(HOST.identity())
     assert what == "exists" and used > 0
 
 
 def test_nobody_knows_of_other_machines() -> None:
-    machine, number, began = process.identity().split()
-    assert process.condition("") == ("unknown", 0)
-    assert process.condition(f"{machine}x {number} {began}")[0] == "unknown"
-    assert process.condition(f"{machine}x 999999999 {began}")[0] == "unknown"
+    machine, number, began = HOST.identity().split()
+    assert HOST.condition("") == ("unknown", 0)
+    assert HOST.condition(f"{machine}x {number} {began}")[0] == "unknown"
+    assert HOST.condition(f"{machine}x 999999999 {began}")[0] == "unknown"
 
 
 def test_another_process_of_the_same_number() -> None:
-    machine, number, began = process.identity().split()
-    assert process.condition(f"{machine} {number} {int(began) + 1}")[0] == "gone"
-    assert process.condition(f"{machine} 999999999 {began}")[0] == "gone"
+    machine, number, began = HOST.identity().split()
+    assert HOST.condition(f"{machine} {number} {int(began) + 1}")[0] == "gone"
+    assert HOST.condition(f"{machine} 999999999 {began}")[0] == "gone"
 
 
 def test_stopped_and_then_killed() -> None:
@@ -41,22 +42,22 @@ def test_stopped_and_then_killed() -> None:
     try:
         machine = process.machine()
         identity = f"{machine} {child.pid} {process._fields(child.pid)[process._BEGAN]}"
-        assert process.condition(identity)[0] == "exists"
+        assert HOST.condition(identity)[0] == "exists"
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
-        assert process.condition(identity)[0] == "stopped"
+        assert HOST.condition(identity)[0] == "stopped"
     finally:
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process.condition(identity)[0] == "gone", "nobody has collected it yet"
+        assert HOST.condition(identity)[0] == "gone", "nobody has collected it yet"
         child.wait()
-    assert process.condition(identity)[0] == "gone"
+    assert HOST.condition(identity)[0] == "gone"
 
 
 def test_a_process_that_computes_uses_time() -> None:
-    before = process.condition(process.identity())[1]
+    before = HOST.condition(HOST.identity())[1]
     end = time.monotonic() + 5
-    while process.condition(process.identity())[1] <= before:
+    while HOST.condition(HOST.identity())[1] <= before:
         assert time.monotonic() < end
 
 
@@ -73,7 +74,7 @@ def test_where_a_thread_is_is_told_by_a_line_of_the_user_s() -> None:
     thread.start()
     try:
         begun.wait(10)
-        places = [process.place(thread.ident or 0, TORCH), process.place(-1, TORCH)]
+        places = [HOST.place(thread.ident or 0, TORCH), HOST.place(-1, TORCH)]
     finally:
         ends.set()
         thread.join()
@@ -93,16 +94,16 @@ def test_what_was_called_of_torch_s() -> None:
     thread.start()
     ident, end = thread.ident or 0, time.monotonic() + 10
     try:
-        while process.called(ident, TORCH) != "wait":
+        while HOST.called(ident, TORCH) != "wait":
             assert time.monotonic() < end
-        assert process.place(ident, TORCH).startswith(f"{__file__}:")
-        assert process.place(ident, TORCH).endswith(" in waits")
-        assert process.is_within(ident, TORCH + "futures", TORCH)
-        assert not process.is_within(ident, TORCH + "distributed", TORCH)
+        assert HOST.place(ident, TORCH).startswith(f"{__file__}:")
+        assert HOST.place(ident, TORCH).endswith(" in waits")
+        assert HOST.is_within(ident, TORCH + "futures", TORCH)
+        assert not HOST.is_within(ident, TORCH + "distributed", TORCH)
     finally:
         result.set_result(1)
         thread.join()
-    assert process.called(ident, TORCH) == "" and not process.is_within(ident, TORCH, TORCH)
+    assert HOST.called(ident, TORCH) == "" and not HOST.is_within(ident, TORCH, TORCH)
 
 
 # A thread looks while others begin and end, and each allocation in `frames` collects garbage, which runs Python.

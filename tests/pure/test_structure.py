@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.guard import Item, first_difference, shown_ranks, variants
-from fullshard.guard.structure import PARAMETER, SETTINGS, UNIT, dumps, loads
+from fullshard.guard import Item, dumps_items, first_difference, loads_items, shown_ranks, variants
+from fullshard.guard.facts import PARAMETER, SETTINGS, UNIT
 
 
 def unit(name: str, **facts: str) -> Item:
@@ -97,14 +97,14 @@ _items = st.lists(
 
 @given(_items)
 def test_what_is_printed_is_read_back(items: list[Item]) -> None:
-    assert loads(dumps(items)) == items
+    assert loads_items(dumps_items(items)) == items
 
 
 @given(st.lists(_items, min_size=1, max_size=4))
 def test_lists_differ_exactly_when_their_texts_do(lists: Any) -> None:
     """And each rank is told of once."""
     difference = first_difference(dict(enumerate(lists)))
-    assert (difference is not None) == (len({dumps(items) for items in lists}) > 1)
+    assert (difference is not None) == (len({dumps_items(items) for items in lists}) > 1)
     if difference is not None:
         assert sorted(rank for ranks, _ in difference.values for rank in ranks) == list(range(len(lists)))
         assert len(difference.values) > 1

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard import PeerFailed, RanksDisagree, fully_shard
 from fullshard.engine import unit_of
 from fullshard.guard import Watch, watch
-from fullshard.guard.leader import Leader
+from fullshard.guard.diagnosis import Leader
 from tests.harness.fake import fake_world
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks

@@ -103,7 +103,7 @@ def test_the_rank_that_failed_is_named_and_not_one_that_followed() -> None:
             scope.agree("order", "unshard layers.4")
         if rank == 1:
             store.set("followed", "")
-            assert scope.failed is None
+            assert scope.failures.own is None
         assert caught.value.rank == 2
         return str(caught.value)
 
@@ -139,7 +139,7 @@ def test_an_exception_in_a_question_is_told(at: int) -> None:
             except PeerFailed as error:
                 assert error.rank == 1 and "KeyboardInterrupt" in error.text
         # Where the other one had its answer already it hears of the failure in its next wait.
-        if not scope.must_meet:
+        if not scope.failures.must_meet:
             with pytest.raises(PeerFailed, match="KeyboardInterrupt"):
                 scope.agree("order", "unshard layers.5")
         scope.meet()
@@ -200,9 +200,9 @@ def test_a_meeting_begins_an_epoch() -> None:
             else:
                 with pytest.raises(PeerFailed, match="a bad token"):
                     scope.agree("order", "unshard layers.4")
-            assert scope.must_meet
+            assert scope.failures.must_meet
             renews = scope.meet()
-            assert renews and not scope.must_meet and not scope.causes() and scope.failed is None
+            assert renews and not scope.failures.must_meet and not scope.causes() and scope.failures.own is None
             assert scope.agree("order", "unshard layers.4") is None
         return [scope.epoch, scope.renewed]
 
@@ -217,16 +217,16 @@ def test_a_rank_that_fails_once_more_ends_a_meeting(pause: float) -> None:
         scope = _scope()
         if rank == 1:
             for attempt in (1, 2):
-                scope.attempts = attempt
+                scope.failures.attempts = attempt
                 scope.publish("raised", f"attempt {attempt}")
                 time.sleep(pause)
             scope.meet()
             return ""
-        scope.attempts = 1
+        scope.failures.attempts = 1
         scope.publish("raised", "attempt 1")
         with pytest.raises(PeerFailed) as caught:
             scope.meet()
-        scope.attempts = 2
+        scope.failures.attempts = 2
         scope.meet()
         return str(caught.value)
 
@@ -246,7 +246,7 @@ def test_who_raised_where_all_raised_may_go_on() -> None:
         assert scope.causes()
         time.sleep(0.2 * rank)
         found = scope.agree("order", "unshard layers.4")
-        return found, scope.must_meet
+        return found, scope.failures.must_meet
 
     assert run_ranks(2, ranks) == [(None, True)] * 2
 

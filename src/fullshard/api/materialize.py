@@ -32,7 +32,7 @@ from ..engine.uninitialized import (
     shown,
     takes_no_argument,
 )
-from ..guard import Item, RanksDisagree, ask, first_difference, scope_of, structure, tell
+from ..guard import Item, RanksDisagree, ask, dumps_items, first_difference, loads_items, scope_of, tell
 from ..param import ParamGroup, ShardedParam, can_digest, fingerprints, local_data, note_loaded, poison
 from ..policy.arguments import expect, expect_callable, expect_flag, expect_module, expect_whole
 from . import validate
@@ -148,10 +148,10 @@ def _refuse_other_names(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items()
         for local in (local_data(tensor),)
     ]
-    text = structure.dumps(items)
+    text = dumps_items(items)
     if ask(scope, "the tensors of sync_module_states", text) is not None:
         told = tell(scope, "these tensors in full", text)
-        difference = first_difference({rank: structure.loads(text) for rank, text in told.items()})
+        difference = first_difference({rank: loads_items(text) for rank, text in told.items()})
         assert difference is not None
         raise RanksDisagree(difference.text, what=difference.item.name)
 
@@ -310,7 +310,7 @@ def mark_initialized(module: nn.Module) -> None:
         unit.unproven = False
     for unit in units:
         if unit.root is not None:
-            unit.root.unproven = any(other.unproven for other in unit.root.units)
+            unit.root.unproven.some = any(other.unproven for other in unit.root.units)
 
 
 # ---- initialisers to call ------------------------------------------------------------------------------------

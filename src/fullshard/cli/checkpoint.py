@@ -17,7 +17,7 @@ from typing import Any
 from fullshard.checkpoint import formats
 from fullshard.checkpoint.companions import CONFIG, files_in
 from fullshard.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from fullshard.checkpoint.progress import shown_progress
+from fullshard.checkpoint.files import shown_progress
 from fullshard.train.metrics import in_units
 
 EXIT_FAILED, EXIT_USAGE, EXIT_REFUSED = 1, 2, 3

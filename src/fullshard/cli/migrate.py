@@ -90,7 +90,7 @@ def _prove(path: Path, arguments: argparse.Namespace) -> int:
 
 
 def _migrate_code(path: Path, arguments: argparse.Namespace) -> int:
-    from fullshard.migrate.code.patch import migrate_code
+    from fullshard.migrate.code import migrate_code
     from fullshard.migrate.verdict import Judgement, MigrationError
 
     if arguments.format is not None:

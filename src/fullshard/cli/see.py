@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, runs: list[Run]) -> int:
-    from fullshard.see import chrome, page, picture, story, summary
+    from fullshard.see import chrome, page, picture, story
 
     step, first = arguments.step, runs[0]
     if arguments.unit is not None or arguments.svg is not None:
@@ -81,7 +81,7 @@ def _show(arguments: argparse.Namespace, runs: list[Run]) -> int:
     text = page.page(runs, step, arguments.rank)
     _write(target, text)
     for each in runs:
-        print(summary.summary(each, each.shown_step(step)))
+        print(story.summary(each, each.shown_step(step)))
     print(f"page: {target}")
     return 0
 

@@ -137,7 +137,7 @@ class DataGroup:
         self.scope, self.device, self.backend, self.purpose = scope, device, backend, purpose
         self.ranks = tuple(dist.get_process_group_ranks(origin))
         # The same on all of its ranks, and unique.
-        self.name = scope.group_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
+        self.name = scope.groups.new_name(f"{purpose} {'.'.join(map(str, _ends(self.ranks)))}")
         # Weak: `_made` is keyed weakly by this group, which a strong reference would keep alive.
         self._origin = weakref.ref(origin)
         self.issued = 0
@@ -185,7 +185,7 @@ class DataGroup:
             # First wait for all ranks here: the backend's own wait for them would end with its timeout.
             store.add(f"{name}/here", 1)
             wait_until(lambda: store.add(f"{name}/here", 0) >= len(self.ranks), wait)
-            with scope.watch.waits(wait):
+            with scope.watch.waiting.within(wait):
                 made = same_group(origin, self.ranks, self.device, self.backend, store, name, seconds)
             if store.held is not None:
                 raise store.held
@@ -280,9 +280,9 @@ class DataGroup:
         Returns `error` itself if the backend rejected the message (such as a dtype that it cannot sum).
         """
         scope = self.scope
-        if scope.failure is None and not any(word in str(error) for word in _OF_CONNECTIONS):
+        if scope.failures.cause is None and not any(word in str(error) for word in _OF_CONNECTIONS):
             return error
-        scope.has_raised = True
+        scope.failures.has_raised = True
         doing = scope.told or f"message {number} of {self.name}"
         text = str(error).split("\n")[0]
         wait = Wait("message", scope, doing, name=self.name, number=number, ranks=self.ranks, also="closed")
@@ -290,7 +290,7 @@ class DataGroup:
         # that a cut ended, spoils nothing more.
         failed = self.device.type != "cpu" and number <= self.issued and not self.is_cut
         spoiled = f"message {number} of {self.name}" if failed else ""
-        fault = scope.failure or self._told_in_time(wait)
+        fault = scope.failures.cause or self._told_in_time(wait)
         if fault is not None:
             scope.fail(fault, spoiled)
             return fault.error(doing)

@@ -50,7 +50,7 @@ class Messenger(NamedTuple):
         scope = self.group.scope
         doing, scope.doing = scope.doing, what
         try:
-            if scope.must_meet or scope.causes():
+            if scope.failures.must_meet or scope.causes():
                 scope.meet()
             yield
         except BaseException as error:
@@ -76,11 +76,11 @@ class Messenger(NamedTuple):
         if watch is None:
             yield
             return
-        watch.send_beside(1)
+        watch.waiting.send_beside(1)
         try:
             yield
         finally:
-            watch.send_beside(-1)
+            watch.waiting.send_beside(-1)
 
     def collect(self, text: bytes) -> list[bytes] | None:
         """The texts of all ranks in rank order, on the first rank; None on the others."""

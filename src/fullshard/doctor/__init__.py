@@ -1,7 +1,7 @@
 """What a look at the machine, the model and its wrapping shows before a launch.
 
 facts       what was looked at, as data
-machine     of this machine | model: of the model, plain and sharded over a fake group | folder: of the checkpoints
+machine     of this machine and the checkpoints' folder | model: of the model, plain and sharded over a fake group
 probe       short measurements: a step, messages between processes
 checks      the table of checks: facts -> what is wrong
 diagnosis   the findings as a table and as JSON

@@ -11,7 +11,6 @@ from fullshard.observe.report import human
 
 from . import machine
 from .facts import Facts
-from .folder import IN_MEMORY, SHARED
 
 MIB = 1 << 20
 # Below this a model has no sizes, and its step no times, that a launch would notice.
@@ -176,14 +175,14 @@ def _space(facts: Facts) -> Iterator[str]:
 
 
 def _memory_folder(facts: Facts) -> Iterator[str]:
-    if facts.folder and facts.folder.file_system in IN_MEMORY:
+    if facts.folder and facts.folder.file_system in machine.IN_MEMORY:
         yield f"{facts.folder.path} is on {facts.folder.file_system}"
 
 
 def _one_machine(facts: Facts) -> Iterator[str]:
     here = facts.machine.devices or max(facts.machine.cores, 8)
     kind = facts.folder.file_system if facts.folder else ""
-    if kind and facts.world > here and not kind.startswith((*SHARED, *IN_MEMORY)):
+    if kind and facts.world > here and not kind.startswith((*machine.SHARED, *machine.IN_MEMORY)):
         yield f"{facts.folder and facts.folder.path} is on {kind}, and {facts.world} ranks are several machines"
 
 

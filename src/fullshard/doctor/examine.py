@@ -8,7 +8,6 @@ from typing import Any
 
 from fullshard.program import Program, ProgramError
 
-from . import folder as folders
 from . import machine, model, probe
 from .diagnosis import Diagnosis, diagnose
 from .facts import Facts, Measured, Model
@@ -39,7 +38,7 @@ def examine(
     seen, measured = model.look(program, world, replicas, options or {}, steps=probes)
     if probes:
         measured = _with_axes(measured, world, replicas, _message(seen), here.cores)
-    folder = None if checkpoints is None else folders.look(checkpoints, copies * _state(seen, replicas))
+    folder = None if checkpoints is None else machine.look_at_folder(checkpoints, copies * _state(seen, replicas))
     return diagnose(Facts(world, replicas, here, seen, folder, measured))
 
 

@@ -1,4 +1,4 @@
-"""Facts of this machine and this installation."""
+"""Facts of this machine, this installation, and the folder of the checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from fullshard import __version__
 from fullshard.program import ProgramError
 
-from .facts import Machine
+from .facts import Folder, Machine
 
 # The torch that the package is tested with, and so accepts.
 OLDEST, NEWEST = (2, 13), (2, 13)
@@ -85,3 +86,37 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+# ---- folder ----------------------------------------------------------------------------------------------------------
+
+# File systems that several machines see; "fuse.": of a network, mostly.
+SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "9p", "virtiofs", "smb", "cifs", "glusterfs", "wekafs", "fuse")
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def look_at_folder(path: Path, needed: int) -> Folder:
+    """The facts of `path`, which need not exist. A file is written in it, or in the folder above that exists, and
+    removed."""
+    path = path.expanduser().absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"0")
+            file.flush()
+        problem = ""
+    except OSError as error:
+        problem = f"{there}: {error.strerror or error}"
+    return Folder(str(path), problem, shutil.disk_usage(there).free, _file_system(there), needed)
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system of `path`, "" where the system does not tell."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    real = path.resolve()
+    # The last mount of the longest folder above; blanks are written as \040.
+    found = [(len(at), i, kind) for i, (at, kind) in enumerate(mounts) if real.is_relative_to(at.replace(r"\040", " "))]
+    return max(found)[2] if found else ""

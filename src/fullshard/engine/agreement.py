@@ -24,8 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import sum_over
-from ..guard import Item, RanksDisagree, Scope, ask, first_difference, scope_of, shown_ranks, structure, tell, variants
-from ..guard.structure import PARAMETER, SETTINGS, UNIT
+from ..guard import (
+    Item,
+    RanksDisagree,
+    Scope,
+    ask,
+    dumps_items,
+    first_difference,
+    loads_items,
+    scope_of,
+    shown_ranks,
+    tell,
+    variants,
+)
+from ..guard.facts import PARAMETER, SETTINGS, UNIT
 from ..param import (
     ExtensionGroup,
     ParamGroup,
@@ -43,7 +55,7 @@ from .recovery import Peers
 from .unit import AnyRoot, Unit, unit_of
 
 # ---- describe --------------------------------------------------------------------------------------------------------
-# Describes a root as one list per mesh, which its ranks compare before the first message (guard/structure.py).
+# Describes a root as one list per mesh, which its ranks compare before the first message (guard/facts.py).
 #
 # Parameters on their own mesh (experts, pipeline stages) are compared among the ranks of that mesh only: other ranks
 # legitimately hold other parameters under other names.
@@ -422,7 +434,7 @@ class Agreement:
                 refuse(self._root, scope)
             except RanksDisagree as error:
                 self._peers.disagree_on(scope.scope, error)
-                scope.scope.has_raised = True
+                scope.scope.failures.has_raised = True
                 raise
 
     def _differing_buffers(self, scope: _OnMesh) -> list[Drift]:
@@ -454,14 +466,14 @@ class Agreement:
 
 
 def _refuse_other_structure(root: AnyRoot, scope: _OnMesh) -> None:
-    text = structure.dumps(describe(root, scope.ranks))
+    text = dumps_items(describe(root, scope.ranks))
     digests = ask(scope.scope, "the units and parameters of the model", text)
     if digests is None:
         return
     # One rank per variant sends its description.
     tells = {ranks[0] for ranks in variants(digests).values()}
     told = tell(scope.scope, "units and parameters in full", text if scope.scope.rank in tells else "")
-    items = {digests[rank]: structure.loads(told[rank]) for rank in tells}
+    items = {digests[rank]: loads_items(told[rank]) for rank in tells}
     difference = first_difference({rank: items[digest] for rank, digest in digests.items()})
     assert difference is not None
     raise RanksDisagree(

@@ -23,6 +23,7 @@ from .._torch import (
     base_of,
     current_backward,
     in_transform,
+    keeps_graph,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     queue_backward_callback,
@@ -47,13 +48,18 @@ class RunningBackward:
     """
 
     def __init__(self, thread: int, ended: Callable[[], None], failed: Callable[[BaseException | None], None]) -> None:
-        self._thread = thread
+        self.thread = thread
         self.ended, self._failed = ended, failed
         self._when_it_ends = outside_graphs(_End.report)
         # Alive while a backward is running.
         self.end: weakref.ref[_End] = _NONE
+        # The last one frees its graph; some parameter got a gradient.
+        self.spends, self.brought = True, False
+        # Units without gradient sync, reached by backwards in which no weight got a gradient.
+        self.inputs_only: set[Unit] = set()
 
     def begin(self) -> None:
+        self.spends, self.brought = not keeps_graph(), False
         end = _End(self)
         self.end = weakref.ref(end, self._dropped)
         queue_backward_callback(partial(self._when_it_ends, end))
@@ -67,14 +73,14 @@ class RunningBackward:
         model's thread. The engine's device thread may hold a callback for a while after the exception arrived here."""
         if self.end is _NONE:
             return
-        if self.end() is None or (threading.get_ident() == self._thread and current_backward() == -1):
+        if self.end() is None or (threading.get_ident() == self.thread and current_backward() == -1):
             self.forget()
             self._failed(sys.exception())
 
     def _dropped(self, which: weakref.ref[_End]) -> None:
         # Only in the model's thread: from an engine thread, `failed` could run during the next forward. Otherwise the
         # model's thread calls `settle` later.
-        if self.end is which and threading.get_ident() == self._thread:
+        if self.end is which and threading.get_ident() == self.thread:
             self.settle()
 
 
@@ -133,6 +139,8 @@ class SavedTensorHooks:
         self._hooks = (outside_graphs(self._pack), outside_graphs(self._unpack))
         self._owner: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._active = 0
+        # How often a forward that follows a forward is watched again.
+        self.again_left = 8
 
     def learn(self, unit: Unit) -> None:
         """Register the full parameters of `unit`, which may be new objects."""

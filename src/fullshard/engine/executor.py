@@ -178,7 +178,7 @@ class Executor:
         self._checker = CommandChecker() if check else None
         # Scopes of all messages of these units; they know the running command, to name it in errors.
         self.scopes: list[Scope] = []
-        self._order = order
+        self.order = order
         self.stepping = Stepping()
         # Facts that travel with the first reduction of a backward; set by the root.
         self.facts: StepFacts
@@ -221,7 +221,7 @@ class Executor:
                     listener(command)
                 for scope in self.scopes:
                     scope.doing = command.told
-                    if scope.failure is not None:
+                    if scope.failures.cause is not None:
                         scope.refuse_failure()
                 if profiling():
                     with record_function(f"fullshard::{command.kind} ({command.unit.name})"):
@@ -291,16 +291,16 @@ class Executor:
         unit.repair()
         assert unit.root is not None
         unit.staleness.note(unit.root.thread)
-        if self._order is not None:
-            self._order.unshard(unit)
+        if self.order is not None:
+            self.order.unshard(unit)
         self._issue(unit, unit.channels.gathers)
 
     def _unshard_secondary(self, unit: Unit) -> None:
         # The secondary shards stem from the last all-gather, so its noted versions stay valid. Modules show shards in
         # the meantime, so that users find shards if this backward fails.
         unit.channels.secondary.show_shards()
-        if self._order is not None:
-            self._order.unshard_secondary(unit)
+        if self.order is not None:
+            self.order.unshard_secondary(unit)
         self._issue(unit, unit.channels.secondary.gathers)
 
     def _issue(self, unit: Unit, channels: list[GatherChannel]) -> None:
@@ -357,8 +357,8 @@ class Executor:
             backward.carrying.add(unit)
         unit.gradients.arrived = 0
         keep = not unit.settings.all_reduces
-        if self._order is not None:
-            self._order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
+        if self.order is not None:
+            self.order.reduce(unit, accumulated=accumulated, partials=with_partials, keep=keep)
         if self.waiting.limit is not None:
             # The received message takes as much memory again.
             self._shrink(self.waiting.limit - self.waiting.of(unit))

@@ -253,7 +253,7 @@ def before_opening(model: nn.Module, units: Iterable[Unit]) -> None:
         digest = hashlib.blake2s("\n".join(known).encode(), digest_size=6).hexdigest()
         thread = None if here[0].root is None else here[0].root.thread
         _compare(here[0], scope, thread, Action("open", 0, 0, known[0], f"{len(here)}*{digest}"))
-        if scope.loss is not None:
+        if scope.losses.current is not None:
             raise lost_error(scope)
 
 
@@ -262,7 +262,7 @@ def _compare(unit: Unit | None, scope: Scope, thread: int | None, action: Action
     # Messages of other threads are not part of the order of the model's thread.
     if scope.watch.settings.mode == "off" or thread not in (None, threading.get_ident()):
         return
-    if current_backward() == -1 and scope.must_meet:
+    if current_backward() == -1 and scope.failures.must_meet:
         renewed = scope.resume()
         if unit is not None and unit.root is not None:
             unit.root.met_by_hand(renewed=renewed)

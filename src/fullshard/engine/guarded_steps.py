@@ -51,7 +51,7 @@ class GuardedSteps:
         self._peers, self._roots, self._optimizers = peers, roots, list(dict.fromkeys(optimizers))
         self._devices = [device for device in devices if device.type != "cpu"]
         # Some rank failed before this block.
-        self._after_a_failure = any(scope.must_meet for scope in peers.scopes)
+        self._after_a_failure = any(scope.failures.must_meet for scope in peers.scopes)
         self._handles: list[RemovableHandle] = []
         # Optimizers before whose first step all ranks met; names of optimizers that finished a step.
         self._met: list[Optimizer] = []
@@ -71,7 +71,7 @@ class GuardedSteps:
 
     def come_together(self, what: str) -> None:
         """Wait for all ranks to reach this point of the block."""
-        if self._after_a_failure and any(scope.must_meet for scope in self._peers.scopes):
+        if self._after_a_failure and any(scope.failures.must_meet for scope in self._peers.scopes):
             # Normally a forward does this; with a closure the forward comes later.
             renewed = self._peers.meet()
             for root in self._roots:
@@ -131,7 +131,7 @@ def arrive(devices: Iterable[torch.device], scopes: Sequence[Scope]) -> None:
         module = torch.get_device_module(device)
         event = module.Event()
         event.record(module.current_stream(device))
-        while not event.query() and all(scope.failure is None for scope in scopes):
+        while not event.query() and all(scope.failures.cause is None for scope in scopes):
             # Not `event.synchronize()`: Ctrl-C would wait, too, and an abort need not end it.
             time.sleep(_LOOK_SECONDS)
     for scope in scopes:

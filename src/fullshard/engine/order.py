@@ -144,7 +144,7 @@ def _compare(
         order.enter(action)
         return
     # Some ranks may have sent messages that others did not.
-    scope.must_meet = True
+    scope.failures.must_meet = True
     raise RanksDisagree(_explained(answers), what="order", by_rank=answers)
 
 

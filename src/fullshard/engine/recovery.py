@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._torch import non_persistent_buffers
-from ..comm import alike
+from ..comm import Nodes, alike
 from ..guard import LOST, PeerFailed, RanksDisagree, Scope, had_losses, lost_in, scope_of, shown_ranks, variants
 from ..param import Owner
 from .optimizer_steps import asks_on_devices, clean_name, first_few, optimizer_steps
@@ -42,6 +42,8 @@ class Peers:
 
     def __init__(self, units: Iterable[Unit], thread: int) -> None:
         self.scopes: list[Scope] = []
+        # Which groups span several nodes.
+        self.nodes = Nodes()
         for links in (links for unit in units for links in unit.links):
             scope = scope_of(links.everyone)
             if scope is not None and scope not in self.scopes:
@@ -60,8 +62,8 @@ class Peers:
         from another rank's failure is not reported again."""
         text = f"{where} ended with an exception" if error is None else f"{type(error).__name__}: {error}"
         for scope in self.scopes:
-            scope.must_meet = scope.has_raised = True
-        if any(scope.failure is not None or scope.causes() for scope in self.scopes) and self._follows(error):
+            scope.failures.must_meet = scope.failures.has_raised = True
+        if any(scope.failures.cause is not None or scope.causes() for scope in self.scopes) and self._follows(error):
             return
         for scope in self.scopes:
             doing, scope.doing = scope.doing, scope.doing or where
@@ -79,15 +81,15 @@ class Peers:
         """`error` was raised on the mesh of `scope`. Report it on the other meshes, whose ranks would wait forever."""
         for other in self.scopes:
             if other is not scope:
-                if not other.must_meet:
+                if not other.failures.must_meet:
                     other.publish("disagree", str(error))
                 # Report once: the other ranks of `scope` report the same.
-                other.has_raised = True
+                other.failures.has_raised = True
 
     def attempt_failed(self, error: BaseException, where: str) -> None:
         """`publish` for a guarded block, which all ranks enter equally often."""
         for scope in self.scopes:
-            scope.attempts += 1
+            scope.failures.attempts += 1
         self.publish(error, where)
 
     def come_together(self, what: str) -> None:
@@ -127,11 +129,11 @@ class Peers:
             except RanksDisagree as error:
                 self.disagree_on(scope, error)
                 raise
-        if had_losses and any(scope.loss is not None for scope in self.scopes):
+        if had_losses and any(scope.losses.current is not None for scope in self.scopes):
             for scope in self.scopes:
-                if scope.must_meet and scope.loss is None:
-                    scope.note_under_way("a message of another mesh")
-        renewed = any([scope.meet() for scope in self.scopes if scope.must_meet])
+                if scope.failures.must_meet and scope.losses.current is None:
+                    scope.losses.note_under_way("a message of another mesh")
+        renewed = any([scope.meet() for scope in self.scopes if scope.failures.must_meet])
         refuse_mixed_states(self.scopes)
         return renewed
 
@@ -175,7 +177,7 @@ def peers_below(*models: nn.Module) -> Peers:
 # interrupted halfway, which cannot be undone. If they differ, every forward of the model raises on all ranks until a
 # consistent state is loaded, or the user declares the state consistent.
 #
-# The same after a loss on a device, which the scope reports beside this word (guard/loss.py). Here a load must have
+# The same after a loss on a device, which the scope reports beside this word (guard/failures.py). Here a load must have
 # written everything (recovery.py).
 
 _HALF = "+"
@@ -215,7 +217,7 @@ def refuse_mixed_states(scopes: Iterable[Scope]) -> None:
     a device. The ranks meet again before the next forward."""
     for scope in scopes:
         if len(scope.states) > 1 or any(_HALF in state or LOST in state for state in scope.states):
-            scope.must_meet = True
+            scope.failures.must_meet = True
             raise lost_error(scope) if LOST in "".join(scope.states) else _error(scope.states)
 
 
@@ -257,7 +259,7 @@ def _forget(meshes: Iterable[tuple[int, ...]], source: str) -> None:
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
-# What has to be loaded after a model on a device was lost (guard/loss.py), and whether it was.
+# What has to be loaded after a model on a device was lost (guard/failures.py), and whether it was.
 
 _by_scope: weakref.WeakKeyDictionary[Scope, weakref.WeakSet[Recovery]] = weakref.WeakKeyDictionary()
 
@@ -288,9 +290,9 @@ class Recovery:
     def look(self) -> bool:
         """Whether something is lost. Ranks that failed may load before they meet: what is under way then is lost."""
         for scope in self._scopes:
-            if scope.must_meet:
-                scope.note_under_way()
-        epochs = [-1 if scope.loss is None else scope.loss.epoch for scope in self._scopes]
+            if scope.failures.must_meet:
+                scope.losses.note_under_way()
+        epochs = [-1 if scope.losses.current is None else scope.losses.current.epoch for scope in self._scopes]
         if any(map(operator.gt, epochs, self._epochs)):
             self._left = self._everything()
         self._epochs = epochs
@@ -334,8 +336,8 @@ class Recovery:
     def _settle(self) -> None:
         if not self._left:
             for scope in self._scopes:
-                if scope.loss is not None and not missing_on(scope):
-                    scope.restore()
+                if scope.losses.current is not None and not missing_on(scope):
+                    scope.losses.restore()
 
 
 class _Counted:
@@ -406,13 +408,13 @@ def declare_sound(model: nn.Module) -> None:
             for module in model.modules():
                 recovery.note(module, [name for name, _ in _places(module)])
     for scope in list(_by_scope):
-        if scope.loss is None:
-            scope.lost_at = 0.0
+        if scope.losses.current is None:
+            scope.losses.learned_at = 0.0
 
 
 def lost_error(scope: Scope) -> RanksDisagree:
     """The error of a forward, an `unshard` or an optimizer's step while a model on the mesh of `scope` is lost."""
-    loss, missing = scope.loss, missing_on(scope)
+    loss, missing = scope.losses.current, missing_on(scope)
     ranks = [rank for state, ranks in scope.states.items() if lost_in(state) >= 0 for rank in ranks]
     if loss is None:
         what = f"that {shown_ranks(sorted(ranks))} did not load it yet"
@@ -455,9 +457,13 @@ def _step_on_device(optimizer: Optimizer) -> None:
         times = optimizer.__dict__[_TIMES] = _Times(optimizer)
     if had_losses:
         for scope in _scopes_of(optimizer):
-            if scope.loss is not None:
+            if scope.losses.current is not None:
                 raise lost_error(scope)
-            if optimizer.state and 0 < times.stepped < scope.lost_at and times.loaded < scope.lost_at:
+            if (
+                optimizer.state
+                and 0 < times.stepped < scope.losses.learned_at
+                and times.loaded < scope.losses.learned_at
+            ):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step: expected state that was loaded after the model was lost, found "
                     f"the state of its steps before, which may have read memory that never arrived; load it too "

@@ -17,8 +17,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from .._torch import current_backward, in_transform, keeps_graph, saved_tensor_hooks_allowed, without_transforms
-from ..comm import Nodes, settle_uploads, uploading
+from .._torch import current_backward, in_transform, saved_tensor_hooks_allowed, without_transforms
+from ..comm import settle_uploads, uploading
 from ..guard import Scope, mode
 from ..param import ShardedParam
 from ..policy import Controls, Options
@@ -32,7 +32,7 @@ from .recovery import Peers, Recovery
 from .step_facts import StepFacts
 from .stepping import refuse_half_a_step
 from .uninitialized import agree_what_is_unproven, has_meta_buffers, prove_initialized
-from .unit import WATCHED_FORWARDS, Shared, Unit, unit_of
+from .unit import WATCHED_FORWARDS, Shared, Unit, Unproven, unit_of
 
 # ---- root ------------------------------------------------------------------------------------------------------------
 
@@ -46,17 +46,15 @@ class Root:
         self.provisional = provisional
         self.options = options = Options.current()
         device = self.units[0].device
-        self.shared = self.units[0].settings.shared or Shared(keep=device.type == "cpu")
         # How much ranks compare: `Settings` of the guard.
         self.guard_mode = mode()
-        self.order = MessageOrder(self.units) if self.guard_mode != "off" else None
         self.executor = Executor(
             self.units,
-            self.shared,
+            self.units[0].settings.shared or Shared(keep=device.type == "cpu"),
             reductions_in_flight=options.reductions_in_flight,
             send_buffers=options.send_buffers_on(device.type),
             check=options.check,
-            order=self.order,
+            order=MessageOrder(self.units) if self.guard_mode != "off" else None,
         )
         # On a device: all commands of a step run on one of its streams.
         self._stream = OneStream(device) if device.type != "cpu" else None
@@ -66,17 +64,12 @@ class Root:
         self.limit_bytes()
         self.run.is_last_backward = self.units[0].settings.is_last_backward
         self.executor.may_stay_pending = lambda: not self.run.is_last_backward
-        self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._spends
+        self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._backward.spends
         self.watch = SavedTensorHooks(self._weight_needed, always=options.watch == "always")
-        self._watches_left = 8
-        # Units without gradient sync, reached by backwards in which no weight got a gradient.
-        self._inputs_only: set[Unit] = set()
-        # Of the running backward: it frees its graph; some parameter got a gradient.
-        self._spends, self._brought = True, False
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
-        self.thread = self.executor.stepping.thread = follow_steps()
-        self._backward = RunningBackward(self.thread, self.backward_end, self._backward_failed)
+        self._backward = RunningBackward(follow_steps(), self.backward_end, self._backward_failed)
+        self.executor.stepping.thread = self.thread
         if self.order is not None:
             self.executor.stepping.on_step = self.order.stepped
         for index, (unit, name) in enumerate(zip(self.units, names, strict=True)):
@@ -86,12 +79,10 @@ class Root:
         # Pending comparisons with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self, self.peers)
         self.agreement.refuse_other_structure()
-        self._nodes = Nodes()
         for unit in self.units:
             self.settle_links(unit, unit.settings.controls)
         self.executor.scopes = self.peers.scopes
-        self.compares_facts = self.guard_mode == "full"
-        self.facts = self.executor.facts = StepFacts(self, self.peers)
+        self.executor.facts = StepFacts(self, self.peers)
         if self.order is not None and self.compares_facts and device.type != "cpu":
             self.order.compare_later(self.facts)
         first = self.units[0]
@@ -100,14 +91,23 @@ class Root:
             unit.gradients.on_arrival = partial(self._gradient_arrived, unit)
             unit.attach(self, self.shared.pool, options.communication)
             self.watch.learn(unit)
-        # Parameters or buffers may be uninitialised; checked in the next forward.
-        self.unproven = any(unit.unproven for unit in self.units) or has_meta_buffers(first.module)
-        self._agreed = False
+        self.unproven = Unproven(any(unit.unproven for unit in self.units) or has_meta_buffers(first.module))
         own_by_root(self, compares_order=self.order is not None)
         # On a device: what a load has to write after an abort there.
         self.recovery: Recovery | None = None
         if device.type != "cpu" and self.scopes and not provisional:
             self.recovery = Recovery(first.module, self.units, self.scopes)
+
+    # What others own, and all parts of the engine ask the root for. C functions: hooks call them often in a step.
+    shared = cast(Shared, property(attrgetter("executor.shared")))
+    order = cast("MessageOrder | None", property(attrgetter("executor.order")))
+    facts = cast(StepFacts, property(attrgetter("executor.facts")))
+    thread = cast(int, property(attrgetter("_backward.thread")))
+
+    @property
+    def compares_facts(self) -> bool:
+        """Whether ranks compare what they do in each step."""
+        return self.guard_mode == "full"
 
     def repaired(self, unit: Unit) -> None:
         """Register the full parameters of `unit`, which may be new objects."""
@@ -136,16 +136,16 @@ class Root:
             with without_transforms():
                 return self.pre_forward(unit, running, in_method=in_method)
         self._backward.settle()
-        if not self._agreed and not self.provisional:
+        if not self.unproven.agreed and not self.provisional:
             # If a peer failed since, wait for all ranks to meet.
             if self.peers.meet():
                 self.reset()
             # All ranks must make the same checks, but some may have memory without values while others have values.
-            self.unproven = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven)
-            self._agreed = True  # only now: if a peer fails before it gets here, all ranks ask again
-        if self.unproven:
+            self.unproven.some = agree_what_is_unproven(self.peers.scopes, self.units, self.unproven.some)
+            self.unproven.agreed = True  # only now: if a peer fails before it gets here, all ranks ask again
+        if self.unproven.some:
             prove_initialized(self.units)
-            self.unproven = False
+            self.unproven.some = False
         record, run = unit.record, self.run
         in_backward = current_backward() != -1
         outermost = run.forward_root in (None, record) or record.index == 0
@@ -241,7 +241,7 @@ class Root:
             )
         if self._backward.end() is None:
             self._notice_backward()
-        self._brought = True
+        self._backward.brought = True
         param.take_fresh()
         gradients = unit.gradients
         gradients.arrived |= bit
@@ -267,7 +267,6 @@ class Root:
         self._backward.settle()
         if self.run.in_backward:
             self.reset()
-        self._spends, self._brought = not keeps_graph(), False
         self._backward.begin()
 
     def backward_end(self) -> None:
@@ -275,12 +274,13 @@ class Root:
         self._backward.forget()
         must_send = self.executor.must_send
         present = [unit.gradients.arrived != 0 or (unit.record.plan.sync and must_send(unit)) for unit in self.units]
-        if self._brought:
+        backward = self._backward
+        if backward.brought:
             note_backward(self)
         else:
             held = (unit for unit in self.units if not unit.record.plan.sync)
-            self._inputs_only.update(unit for unit in held if unit.record.in_backward and unit.gradients.expected)
-        spent = self._spends and self._brought
+            backward.inputs_only.update(unit for unit in held if unit.record.in_backward and unit.gradients.expected)
+        spent = backward.spends and backward.brought
         # Most backwards are spent: record the flag in traces only if it matters.
         matters = any([unit.record.pins.count for unit in self.units])
         commands = rules.backward_end(self.run, self.run.units[0], present, spent=spent)
@@ -311,7 +311,7 @@ class Root:
                 "held gradients: expected no backward to be running when they are reduced explicitly, found one; do it "
                 "after the backward, or let the last one reduce them with set_requires_gradient_sync(True)"
             )
-        inputs_only, self._inputs_only = self._inputs_only, set()
+        inputs_only, self._backward.inputs_only = self._backward.inputs_only, set()
         for unit in self.units:
             unit.gradients.take_assigned()
         lost = [
@@ -343,8 +343,8 @@ class Root:
     def _watch_again(self) -> None:
         """Watch saved weights in a forward that follows a forward: a backward in between may have failed before its
         first report, on a weight read without a report. Bounded, for programs that run two forwards per step."""
-        if self.options.watch == "auto" and self._watches_left:
-            self._watches_left -= 1
+        if self.options.watch == "auto" and self.watch.again_left:
+            self.watch.again_left -= 1
             for unit in self.units:
                 unit.watching.left = max(unit.watching.left, 1)
 
@@ -390,7 +390,7 @@ class Root:
                 f"share_comm_ctx: expected {self.units[0].record.name} to have no message under way, found one; call "
                 f"it before the first forward, or between steps"
             )
-        self.shared = self.executor.shared = shared
+        self.executor.shared = shared
         for unit in self.units:
             unit.attach(self, shared.pool, self.options.communication)
 
@@ -402,7 +402,7 @@ class Root:
     def settle_links(self, unit: Unit, controls: Controls) -> None:
         """Choose the links of `unit` under `controls` and connect them. Collective over the root."""
         strategy = controls.strategy(self.options.communication)
-        unit.links = [self._nodes.locate(links, strategy) for links in unit.links]
+        unit.links = [self.peers.nodes.locate(links, strategy) for links in unit.links]
         self.peers.open(unit)
 
     def _wait_for_optimizer(self) -> None:

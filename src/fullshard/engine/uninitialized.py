@@ -86,7 +86,7 @@ def note_uninitialized(unit: Unit) -> None:
     """Check `unit` in the next forward."""
     unit.unproven = True
     if unit.root is not None:
-        unit.root.unproven = True
+        unit.root.unproven.some = True
 
 
 def has_meta_buffers(top: nn.Module) -> bool:

@@ -155,6 +155,14 @@ class Watching:
     is_on: bool = False
 
 
+class Unproven:
+    """Of a root. `some`: parameters or buffers may be uninitialised, which the next forward checks. `agreed`: all ranks
+    will make the same checks."""
+
+    def __init__(self, some: bool) -> None:
+        self.some, self.agreed = some, False
+
+
 class AnyRoot(Protocol):
     """The interface of a root (root.py) for units and for code that only knows units."""
 
@@ -163,9 +171,10 @@ class AnyRoot(Protocol):
     guard_mode: str
     thread: int
     provisional: bool
-    compares_facts: bool
-    unproven: bool
+    unproven: Unproven
 
+    @property
+    def compares_facts(self) -> bool: ...
     @property
     def scopes(self) -> list[Scope]: ...
     def reshard(self, unit: Unit) -> None: ...

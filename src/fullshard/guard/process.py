@@ -36,31 +36,6 @@ def node() -> str:
     return machine().partition("/")[0] or socket.gethostname()
 
 
-def identity() -> str:
-    """This process, for `condition` in another one: machine, PID and start time."""
-    fields = _fields(os.getpid())
-    return f"{machine()} {os.getpid()} {fields[_BEGAN]}" if machine() and fields else ""
-
-
-def condition(process: str) -> tuple[str, int]:
-    """The state of the process with that `identity`, and the processor time that it has used (ticks):
-
-    gone       it was on this machine, and has ended
-    stopped    by a signal or a debugger
-    exists     it runs, sleeps or waits for a disk
-    unknown    on another machine
-    """
-    where, _, rest = process.partition(" ")
-    if not process or where != machine():
-        return "unknown", 0
-    number, _, began = rest.partition(" ")
-    fields = _fields(int(number))
-    if not fields or fields[_BEGAN] != began or fields[_STATE] in "ZX":
-        return "gone", 0
-    used = int(fields[_USER]) + int(fields[_SYSTEM])
-    return ("stopped" if fields[_STATE] in "Tt" else "exists"), used
-
-
 def _fields(process: int) -> list[str]:
     try:
         # Split after the name, which may contain anything.
@@ -100,37 +75,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def place(thread: int, torch: str) -> str:
-    """The innermost user code that `thread` of this process is in: "train.py:31 in step"; "" if none. `torch`: torch's
-    package folder, which like fullshard's is not user code."""
-    frame = frames().get(thread)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
-
-
-def called(thread: int, torch: str) -> str:
-    """The function of torch or fullshard that the user's line called; "" if unknown."""
-    frame, name = frames().get(thread), ""
-    while frame is not None and frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
-        if frame.f_code.co_name not in _WRAPPERS:
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return name
-
-
-def is_within(thread: int, folder: str, torch: str) -> bool:
-    """Whether `thread` runs code called from a file below `folder`, a part of `torch`, with no other code between."""
-    frame = frames().get(thread)
-    while frame is not None and frame.f_code.co_filename.startswith(torch):
-        if frame.f_code.co_filename.startswith(folder):
-            return True
-        frame = frame.f_back
-    return False
-
-
 class Event(Protocol):
     """The used part of `threading.Event`."""
 
@@ -154,21 +98,52 @@ class Host:
         return threading.Event()
 
     def identity(self) -> str:
-        """See `identity`."""
-        return identity()
+        """This process, for `condition` on another rank: machine, PID and start time."""
+        fields = _fields(os.getpid())
+        return f"{machine()} {os.getpid()} {fields[_BEGAN]}" if machine() and fields else ""
 
     def condition(self, process: str) -> tuple[str, int]:
-        """See `condition`."""
-        return condition(process)
+        """The state of the process with that `identity`, and the processor time that it has used (ticks):
+
+        gone       it was on this machine, and has ended
+        stopped    by a signal or a debugger
+        exists     it runs, sleeps or waits for a disk
+        unknown    on another machine
+        """
+        where, _, rest = process.partition(" ")
+        if not process or where != machine():
+            return "unknown", 0
+        number, _, began = rest.partition(" ")
+        fields = _fields(int(number))
+        if not fields or fields[_BEGAN] != began or fields[_STATE] in "ZX":
+            return "gone", 0
+        used = int(fields[_USER]) + int(fields[_SYSTEM])
+        return ("stopped" if fields[_STATE] in "Tt" else "exists"), used
 
     def place(self, thread: int, torch: str) -> str:
-        """See `place`."""
-        return place(thread, torch)
+        """The innermost user code that `thread` of this process is in: "train.py:31 in step"; "" if none. `torch`:
+        torch's package folder, which like fullshard's is not user code."""
+        frame = frames().get(thread)
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            frame = frame.f_back
+        return ""
 
     def called(self, thread: int, torch: str) -> str:
-        """See `called`."""
-        return called(thread, torch)
+        """The function of torch or fullshard that the user's line called; "" if unknown."""
+        frame, name = frames().get(thread), ""
+        while frame is not None and frame.f_code.co_filename.startswith((torch, _PACKAGE, "<")):
+            if frame.f_code.co_name not in _WRAPPERS:
+                name = frame.f_code.co_name
+            frame = frame.f_back
+        return name
 
     def is_within(self, thread: int, folder: str, torch: str) -> bool:
-        """See `is_within`."""
-        return is_within(thread, folder, torch)
+        """Whether `thread` runs code called from below `folder`, a part of `torch`, and no other code between."""
+        frame = frames().get(thread)
+        while frame is not None and frame.f_code.co_filename.startswith(torch):
+            if frame.f_code.co_filename.startswith(folder):
+                return True
+            frame = frame.f_back
+        return False

@@ -17,17 +17,28 @@ import hashlib
 import json
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
-from .errors import TEXT_CHARACTERS, Fault, PeerFailed, RanksDisagree
-from .loss import LOST, PERHAPS, Loss, lost_in, note_loss, settled
+from .facts import shown_ranks, variants
+from .failures import (
+    LOST,
+    PERHAPS,
+    TEXT_CHARACTERS,
+    Failures,
+    Fault,
+    Loss,
+    PeerFailed,
+    RanksDisagree,
+    lost_in,
+    settled,
+)
 from .store import ranks_of, runs
-from .structure import shown_ranks, variants
 from .wait import AnyWatch, Wait, wait_until
 
 # ---- question --------------------------------------------------------------------------------------------------------
@@ -98,40 +109,63 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
+class Groups(dict[str, Group]):
+    """The data groups of a scope, by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._named: Counter[str] = Counter()
+        # Held while they are cut or given up.
+        self.lock = threading.RLock()
+
+    def new_name(self, name: str) -> str:
+        """`name`, made unique among them."""
+        self._named[name] += 1
+        return f"{name} #{self._named[name]}" if self._named[name] > 1 else name
+
+    def all(self) -> list[Group]:
+        """Those that there are now: another thread may add one."""
+        return list(self.values())
+
+    @property
+    def issued(self) -> dict[str, int]:
+        """How many messages this rank sent over each."""
+        return {group.name: group.issued for group in self.all()}
+
+    @property
+    def under_way(self) -> str:
+        """The name of a message that is under way on a device, or ""."""
+        # Not of connections that were cut: their messages were noted before.
+        names = [getattr(group, "under_way", "") for group in self.all() if not group.is_cut]
+        return next(filter(None, names), "")
+
+
 class Scope:
     """See the module. Methods wait in the calling thread, and raise `PeerFailed` or `RanksDisagree`."""
 
     def __init__(self, watch: AnyWatch, ranks: tuple[int, ...], apart: str = "") -> None:
-        self.watch, self.ranks, self.rank = watch, ranks, watch.rank
+        self.watch, self.ranks = watch, ranks
         self.name = _name(ranks, apart)
-        self.epoch = self.renewed = self.asked = self.attempts = 0
+        # How many meetings there were; after which one connections were made; how many questions since the last one.
+        self.epoch = self.renewed = self.asked = 0
         # The current activity, for error texts, or a function that returns it; and the optimizer steps taken.
         self.doing: str | Callable[[], str] = ""
         self.step: Callable[[], int] = lambda: -1
-        self.groups: dict[str, Group] = {}
-        self._named: Counter[str] = Counter()
-        # The fault that this rank published in this epoch; the faults that it heard of in any epoch, and when.
-        self.failed: Fault | None = None
+        self.groups = Groups()
+        # What failed in this epoch. The faults that this rank heard of in any epoch, and when.
+        self.failures = Failures()
         self.heard: list[tuple[Fault, float]] = []
-        # Why the data groups were cut; and whether that was raised.
-        self.failure: Fault | None = None
-        self.has_raised = False
-        # All ranks must meet before the next message.
-        self.must_meet = False
-        # An exception left a wait: connections may be incomplete, and ranks at different messages.
-        self.is_torn = False
+        self.losses = Losses(self)
         # One word that each rank reports in a meeting; and the ranks by word of the last meeting.
         self.state: Callable[[], str] = lambda: ""
         self.states: dict[str, list[int]] = {}
-        # What is lost on a device and not restored yet (loss.py); the last epoch whose loss was restored; and when this
-        # rank learned of the last loss, by `time.monotonic`.
-        self.loss: Loss | None = None
-        self.restored = -1
-        self.lost_at = 0.0
         # By question: the error text if ranks wait for each other while some of them ask it.
         self.explained_by: dict[str, Callable[[str, Sequence[int], int], str]] = {}
-        # Held while data groups are cut or rebuilt.
-        self._cutting = threading.RLock()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.watch.rank
 
     @property
     def told(self) -> str:
@@ -144,21 +178,11 @@ class Scope:
         return f"{self.watch.records.prefix}/{self.name}/{self.epoch}"
 
     @property
-    def issued(self) -> dict[str, int]:
-        """How many messages this rank sent, by data group."""
-        return {name: group.issued for name, group in list(self.groups.items())}
-
-    @property
     def far(self) -> dict[str, Any]:
         """How far this rank has come, for its record."""
         # Only connected groups: ranks that wait for connections wait for ranks without them.
-        connected = {name: group.issued for name, group in list(self.groups.items()) if group.is_connected}
+        connected = {group.name: group.issued for group in self.groups.all() if group.is_connected}
         return {"epoch": self.epoch, "asked": self.asked, "issued": connected}
-
-    def group_name(self, name: str) -> str:
-        """`name`, made unique among the data groups."""
-        self._named[name] += 1
-        return f"{name} #{self._named[name]}" if self._named[name] > 1 else name
 
     # ---- agreement -----------------------------------------------------------------------------------------
 
@@ -235,7 +259,7 @@ class Scope:
                 return False
             for _ in range(100):
                 if store.check([f"{key}/verdict"]):
-                    self.has_raised = False
+                    self.failures.has_raised = False
                     return True
                 self.watch.host.sleep(0.01)
         return False
@@ -267,36 +291,33 @@ class Scope:
 
     # ---- failures ------------------------------------------------------------------------------------------
 
-    def publish(self, kind: str, text: str, *, attempts: bool = True, vague: bool = False) -> None:
+    def publish(self, kind: str, text: str, *, vague: bool = False) -> None:
         """Report that this rank failed to all ranks that wait for it. `vague`: the cause is not known yet; call it
         again with the cause."""
-        self.must_meet = True
-        known = self.failed
-        if known is not None and known.attempts >= self.attempts and (vague or not known.vague):
+        failures = self.failures
+        failures.must_meet = True
+        known = failures.own
+        if known is not None and known.attempts >= failures.attempts and (vague or not known.vague):
             return
-        fault = Fault(
-            self.rank,
-            kind,
-            text[:TEXT_CHARACTERS],
-            self.name,
-            self.epoch,
-            self.step(),
-            self.told,
-            self.issued,
-            self.asked,
-            self.attempts if attempts else 0,
-            vague,
-        )
-        self.failed = fault
+        fault = self.own_fault(kind, text[:TEXT_CHARACTERS])
+        fault = replace(fault, attempts=failures.attempts, vague=vague)
+        failures.own = fault
         # If the store ended with the process that served it, no rank can be notified.
         with suppress(RuntimeError, OSError):
             self.watch.post()
             if self.watch.records.store.add(f"{self.base}/told", 1) <= _TELLERS:
-                self.watch.tell(self.ranks, self.telling(fault))
+                self.watch.mail.tell(self.ranks, self.telling(fault))
+
+    def own_fault(self, kind: str, text: str) -> Fault:
+        """A fault of this rank, with how far it has come."""
+        return Fault(
+            self.rank, kind, text, self.name, self.epoch, self.step(), self.told, self.groups.issued, self.asked
+        )
 
     def interrupted(self, error: BaseException, where: str) -> None:
         """An exception left a wait of this scope: the epoch is over. Reports it, unless another rank failed first."""
-        self.must_meet = self.has_raised = self.is_torn = True
+        failures = self.failures
+        failures.must_meet = failures.has_raised = failures.is_torn = True
         if not self.causes():
             doing, self.doing = self.doing, self.told or where
             try:
@@ -307,6 +328,11 @@ class Scope:
     def causes(self) -> list[Fault]:
         """The faults of other ranks in this epoch, in order."""
         return [fault for fault, _ in list(self.heard) if fault.epoch == self.epoch and self.is_of_others(fault)]
+
+    def known_faults(self) -> list[Fault]:
+        """The faults of this epoch, this rank's own last."""
+        faults = [self.failures.cause, *self.causes(), self.failures.own]
+        return [fault for fault in faults if fault is not None]
 
     def telling(self, fault: Fault) -> list[Fault]:
         """`fault`, preceded by the last known ones: telling overwrites messages of other ranks."""
@@ -328,7 +354,7 @@ class Scope:
             else:
                 self.heard.append((fault, now))
             if fault.epoch == self.epoch and fault.is_found:
-                self.must_meet = True
+                self.failures.must_meet = True
 
     def end(self, wait: Wait, fault: Fault) -> None:
         """End `wait` because of `fault`. Thread-safe."""
@@ -339,56 +365,11 @@ class Scope:
     def fail(self, fault: Fault, spoiled: str = "") -> None:
         """Cut all data groups because of `fault`. Messages under way on a device are lost; `spoiled`: one that failed
         already."""
-        with self._cutting:
-            self.failure, self.must_meet = fault, True
-            self.note_under_way(spoiled)
-            for group in list(self.groups.values()):
+        with self.groups.lock:
+            self.failures.cause, self.failures.must_meet = fault, True
+            self.losses.note_under_way(spoiled)
+            for group in self.groups.all():
                 group.cut()
-
-    # ---- losses on a device --------------------------------------------------------------------------------
-
-    @property
-    def under_way(self) -> str:
-        """The name of a message that is under way on a device, or ""."""
-        # Not of connections that were cut: their messages were noted before.
-        names = [getattr(group, "under_way", "") for group in list(self.groups.values()) if not group.is_cut]
-        return next(filter(None, names), "")
-
-    def note_under_way(self, spoiled: str = "") -> None:
-        """This epoch is over, and messages under way on a device will not complete: what came after them is lost.
-        Thread-safe."""
-        found = spoiled or self.under_way
-        if found and self.restored < self.epoch:
-            self._lose(self.epoch, (self.rank,), f"{found} was under way")
-
-    def _lose(self, epoch: int, ranks: tuple[int, ...], text: str) -> None:
-        if self.loss is None or self.loss.epoch < epoch:
-            faults = [self.failure, *self.causes(), self.failed]
-            why = next((fault.message for fault in faults if fault is not None), "")
-            self.loss = Loss(epoch, ranks, f"{text} when {why}" if why else text)
-            self.lost_at = time.monotonic()
-            note_loss(self)
-
-    def restore(self) -> None:
-        """What was lost was written anew, or is sound for another reason."""
-        # No message is sent before the next meeting, so nothing more is lost in this epoch.
-        self.restored, self.loss = self.epoch, None
-
-    @property
-    def _word(self) -> str:
-        """What this rank reports in a meeting."""
-        if self.loss is not None:
-            return f"{self.state()}{LOST}{self.loss.epoch}"
-        return f"{self.state()}{PERHAPS}" if self.restored < self.epoch and self.under_way else self.state()
-
-    def _learn_of_losses(self) -> None:
-        """After a meeting: what one rank lost is lost on all of them."""
-        latest = max(map(lost_in, self.states), default=-1)
-        if latest > self.restored:
-            ranks = sorted(rank for state, found in self.states.items() if lost_in(state) == latest for rank in found)
-            self._lose(latest, tuple(ranks), "messages were under way")
-            if self.loss is not None and self.loss.epoch == latest == self.epoch:
-                self.loss = replace(self.loss, ranks=tuple(ranks))
 
     @contextmanager
     def _store_answers(self, waiting: str) -> Iterator[None]:
@@ -412,15 +393,16 @@ class Scope:
     def refuse_failure(self) -> None:
         """Raise the reason why the data groups were cut, or a disagreement, if not raised yet."""
         told = [fault for fault in self.causes() if fault.kind == "disagree"]
-        fault = self.failure or (told[-1] if told else None)
-        if fault is not None and not self.has_raised:
-            self.has_raised = self.must_meet = True
+        failures = self.failures
+        fault = failures.cause or (told[-1] if told else None)
+        if fault is not None and not failures.has_raised:
+            failures.has_raised = failures.must_meet = True
             raise fault.error(self.told)
 
     def resume(self) -> bool:
         """Before a question or message outside of a step: meet if there was a failure, as at a forward. Returns whether
         connections must be rebuilt."""
-        if not self.must_meet:
+        if not self.failures.must_meet:
             return False
         self.refuse_failure()
         return self.meet()
@@ -452,14 +434,15 @@ class Scope:
             return self._meet()
 
     def _meet(self) -> bool:
-        if self.failed is None and not self.causes():
+        if self.failures.own is None and not self.causes():
             # An exception came before the failure was published.
             self.publish("raised", "it left its step")
-        records = self.watch.records
+        records, attempts = self.watch.records, self.failures.attempts
         key = f"{self.base}/meet"
-        cut = self.is_torn or any(group.is_cut for group in list(self.groups.values()))
-        mine = hashlib.blake2s(json.dumps(sorted(self.issued.items())).encode(), digest_size=6).hexdigest()
-        records.append(key, f"{self.rank}:{self.attempts}:{'cut' if cut else mine}:{self._word} ")
+        cut = self.failures.is_torn or any(group.is_cut for group in self.groups.all())
+        mine = hashlib.blake2s(json.dumps(sorted(self.groups.issued.items())).encode(), digest_size=6).hexdigest()
+        word = self.losses.marked(self.state())
+        records.append(key, f"{self.rank}:{attempts}:{'cut' if cut else mine}:{word} ")
         wait = Wait("meet", self, _AFTER)
         done = f"{key}/done"
         if self.rank != self.ranks[0]:
@@ -470,29 +453,19 @@ class Scope:
             ways = {how for _, how, _ in found.values()}
             renews = len(ways) > 1 or "cut" in ways
             words = {rank: settled(state, self.epoch, renews=renews) for rank, (_, _, state) in sorted(found.items())}
-            told = [renews, {state: runs(ranks) for state, ranks in by_value(words).items()}]
-            records.store.set(done, json.dumps(told))
+            by_word = sorted(variants(words).items(), key=lambda entry: entry[1])
+            records.store.set(done, json.dumps([renews, {word: runs(ranks) for word, ranks in by_word}]))
         renews, told_states = json.loads(records.store.get(done))
         self.states = {state: ranks_of(found) for state, found in told_states.items()}
-        self._learn_of_losses()
-        with self._cutting:
+        self.losses.learn(self.states)
+        with self.groups.lock:
             if renews:
-                for group in list(self.groups.values()):
+                for group in self.groups.all():
                     group.expire()
             following = self.epoch + 1
             renewed = following if renews else self.renewed
             # In one update: an exception before it repeats the meeting, one after it does not.
-            vars(self).update(
-                epoch=following,
-                renewed=renewed,
-                asked=0,
-                attempts=0,
-                failed=None,
-                failure=None,
-                has_raised=False,
-                must_meet=False,
-                is_torn=False,
-            )
+            vars(self).update(epoch=following, renewed=renewed, asked=0, failures=Failures())
             self.heard = [(fault, since) for fault, since in self.heard if fault.epoch >= self.epoch]
         return bool(renews)
 
@@ -509,9 +482,66 @@ def _name(ranks: tuple[int, ...], apart: str) -> str:
     return hashlib.blake2s(f"{','.join(map(str, ranks))}{apart}".encode(), digest_size=6).hexdigest()
 
 
-def by_value(answers: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks of each answer."""
-    found: dict[str, list[int]] = {}
-    for rank, answer in answers.items():
-        found.setdefault(answer, []).append(rank)
-    return found
+# ---- losses on a device ----------------------------------------------------------------------------------------------
+
+
+class Losses:
+    """What the ranks of `scope` lost on devices. Thread-safe."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        # What is not restored yet; the last epoch whose loss was restored; and when this rank learned of the last loss,
+        # by `time.monotonic`.
+        self.current: Loss | None = None
+        self.restored = -1
+        self.learned_at = 0.0
+
+    def note_under_way(self, spoiled: str = "") -> None:
+        """This epoch is over, and messages under way on a device will not complete: what came after them is lost.
+        `spoiled`: one that failed already."""
+        found = spoiled or self._scope.groups.under_way
+        if found and self.restored < self._scope.epoch:
+            self._lose(self._scope.epoch, (self._scope.rank,), f"{found} was under way")
+
+    def _lose(self, epoch: int, ranks: tuple[int, ...], text: str) -> None:
+        if self.current is None or self.current.epoch < epoch:
+            why = next((fault.message for fault in self._scope.known_faults()), "")
+            self.current = Loss(epoch, ranks, f"{text} when {why}" if why else text)
+            self.learned_at = time.monotonic()
+            key = id(self._scope)
+            had_losses[key] = weakref.ref(self._scope, lambda _: had_losses.pop(key, None))
+
+    def restore(self) -> None:
+        """What was lost was written anew, or is sound for another reason."""
+        # No message is sent before the next meeting, so nothing more is lost in this epoch.
+        self.restored, self.current = self._scope.epoch, None
+
+    def marked(self, word: str) -> str:
+        """What this rank reports in a meeting whose word is `word`."""
+        if self.current is not None:
+            return f"{word}{LOST}{self.current.epoch}"
+        return f"{word}{PERHAPS}" if self.restored < self._scope.epoch and self._scope.groups.under_way else word
+
+    def learn(self, states: Mapping[str, Sequence[int]]) -> None:
+        """After a meeting with these words, by rank: what one rank lost is lost on all of them."""
+        latest = max(map(lost_in, states), default=-1)
+        if latest > self.restored:
+            ranks = sorted(rank for state, found in states.items() if lost_in(state) == latest for rank in found)
+            self._lose(latest, tuple(ranks), "messages were under way")
+            if self.current is not None and self.current.epoch == latest == self._scope.epoch:
+                self.current = replace(self.current, ranks=tuple(ranks))
+
+
+# Scopes that had a loss, by id; also those that were restored, for optimizers with state from before. Usually empty, so
+# that a step asks one dict.
+had_losses: dict[int, weakref.ref[Scope]] = {}
+
+
+def loss_over(ranks: Iterable[int]) -> Loss | None:
+    """The loss of a mesh with all of `ranks` that is not restored yet. Thread-safe."""
+    wanted = set(ranks)
+    for reference in tuple(had_losses.values()):
+        scope = reference()
+        if scope is not None and scope.losses.current is not None and wanted <= set(scope.ranks):
+            return scope.losses.current
+    return None

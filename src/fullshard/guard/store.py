@@ -1,4 +1,4 @@
-"""The ranks' records in the store of their process group. Each record is a mailbox too.
+"""The ranks' records in the store of their process group (`Records`). Each record is a mailbox too (`Mail`).
 
 A rank rewrites its record repeatedly, in exchange for the one that it wrote last (`compare_set`). So one request is a
 sign of life, reports the rank's activity, and fetches mail from other ranks:
@@ -8,7 +8,7 @@ sign of life, reports the rank's activity, and fetches mail from other ranks:
     the rank     post('{"n": 8, ...}')     finds the mail, and writes after it has read it
 
 Two ranks that tell a third one something at the same time overwrite each other. So a message that must not get lost is
-in the sender's own record as well, where the leader (leader.py) finds it.
+in the sender's own record as well, where the leader (diagnosis.py) finds it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from .failures import Fault
+
 _MAIL = '{"mail":'
+# How many earlier faults are sent again with a new one.
+_LATELY = 8
 
 
 class Store(Protocol):
@@ -124,6 +128,54 @@ class Records:
             return _text(store.get(key))
         parts = [f"{key}/{number}" for number in range(1, store.add(key, 0) + 1)]
         return "".join(_text(store.get(part)) for part in parts if store.check([part]))
+
+
+class Addressee(Protocol):
+    """A scope, of which faults tell."""
+
+    name: str
+    epoch: int
+
+    def hear(self, fault: Fault, now: float) -> None: ...
+
+
+class Mail:
+    """The faults that this rank and the others tell each other. `scopes`: those that this rank has made."""
+
+    def __init__(self, records: Records, scopes: Mapping[Any, Addressee]) -> None:
+        self._records, self._scopes = records, scopes
+        # The last faults reported, of any scope: each message repeats them, because it overwrites earlier ones.
+        self._lately: list[Fault] = []
+        # Faults of scopes that this rank has not made yet.
+        self._unheard: list[tuple[Fault, float]] = []
+
+    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
+        """Leave `faults` for `ranks`, with earlier ones, because this overwrites mail that may be unread."""
+        epochs = {scope.name: scope.epoch for scope in list(self._scopes.values())}
+        lately = [one for one in self._lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
+        self._lately = said = [*lately, *faults][-_LATELY:]
+        ends = {int(rank) for one in said for rank in one.meets}
+        self._records.tell(
+            ranks, [one.dumps() for one in said], {rank: [one.dumps(rank) for one in said] for rank in ends}
+        )
+
+    def ask(self, rank: int, looks: Sequence[Fault]) -> None:
+        """Ask `rank` to look at processes of its machine, which are of no interest later."""
+        self._records.tell([rank], [one.dumps() for one in (*self._lately, *looks)])
+
+    def hear(self, fault: Fault, now: float) -> None:
+        """A fault came: its scope learns of it, at once or as soon as it is made."""
+        known = [scope for scope in list(self._scopes.values()) if scope.name == fault.scope]
+        for scope in known:
+            scope.hear(fault, now)
+        if not known:
+            self._unheard = [*self._unheard[-_LATELY:], (fault, now)]
+
+    def catch_up(self, scope: Addressee) -> None:
+        """`scope` was made: it learns of the faults that came before."""
+        for fault, since in self._unheard:
+            if fault.scope == scope.name:
+                scope.hear(fault, since)
 
 
 def _mail(texts: Sequence[str]) -> str:

@@ -14,15 +14,16 @@ waits poll the store with growing pauses: often at first, finally so rarely that
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import Fault
+from .failures import Failures, Fault
 from .process import Event, Host
-from .store import Records, runs
+from .store import Mail, Records, runs
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 # The user's settings of the guard, read once per process group.
@@ -140,20 +141,18 @@ class Waiting(Protocol):
 class AnyWatch(Protocol):
     """The interface of the watch (watch.py) to waits and scopes."""
 
-    rank: int
     host: Host
     records: Records
     settings: Settings
     is_watched: bool
-    # What each thread waits for.
-    waiting: dict[int, Wait | Waiting]
+    waiting: Waits
+    mail: Mail
 
+    @property
+    def rank(self) -> int: ...
     def begin(self) -> None: ...
-    def send_beside(self, more: int) -> None: ...
-    def waits(self, wait: Wait) -> AbstractContextManager[None]: ...
     def look_unless_watched(self) -> None: ...
     def post(self) -> None: ...
-    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None: ...
 
 
 class AnyScope(Protocol):
@@ -162,12 +161,12 @@ class AnyScope(Protocol):
     watch: AnyWatch
     name: str
     ranks: tuple[int, ...]
-    rank: int
     epoch: int
-    attempts: int
-    has_raised: bool
+    failures: Failures
     heard: list[tuple[Fault, float]]
 
+    @property
+    def rank(self) -> int: ...
     @property
     def base(self) -> str: ...
     def is_of_others(self, fault: Fault) -> bool: ...
@@ -236,7 +235,7 @@ class Wait:
             # only the meetings that were open then.
             if fault.kind == "ended" or fault.gone or self.scope is None:
                 return True
-            return fault.attempts > self.scope.attempts or fault.meets.get(str(self.scope.rank)) == self.since
+            return fault.attempts > self.scope.failures.attempts or fault.meets.get(str(self.scope.rank)) == self.since
         if fault.kind == "raised" and not fault.attempts and self.also != "closed" and since < SETTLING_SECONDS:
             return False
         return fault.is_found or self._is_withheld(fault) or since > GRACE_SECONDS
@@ -264,13 +263,59 @@ class Wait:
         }
 
 
+class Waits(dict[int, "Wait | Waiting"]):
+    """What the threads of one process wait for, by thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The thread that runs the model; the others are those of background saves.
+        self.model_thread = threading.get_ident()
+        # How many threads send messages beside it.
+        self.beside = 0
+        self._lock = threading.Lock()
+
+    def send_beside(self, more: int) -> None:
+        """`more` threads begin to send messages beside the model's; negative: they end."""
+        with self._lock:
+            self.beside += more
+
+    @contextmanager
+    def within(self, wait: Wait) -> Iterator[None]:
+        """Register a wait of this thread inside."""
+        thread = threading.get_ident()
+        before = self.get(thread)
+        self[thread] = wait
+        try:
+            yield
+        finally:
+            if before is None:
+                self.pop(thread, None)
+            else:
+                self[thread] = before
+
+    def current(self) -> dict[int, Wait]:
+        """The current waits, without those whose epoch is over."""
+        waits = {thread: described(waiting) for thread, waiting in list(self.items())}
+        return {thread: wait for thread, wait in waits.items() if not wait.is_over}
+
+    @property
+    def are_several(self) -> bool:
+        """Whether another thread than the model's may send something, so that a wait does not block the rank."""
+        return self.beside > 0 or len(self.current()) > 1
+
+
+def described(waiting: Wait | Waiting) -> Wait:
+    """The `Wait` of an object that makes it on demand."""
+    return waiting if isinstance(waiting, Wait) else waiting.wait_described
+
+
 def wait_until(is_there: Callable[[], bool], wait: Wait, *, alone: bool = False) -> None:
     """Return when `is_there()`, which asks the store. Raises the fault that ends the wait: `PeerFailed` or
     `RanksDisagree`. `alone`: only one rank of the scope does this, and may ask more often."""
     scope = wait.scope
     assert scope is not None
     watch = scope.watch
-    with watch.waits(wait):
+    with watch.waiting.within(wait):
         for pause in pauses(1 if alone else len(scope.ranks)):
             if pause:
                 wait.sleep(pause if watch.is_watched else min(pause, _UNWATCHED_SECONDS))
@@ -278,5 +323,5 @@ def wait_until(is_there: Callable[[], bool], wait: Wait, *, alone: bool = False)
                 return
             watch.look_unless_watched()
             if wait.fault is not None:
-                scope.has_raised = True
+                scope.failures.has_raised = True
                 raise wait.fault.error(wait.doing)

@@ -6,35 +6,37 @@ rank:
     idle                one request each five seconds: the record, which is the sign of life (store.py)
     waiting             one request each `pace(ranks)`: 1 s at 64 ranks, 5 s at 10,000. Waits that poll the store spend
                         a part of these requests on polling (wait.py)
-    leading             one more each second or two, for all records of the scope (leader.py). Waiting ranks elect the
-                        leader
+    leading             one more each second or two, for all records of the scope (diagnosis.py). Waiting ranks elect
+                        the leader
 
-It sends no message and raises nothing: it ends a wait, and the wait raises.
+It sends no message and raises nothing: it ends a wait, and the wait raises. `watch()` is that of the current process
+group; it reports the end of the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._torch import active_collectives, issued_by_group, known_groups
-from . import process
-from .errors import Fault
-from .leader import Leader
+from .._torch import active_collectives, default_store, issued_by_group, known_groups, timeout_of
+from .diagnosis import Leader
+from .failures import Fault
+from .process import Host
 from .scope import Scope
-from .store import Records, Store, dumps
-from .wait import PATIENCE_SECONDS, STORE_WAIT_POSTS, Settings, Wait, Waiting, pace
-
-# ---- watch -----------------------------------------------------------------------------------------------------------
+from .store import Mail, Records, Store, dumps
+from .wait import PATIENCE_SECONDS, STORE_WAIT_POSTS, AnyWatch, Settings, Wait, Waits, described, pace
 
 _log = logging.getLogger("fullshard")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -45,49 +47,148 @@ _TICK_SECONDS = 0.25
 _LATE_SECONDS = 2.0
 # After so many failed looks in a row, the process that served the store counts as gone.
 _STORE_FAILURES = 4
-# How many earlier faults are sent again with a new one.
-_LATELY = 8
+# How long the process that serves the store waits at its end until others have read why it ends.
+_LAST_SECONDS = 6.0
+
+# ---- torch collectives -----------------------------------------------------------------------------------------------
+
+
+class TorchCall:
+    """The torch collective of the user's that the model's thread has been in for a while. It cannot be ended."""
+
+    def __init__(self, host: Host, waiting: Waits) -> None:
+        self._host, self._waiting = host, waiting
+        self._wait: Wait | None = None
+        self._looked = 0.0
+        self._is_logged = False
+
+    def look(self, now: float) -> Wait | None:
+        """As a wait, or None."""
+        thread = self._waiting.model_thread
+        if thread in self._waiting.current() or not self._host.is_within(thread, _DISTRIBUTED, _TORCH):
+            self._wait = None
+            return None
+        if now - self._looked < PATIENCE_SECONDS:
+            return self._wait if self._wait is not None and now - self._wait.since > PATIENCE_SECONDS else None
+        self._looked = now
+        groups = known_groups()
+        active = [one for one in active_collectives() if one.thread == thread and one.group in groups]
+        if len({one.group for one in active}) != 1:
+            self._wait = None
+            return None
+        first, before = active[0], self._wait
+        if before is None or (before.name, before.number) != (first.group, first.number):
+            ranks = dist.get_process_group_ranks(groups[first.group])
+            if len(ranks) > 2 and not first.needs_all:
+                return None  # the needed ranks are not recorded
+            self._is_logged = False
+            call = self._host.called(thread, _TORCH) or first.call
+            self._wait = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks, since=now)
+            return None
+        return before
+
+    def log(self, fault: Fault, rank: int) -> None:
+        """Log, once, that it will never end, if that is what `fault` says."""
+        if self._wait is not None and fault.kind == "disagree" and not self._is_logged:
+            self._is_logged = True
+            _log.error("rank %d waits in %s for ever: %s", rank, self._wait.doing, fault.text)
+
+
+# ---- this rank's record ----------------------------------------------------------------------------------------------
+
+
+class OwnRecord:
+    """What this rank tells of itself, for the ranks that read it (`Record`, diagnosis.py)."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._host = watch, watch.host
+        self._count = 0
+        # When it was written last, and the wait in it.
+        self.posted = 0.0
+        self.wait: Wait | None = None
+        # Collectives issued over the user's groups when that wait began.
+        self._issued: dict[str, int] | None = None
+        # Processes of this machine that a rank of another machine asked about, and when.
+        self._looks_at: dict[int, tuple[str, float]] = {}
+        # Why the process ends.
+        self.ended: str | None = None
+
+    def contents(self, wait: Wait | None) -> dict[str, Any]:
+        """The record of a rank that is in `wait`."""
+        self._count += 1
+        waiting, scopes = self._watch.waiting, list(self._watch.scopes.values())
+        found: dict[str, Any] = {
+            "n": self._count,
+            "process": self._host.identity(),
+            "at": self._host.place(waiting.model_thread, _TORCH),
+            "far": {scope.name: scope.far for scope in scopes},
+        }
+        for scope in scopes:
+            if scope.failures.own is not None:
+                found.setdefault("failed", {})[scope.name] = json.loads(scope.failures.own.dumps())
+            if scope.told:
+                found["doing"] = scope.told
+        if scopes:
+            found["step"] = scopes[0].step()
+        if wait is not None:
+            found["wait"] = wait.told()
+            if wait.kind == "message" and not waiting.current():
+                found["wait"]["also"] = "device"  # its host continues
+            if wait is not self.wait or self._issued is None:
+                self._issued = issued_by_group()
+            found["torch"] = self._issued
+        forgotten = self._host.now() - 2 * self._watch.settings.silence_seconds
+        self._looks_at = {rank: look for rank, look in self._looks_at.items() if look[1] > forgotten}
+        if self._looks_at:
+            found["sees"] = {rank: self._host.condition(process) for rank, (process, _) in self._looks_at.items()}
+        if waiting.are_several:
+            found["beside"] = 1
+        if self.ended is not None:
+            found["ended"] = self.ended
+        return found
+
+    def post(self, wait: Wait | None, now: float) -> list[str]:
+        """Write it; return the mail that it replaces."""
+        text = dumps(self.contents(wait))
+        self.posted, self.wait = now, wait
+        return self._watch.records.post(text)
+
+    def look_at(self, rank: int, process: str, now: float) -> None:
+        """A rank of another machine asks about the process of `rank`, which is on this one."""
+        if rank not in self._looks_at:
+            self.posted = 0.0  # post the observation at once
+        self._looks_at[rank] = process, now
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
 
 
 class Watch:
     """The watch of one process (in tests: of one thread), which is `rank` of the default process group."""
 
-    def __init__(
-        self, store: Store, beside: Store, rank: int, settings: Settings, host: process.Host | None = None
-    ) -> None:
-        self.rank, self.settings = rank, settings
-        self.host = process.Host() if host is None else host
+    def __init__(self, store: Store, beside: Store, rank: int, settings: Settings, host: Host | None = None) -> None:
+        self.settings = settings
+        self.host = Host() if host is None else host
         self.records = Records(store, beside, rank)
         self.scopes: dict[tuple[tuple[int, ...], str], Scope] = {}
-        # The thread that runs the model. The waits of it and of other threads (a background save), by thread.
-        self.model_thread = threading.get_ident()
-        self.waiting: dict[int, Wait | Waiting] = {}
-        # Whether a watch thread calls `look`. Otherwise the waiting loops do.
-        self.is_watched = False
-        # Threads of this process that send messages beside the model's.
-        self.beside = 0
+        self.waiting = Waits()
+        self.mail = Mail(self.records, self.scopes)
+        self.own = OwnRecord(self)
+        self.leader = Leader(self)
+        self._torch = TorchCall(self.host, self.waiting)
         # Whether its process group is still the current one.
         self.is_current: Callable[[], bool] = lambda: True
-        self._beside_lock = threading.Lock()
-        self.ended: str | None = None
-        self._process = os.getpid()
+        # Whether a watch thread calls `look`. Otherwise the waiting loops do.
+        self.is_watched = False
         self._thread: _Thread | None = None
+        # Held by who looks; and when that was.
         self._looking = threading.Lock()
-        self.leader = Leader(self)
-        self._count = 0
-        self._looked = self._posted = 0.0
-        self._posted_wait: object = None
-        # Faults of scopes that this rank has not made yet.
-        self._unheard: list[tuple[Fault, float]] = []
-        # The last faults published, of any scope: each message repeats them, because it overwrites earlier ones.
-        self.lately: list[Fault] = []
-        # Processes of this machine that a rank of another machine asked about, and when.
-        self._looks_at: dict[int, tuple[str, float]] = {}
-        # Collectives issued over the user's groups when the reported wait began.
-        self._issued: dict[str, int] | None = None
-        self._torch: Wait | None = None
-        self._torch_looked = 0.0
-        self._warned = False
+        self._looked = 0.0
+
+    @property
+    def rank(self) -> int:
+        """This rank of the default process group."""
+        return self.records.rank
 
     def scope(self, ranks: Sequence[int], apart: str = "") -> Scope:
         """The scope of these ranks of the default group; all of them call it. `apart`: names a separate scope, whose
@@ -101,9 +202,7 @@ class Watch:
                 self.post()
                 self._join()
             self.scopes[key] = made = Scope(self, *key)
-            for fault, since in self._unheard:
-                if fault.scope == made.name:
-                    made.hear(fault, since)
+            self.mail.catch_up(made)
         return self.scopes[key]
 
     def _join(self) -> None:
@@ -111,16 +210,11 @@ class Watch:
 
     def begin(self) -> None:
         """Start the watch thread. The caller's thread counts as the one that runs the model."""
-        self.model_thread = threading.get_ident()
+        self.waiting.model_thread = threading.get_ident()
         if self._thread is None:
             self._thread = _Thread(self)
             self.is_watched = True
             self._thread.start()
-
-    def send_beside(self, more: int) -> None:
-        """Add `more` to the number of threads that send messages beside the model's."""
-        with self._beside_lock:
-            self.beside += more
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -131,7 +225,7 @@ class Watch:
         """Close the connections of all scopes, which are no longer used. Their threads may otherwise spin forever after
         a peer closed its end."""
         for scope in list(self.scopes.values()):
-            for group in list(scope.groups.values()):
+            for group in scope.groups.all():
                 group.close()
 
     def join(self, seconds: float) -> None:
@@ -139,35 +233,16 @@ class Watch:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    # ---- waits ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def waits(self, wait: Wait) -> Iterator[None]:
-        """Register a wait of this thread inside."""
-        thread = threading.get_ident()
-        before = self.waiting.get(thread)
-        self.waiting[thread] = wait
-        try:
-            yield
-        finally:
-            if before is None:
-                self.waiting.pop(thread, None)
-            else:
-                self.waiting[thread] = before
+    # ---- looks ---------------------------------------------------------------------------------------------
 
     def _oldest(self) -> Wait | None:
         """The wait of the model's thread, else of any other thread, else of a device."""
-        waits = self._registered()
-        found = waits.get(self.model_thread) or next(iter(waits.values()), None)
+        waits = self.waiting.current()
+        found = waits.get(self.waiting.model_thread) or next(iter(waits.values()), None)
         if found is None:
             under_way = [one for scope in list(self.scopes.values()) for one in _under_way(scope)]
-            found = min(under_way, key=lambda one: one.since, default=None)
-        return None if found is None else _wait(found)
-
-    def _registered(self) -> dict[int, Wait]:
-        """The current waits, by thread."""
-        waits = {thread: _wait(waiting) for thread, waiting in list(self.waiting.items())}
-        return {thread: wait for thread, wait in waits.items() if not wait.is_over}
+            found = min((described(one) for one in under_way), key=lambda one: one.since, default=None)
+        return found
 
     def look_unless_watched(self) -> None:
         """Do the work of the watch thread, if there is none and it is time."""
@@ -185,16 +260,16 @@ class Watch:
         self._looked = now
         self.end_waits(now)
         wait = self._oldest()
-        if wait is not None and not self._registered():
+        if wait is not None and not self.waiting.current():
             self._end_by_what_is_known(wait, now)
         if wait is not None and now - wait.since < self._patience(wait):
             wait = None
-        told = wait or self._in_torch(now)
-        pause = self.settings.beat_seconds if told is None and self._posted_wait is None else self._pace(wait)
-        if now >= self._posted + pause:
-            if wait is not None and self.leader.claims(wait, is_told=wait is self._posted_wait):
+        told = wait or self._torch.look(now)
+        pause = self.settings.beat_seconds if told is None and self.own.wait is None else self._pace(wait)
+        if now >= self.own.posted + pause:
+            if wait is not None and self.leader.claims(wait, is_told=wait is self.own.wait):
                 self.leader.claim(wait, now)
-                self._posted = now
+                self.own.posted = now
             else:
                 self._post(told, now)
         self.leader.read(wait, now)
@@ -219,7 +294,7 @@ class Watch:
 
     def end_waits(self, now: float) -> None:
         """End this process's waits that known faults make futile."""
-        for waiting in self._registered().values():
+        for waiting in self.waiting.current().values():
             self._end_by_what_is_known(waiting, now)
 
     def _end_by_what_is_known(self, wait: Wait, now: float) -> None:
@@ -232,124 +307,36 @@ class Watch:
                 scope.end(wait, fault)
                 return
 
-    # ---- this rank's record --------------------------------------------------------------------------------
-
-    def record(self, wait: Wait | None) -> dict[str, Any]:
-        """This rank's record."""
-        self._count += 1
-        scopes = list(self.scopes.values())
-        found: dict[str, Any] = {
-            "n": self._count,
-            "process": self.host.identity(),
-            "at": self.host.place(self.model_thread, _TORCH),
-            "far": {scope.name: scope.far for scope in scopes},
-        }
-        for scope in scopes:
-            if scope.failed is not None:
-                found.setdefault("failed", {})[scope.name] = json.loads(scope.failed.dumps())
-            if scope.told:
-                found["doing"] = scope.told
-        if scopes:
-            found["step"] = scopes[0].step()
-        if wait is not None:
-            found["wait"] = wait.told()
-            if not self._registered() and wait.kind == "message":
-                found["wait"]["also"] = "device"  # its host continues
-            if wait is not self._posted_wait or self._issued is None:
-                self._issued = issued_by_group()
-            found["torch"] = self._issued
-        forgotten = self.host.now() - 2 * self.settings.silence_seconds
-        self._looks_at = {rank: look for rank, look in self._looks_at.items() if look[1] > forgotten}
-        if self._looks_at:
-            found["sees"] = {rank: self.host.condition(process) for rank, (process, _) in self._looks_at.items()}
-        if self.beside or len(self._registered()) > 1:
-            found["beside"] = 1
-        if self.ended is not None:
-            found["ended"] = self.ended
-        return found
-
     def post(self) -> None:
-        """Write the record now."""
+        """Write this rank's record now."""
         self._post(None, self.host.now())
 
     def _post(self, wait: Wait | None, now: float) -> None:
-        text = dumps(self.record(wait))
-        self._posted, self._posted_wait = now, wait
-        for mail in self.records.post(text):
+        for mail in self.own.post(wait, now):
             self._hear(Fault.loads(mail), now)
 
     def _hear(self, fault: Fault, now: float) -> None:
         if fault.kind == "look":
-            if fault.rank not in self._looks_at:
-                self._posted = 0.0  # post the observation at once
-            self._looks_at[fault.rank] = fault.text, now
+            self.own.look_at(fault.rank, fault.text, now)
             return
-        known = [scope for scope in list(self.scopes.values()) if scope.name == fault.scope]
-        for scope in known:
-            scope.hear(fault, now)
-        if not known:
-            self._unheard = [*self._unheard[-_LATELY:], (fault, now)]
-        if self._torch is not None and fault.kind == "disagree" and not self._warned:
-            # That wait is in one of the user's groups and cannot be ended.
-            self._warned = True
-            _log.error("rank %d waits in %s for ever: %s", self.rank, self._torch.doing, fault.text)
+        self.mail.hear(fault, now)
+        self._torch.log(fault, self.rank)
         self.end_waits(now)
-
-    # ---- torch collectives ---------------------------------------------------------------------------------
-
-    def _in_torch(self, now: float) -> Wait | None:
-        """The torch collective that the model's thread has been in for a while."""
-        if self.model_thread in self._registered() or not self.host.is_within(self.model_thread, _DISTRIBUTED, _TORCH):
-            self._torch = None
-            return None
-        if now - self._torch_looked < PATIENCE_SECONDS:
-            return self._torch if self._torch is not None and now - self._torch.since > PATIENCE_SECONDS else None
-        self._torch_looked = now
-        groups = known_groups()
-        active = [one for one in active_collectives() if one.thread == self.model_thread and one.group in groups]
-        if len({one.group for one in active}) != 1:
-            self._torch = None
-            return None
-        first, before = active[0], self._torch
-        if before is None or (before.name, before.number) != (first.group, first.number):
-            ranks = dist.get_process_group_ranks(groups[first.group])
-            if len(ranks) > 2 and not first.needs_all:
-                return None  # the needed ranks are not recorded
-            self._warned = False
-            call = self.host.called(self.model_thread, _TORCH) or first.call
-            self._torch = Wait("torch", None, call, name=first.group, number=first.number, ranks=ranks, since=now)
-            return None
-        return before
-
-    def tell(self, ranks: Iterable[int], faults: Sequence[Fault]) -> None:
-        """Leave `faults` for `ranks`, with earlier ones, because this overwrites mail that may be unread."""
-        epochs = {scope.name: scope.epoch for scope in list(self.scopes.values())}
-        lately = [one for one in self.lately if one not in faults and one.epoch >= epochs.get(one.scope, 0)]
-        self.lately = said = [*lately, *faults][-_LATELY:]
-        ends = {int(rank) for one in said for rank in one.meets}
-        self.records.tell(
-            ranks, [one.dumps() for one in said], {rank: [one.dumps(rank) for one in said] for rank in ends}
-        )
 
     # ---- the end -------------------------------------------------------------------------------------------
 
     def end(self, text: str) -> None:
         """Report that the process ends."""
-        self.ended = text
+        self.own.ended = text
         with suppress(Exception):
             self.post()
             if not self.scopes:
                 self._join()
             # The first few tell all ranks; later ones are found by their records.
             if self.records.store.add(f"{self.records.prefix}/ended", 1) <= 3:
-                ranks = {rank for scope in self.scopes.values() for rank in scope.ranks}
-                self.tell(ranks, [one for scope in self.scopes.values() for one in scope.telling(self._end_of(scope))])
-
-    def _end_of(self, scope: Scope) -> Fault:
-        text = self.ended or ""
-        return Fault(
-            self.rank, "ended", text, scope.name, scope.epoch, scope.step(), scope.told, scope.issued, scope.asked
-        )
+                scopes = list(self.scopes.values())
+                faults = [fault for scope in scopes for fault in scope.telling(scope.own_fault("ended", text))]
+                self.mail.tell({rank for scope in scopes for rank in scope.ranks}, faults)
 
     def wait_for_readers(self, seconds: float) -> None:
         """Wait until all others have ended or read why this process ends, because it serves the store."""
@@ -374,17 +361,13 @@ class Watch:
         """End all waits: without the store their causes cannot be found."""
         for scope in list(self.scopes.values()):
             fault = scope.without_store()
-            for wait in self._registered().values():
+            for wait in self.waiting.current().values():
                 if wait.scope is scope and wait.fault is None:
                     scope.end(wait, fault)
 
 
-def _wait(waiting: Any) -> Wait:
-    return waiting if isinstance(waiting, Wait) else waiting.wait_described
-
-
 def _under_way(scope: Scope) -> list[Any]:
-    found = (getattr(group, "oldest", None) for group in list(scope.groups.values()))
+    found = (getattr(group, "oldest", None) for group in scope.groups.all())
     return [one for one in (find() for find in found if find is not None) if one is not None]
 
 
@@ -400,7 +383,7 @@ class _Thread(threading.Thread):
             watch = self._watch()
             if watch is None:
                 return
-            if not (watch.beside or watch.is_current()):
+            if not (watch.waiting.beside or watch.is_current()):
                 # The process group was destroyed, and no background save is running.
                 watch.close()
                 return
@@ -414,3 +397,82 @@ class _Thread(threading.Thread):
                 if failures == _STORE_FAILURES:
                     watch.without_store()
             del watch
+
+
+# ---- the current process group ---------------------------------------------------------------------------------------
+
+_watches: dict[int, tuple[weakref.ref[dist.ProcessGroup], Watch | None]] = {}
+# The latest watch: it reports the end of the process even after the process group was destroyed.
+_latest: list[Watch] = []
+
+
+def watch() -> Watch | None:
+    """This process's watch; None without peers (no process group, a fake one, a single rank)."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    key = id(world)
+    known = _watches.get(key)
+    if known is not None and known[0]() is world:
+        return known[1]
+    silent = dist.get_backend(world) == "fake" or dist.get_world_size(world) == 1
+    settings = Settings.read(1800.0 if silent else timeout_of(world))
+    made = None if silent else Watch(default_store(), default_store(), dist.get_rank(world), settings)
+    _watches[key] = (weakref.ref(world, lambda _: _watches.pop(key, None)), made)
+    if made is not None:
+        made.is_current = partial(is_current, weakref.ref(made))
+        _latest[:] = [made]
+    return made
+
+
+def is_current(which: AnyWatch | weakref.ref[Watch]) -> bool:
+    """Whether `which` belongs to the current process group. Thread-safe."""
+    which_now = which() if isinstance(which, weakref.ref) else which
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = None if world is None else _watches.get(id(world))
+    return known is not None and known[0]() is world and known[1] is which_now
+
+
+def scope_of(ranks: Sequence[int], apart: str = "") -> Scope | None:
+    """The scope of these ranks; None without a watch, or for a single rank."""
+    here = watch()
+    return None if here is None or len(ranks) < 2 else here.scope(ranks, apart)
+
+
+def mode() -> str:
+    """The guard mode (`Settings.mode`), also without peers."""
+    here = watch()
+    return here.settings.mode if here is not None else Settings.read(0.0).mode
+
+
+def _forked() -> None:
+    """A forked child is not a rank: it has no watch thread, and must not report in its parent's name. It becomes one in
+    a process group that it makes itself."""
+    _watches.clear()
+    _latest.clear()
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None:
+        _watches[id(world)] = (weakref.ref(world), None)
+
+
+def _end() -> None:
+    known = list(_latest)
+    if not known and not _watches:
+        with suppress(Exception):
+            # Without a watch yet (an invalid setting may end the process), peers may wait for it at their first use.
+            world = dist.group.WORLD if dist.is_initialized() else None
+            if world is not None and dist.get_backend(world) != "fake" and world.size() > 1:
+                known = [Watch(default_store(), default_store(), world.rank(), Settings())]
+    error = getattr(sys, "last_value", None)
+    text = f"its process ended with {type(error).__name__}: {error}" if error is not None else "its process ended"
+    for one in known:
+        one.stop()
+        one.join(2)
+        one.end(text)
+        if one.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            one.wait_for_readers(_LAST_SECONDS)
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_end)

@@ -1,4 +1,4 @@
-"""One unit's story in a step, as text: every command, when, its bytes, and the rule that asked for it."""
+"""A run as text: a summary of a step in a few lines, and one unit's story, every command with its rule."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ import re
 from pathlib import Path
 
 from ..schedule import rules
-from .record import Command, Detail, Message, RankRecord, RecordError, Step
-from .timeline import human, milliseconds
+from .causes import exposures, standings, stragglers
+from .record import Command, Detail, Message, RankRecord, RecordError, Run, Step
+from .timeline import Memory, human, milliseconds, shares
+
+# ---- summary ---------------------------------------------------------------------------------------------------------
+
+
+def summary(run: Run, number: int, shown: int = 3) -> str:
+    """Step `number` of `run`: where the time went, the longest waits of the first rank, the peak, stragglers."""
+    rank = run.ranks[0]
+    step = rank.step(number)
+    assert step is not None and step.detail is not None
+    found = shares(step)
+    total = max(found.total, 1)
+    _, peak, _ = Memory(step.detail).peak()
+    lines = [
+        f"{run.name}: step {number} took {milliseconds(step.nanoseconds)} on rank {rank.header.rank} of {run.world}: "
+        f"{100 * found.compute / total:.0f} % compute, {100 * found.wait / total:.0f} % exposed messages, host-bound: "
+        f"{100 * found.host / total:.0f} %; peak of what the library holds: {human(peak)}"
+    ]
+    for item in exposures(run, rank, number)[:shown]:
+        unit = f"{rank.name_of(item.unit)}: " if item.unit >= 0 else ""
+        phase = f", {item.phase}" if item.phase else ""
+        lines.append(f"  {unit}{item.what}{phase}, {milliseconds(item.nanoseconds)} exposed: {item.text}")
+    late = stragglers(standings(run, number))
+    lines += [f"  straggler: rank {each.rank}, last at {100 * each.last:.0f} % of messages" for each in late]
+    return "\n".join(lines)
+
+
+# ---- story -----------------------------------------------------------------------------------------------------------
 
 # Said of commands without a rule of their own.
 _CALLED = "the program called {}"

@@ -112,7 +112,6 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
         keys = config.training
-        self.share = keys.global_batch // world.size
         self.micro = fullshard.MicroBatches(
             model,
             size=config.micro_batch(world.size),
@@ -134,6 +133,11 @@ class Trainer:
         self.random = checkpoint.RandomState(keys.seed, world.rank)
         self.held: fullshard.Report | None = None
         self.stopped_by = 0  # the signal that some rank received before the last step's figures were summed
+
+    @property
+    def share(self) -> int:
+        """Sequences of a step of this process."""
+        return self.config.training.global_batch // self.world.size
 
     @property
     def micro_batch(self) -> int:

@@ -25,8 +25,8 @@ from ...policy.arguments import (
 )
 from ..agreement import Message, agree
 from ..errors import CheckpointMismatch, CheckpointNotFound
+from ..files import shown_progress
 from ..plan import matches
-from ..progress import shown_progress
 from ..state import dtype_name, named_tensors, part_of
 from .convert import RefusedCheckpoint, detect
 from .hf import HfSource

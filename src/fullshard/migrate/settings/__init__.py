@@ -5,6 +5,5 @@ hugging      tables of Accelerate and of the Trainer's fsdp_config
 composer     tables of Composer and LLM Foundry
 titan        table of torchtitan
 deepspeed    table of DeepSpeed's ZeRO
-formats      all tables, and which of them a file is in
-conversion   a file's findings, and the ShardingConfig that they make
+conversion   which table a file is in, its findings, and the ShardingConfig that they make
 """

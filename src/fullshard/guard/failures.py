@@ -1,4 +1,12 @@
-"""The exceptions for ranks that disagree or fail: `RuntimeError`s, raised on every rank."""
+"""What fails on a rank: the exceptions that all ranks raise, faults as ranks send them to each other, and losses.
+
+    PeerFailed, RanksDisagree   the exceptions, both `RuntimeError`s
+    Fault                       the failure of one rank, as a text in the store
+    Failures                    what failed in the current epoch of a scope (scope.py)
+    Loss                        what a failure on a device spoiled: values of the model, until a load
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -117,3 +125,63 @@ class Fault:
             unit=self.doing,
             text=self.text,
         )
+
+
+@dataclass(slots=True)
+class Failures:
+    """What failed on the ranks of a scope since their last meeting, which replaces it by a new one."""
+
+    # All ranks must meet before the next message.
+    must_meet: bool = False
+    # The fault that this rank published; and the one for which the data groups were cut.
+    own: Fault | None = None
+    cause: Fault | None = None
+    # Whether `cause`, or what followed from it, was raised.
+    has_raised: bool = False
+    # An exception left a wait: connections may be incomplete, and ranks at different messages.
+    is_torn: bool = False
+    # How many of this rank's guarded blocks failed.
+    attempts: int = 0
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+# On a device `Work.wait()` orders streams; the host continues. An abort releases the streams, so what was queued after
+# an unfinished message, perhaps an optimizer step, ran on memory that never arrived. The rank on which that happened
+# notes a `Loss`. In the next meeting each rank reports a mark beside its word, so that all ranks know:
+#
+#     word!3    lost in epoch 3, and not restored yet
+#     word?     messages are under way now: lost if the meeting gives their connections up
+#
+# Nothing of this happens on a CPU, where a wait returns only with its message.
+
+LOST, PERHAPS = "!", "?"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`epoch`: in which connections were cut; `ranks`: where messages were under way then; `text`: which ones, and
+    why."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+def settled(state: str, epoch: int, *, renews: bool) -> str:
+    """The word of a rank after it is known whether the meeting that ends `epoch` gives connections up.
+
+    >>> settled("3?", 2, renews=True), settled("3?", 2, renews=False), settled("3!1", 2, renews=True)
+    ('3!2', '3', '3!1')
+    """
+    word, perhaps, _ = state.partition(PERHAPS)
+    return f"{word}{LOST}{epoch}" if perhaps and renews else word
+
+
+def lost_in(state: str) -> int:
+    """The epoch of the loss that a word reports, or -1.
+
+    >>> lost_in("3!2"), lost_in("3")
+    (2, -1)
+    """
+    epoch = state.partition(LOST)[2]
+    return int(epoch) if epoch else -1
