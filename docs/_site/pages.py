@@ -24,7 +24,7 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}).*?^(?P=indent)(?P=ticks) *$
 LINK = re.compile(r"`[^`\n]*`|(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")
 COMMENT = re.compile(r"^<!-- run:.*?-->\n", flags=re.M | re.S)
 NORUN = re.compile(r'^( *`{3,}\w+)(?P<more>[^\n]*?) norun="(?P<why>[^"]*)"(?P<rest>[^\n]*)$', flags=re.M)
-EXIT = re.compile(r'^( *`{3,}\w+[^\n]*?) exit="\d+"', flags=re.M)
+TESTS = re.compile(r'^( *`{3,}\w+[^\n]*?) (?:exit|output)="[^"]*"', flags=re.M)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _fence(text: str) -> str:
     """A block without what is for the tests alone; why they do not run it is its title."""
-    text = EXIT.sub(r"\1", text, count=1)
+    text = TESTS.sub(r"\1", text, count=1)
     found = NORUN.match(text)
     if found is None:
         return text

@@ -1,7 +1,8 @@
 """The code blocks of a document, and how each is run: docs/code-blocks.md is the convention.
 
 blocks(text)             every block, in the order of the page
-run(path, folder)        run those of one document in an empty folder; raises with the line of the block that failed
+run(path, folder)        run those of one document in an empty folder; raises with the line of the block that failed,
+                         or whose output is not what the page shows
 
     python -m tests.harness.pages docs/prepare.md [folder]
 """
@@ -9,7 +10,9 @@ run(path, folder)        run those of one document in an empty folder; raises wi
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import math
 import os
 import re
 import signal
@@ -21,7 +24,7 @@ import tomllib
 import types
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,7 +39,9 @@ SHELL = ("sh", "console")
 DATA = ("toml", "yaml", "json")
 SHOWN = ("text", "diff")
 LANGUAGES = {*CODE, *SHELL, *DATA, *SHOWN}
-ATTRIBUTES = {"title", "norun", "exit", "linenums", "hl_lines"}
+ATTRIBUTES = {"title", "norun", "exit", "output", "linenums", "hl_lines"}
+# What a `text` block that follows commands may say of itself; without it, its lines are compared with what they print.
+OUTPUTS = ("numbers vary", "of another run")
 _FENCE = re.compile(
     r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[^\s`]*)(?P<more>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=ticks) *$"
     r"|^<!-- run: (?P<word>\w+)(?P<rest>[^\n]*?)(?:\n(?P<hidden>.*?)\n)? ?-->$",
@@ -58,6 +63,8 @@ class Block:
     hidden: bool = False
     # What follows the attributes and is none.
     odd: str = ""
+    # What the page shows of what it prints: the `text` block after it, or a console's own lines.
+    shown: Block | None = None
 
     def get(self, name: str) -> str | None:
         return dict(self.attributes).get(name)
@@ -131,6 +138,8 @@ def problems(text: str) -> list[str]:
         unknown = {key for key, _ in block.attributes} - ATTRIBUTES
         if unknown or block.odd:
             wrong(f'expected attributes {sorted(ATTRIBUTES)} as name="value", found {sorted(unknown)} {block.odd}')
+        if (output := block.get("output")) is not None and (block.language != "text" or output not in OUTPUTS):
+            wrong(f"expected output on a text block, one of {OUTPUTS}, found {output!r} on {block.language}")
         if block.language == "console" and "$ " not in block.code:
             wrong("expected commands after `$ ` in a console block; output alone is `text`")
         if block.language in CODE and block.get("norun") is None:
@@ -161,8 +170,75 @@ def _read(language: str, code: str) -> None:
 
 
 def steps(text: str) -> list[Block]:
+    """The blocks that run, each with what the page shows of its output."""
     by = run_by(text)
-    return [block for block in blocks(text) if block.step and not (by and block.step == "python")]
+    found: list[Block] = []
+    # Where in `found` the last visible block is, if it runs and nothing visible came after it.
+    last: int | None = None
+    for block in blocks(text):
+        if block.step and not (by and block.step == "python"):
+            found.append(block)
+        if block.hidden:
+            continue
+        if block.language == "text" and last is not None and _prints(found[last]):
+            if block.get("output") != "of another run":
+                found[last] = replace(found[last], shown=block)
+        last = len(found) - 1 if found and found[-1] is block else None
+        if block.language == "console" and last is not None:
+            lines = [line for line in block.code.splitlines() if not line.startswith(("$ ", "> "))]
+            found[last] = replace(block, shown=replace(block, language="text", code="\n".join(lines)))
+    return found
+
+
+def _prints(block: Block) -> bool:
+    return block.step == "shell" or (block.step == "python" and "print(" in block.code)
+
+
+# ---- shown output ----------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+_TIME = re.compile(r"\d[\d,]*(?:\.\d+)? ?(?:us|ms|s|min|h)\b")
+# Decimals are of a machine's arithmetic; whole numbers count something and are equal.
+CLOSE = 0.02
+
+
+def unlike(shown: Block, printed: str) -> str | None:
+    """The first line that the page shows and that was not printed after the line before it, or None.
+
+    Lines may be missing (`...`, warnings between them). Times are never compared, decimals to 2 %.
+    """
+    rest = iter([_words(line) for line in printed.splitlines()])
+    vary = shown.get("output") == "numbers vary"
+    for line in shown.code.splitlines():
+        wanted = _words(line)
+        if wanted and wanted != "..." and not any(_alike(wanted, found, vary=vary) for found in rest):
+            return line
+    return None
+
+
+def _words(line: str) -> str:
+    """The line without widths of columns and rulers, which follow the numbers in them, and without times."""
+    return _TIME.sub("TIME", " ".join(re.sub(r"-{4,}", "----", line).split()))
+
+
+def _alike(wanted: str, found: str, *, vary: bool) -> bool:
+    if _NUMBER.sub("#", wanted) != _NUMBER.sub("#", found):
+        return False
+    return vary or all(map(_equal, _NUMBER.findall(wanted), _NUMBER.findall(found)))
+
+
+def _equal(one: str, other: str) -> bool:
+    if "." in one or "." in other or "e" in one or "e" in other:
+        return math.isclose(float(one.replace(",", "")), float(other.replace(",", "")), rel_tol=CLOSE)
+    return one == other
+
+
+def _compare(block: Block, page: str, printed: str) -> None:
+    if block.shown is not None and (line := unlike(block.shown, printed)) is not None:
+        raise AssertionError(
+            f"{page}, line {block.shown.line}: the page shows a line that was not printed, or not there:\n{line}\n"
+            f"--- it printed ---\n{printed[-4000:]}"
+        )
 
 
 def run(path: Path, folder: Path) -> None:
@@ -185,7 +261,12 @@ def _on_a_rank(rank: int, page: str, todo: list[Block], folder: str) -> None:
             for block in todo:
                 if block.step == "python":
                     # Its lines keep their numbers, so a traceback names those of the document.
-                    exec(compile("\n" * (block.line - 1) + block.code, str(ROOT / page), "exec"), vars(module))
+                    code = compile("\n" * (block.line - 1) + block.code, str(ROOT / page), "exec")
+                    output = io.StringIO()
+                    with contextlib.redirect_stdout(output) if block.shown and rank == 0 else contextlib.nullcontext():
+                        exec(code, vars(module))
+                    if rank == 0:
+                        _compare(block, page, output.getvalue())
                     continue
                 dist.barrier()
                 if rank == 0:
@@ -246,6 +327,7 @@ def _outside(block: Block, page: str, folder: Path) -> None:
             f"{page}, line {block.line}: expected exit code {expected}, found {status}\n"
             f"{block.commands}\n--- it printed ---\n{printed[-4000:]}"
         )
+    _compare(block, page, printed)
 
 
 if __name__ == "__main__":

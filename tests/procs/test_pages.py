@@ -1,4 +1,4 @@
-"""Every code block of the documents runs, in the order of its page (docs/code-blocks.md)."""
+"""Every code block of the documents runs, in the order of its page, and prints what is shown (docs/code-blocks.md)."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def test_blocks_share_a_namespace_a_folder_and_the_ranks(write, tmp_path: Path) 
         '```python\nassert x == float(open("two").read())\n```\n'
         '```sh exit="3"\nexit 3\n```\n'
         '```sh norun="why"\nexit 4\n```\n'
+        "```python\nprint(int(x), dist.get_rank())\n```\n```text\n2 0\n```\n"
+        "```console\n$ cat two\n2\n```\n"
     )
     folder = tmp_path / "scratch"
     folder.mkdir()
@@ -69,6 +71,9 @@ def test_blocks_share_a_namespace_a_folder_and_the_ranks(write, tmp_path: Path) 
         ("\n```sh\necho spoken; false\n```\n", AssertionError, ("page.md, line 3", "spoken", "found 1")),
         ("\n```python\nx = 1\nassert x == 2\n```\n", RanksFailed, ("page.md", "line 4", "AssertionError")),
         ("```python\nx = 1\n```\n```sh\nfalse\n```\n", RanksFailed, ("page.md, line 5",)),
+        ("```sh\necho 1\n```\n```text\n2\n```\n", AssertionError, ("page.md, line 5", "2", "it printed ---\n1")),
+        ("```python\nprint(1)\n```\n```text\n2\n```\n", RanksFailed, ("page.md, line 5", "it printed ---\n1")),
+        ("```console\n$ echo 1\n2\n```\n", AssertionError, ("page.md, line 2", "it printed ---\n1")),
     ],
 )
 def test_a_block_that_fails_is_named_with_its_line(  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pages import DOCS, ROOT, blocks, documents, name, problems, run_by
+from tests.harness.pages import DOCS, ROOT, Block, blocks, documents, name, problems, run_by, steps, unlike
 
 REASONS = ROOT / "tests" / "norun.txt"
 
@@ -102,8 +102,121 @@ def test_blocks_are_found_with_how_they_run() -> None:
         ("```toml\nx =\n```", "not toml"),
         ("```yaml\nx: [\n```", "not yaml"),
         ("```console\noutput\n```", "expected commands after"),
+        ('```text output="something like it"\nx\n```', "expected output on a text block"),
+        ('```sh output="numbers vary"\nx\n```', "expected output on a text block"),
     ],
 )
 def test_what_is_against_the_convention_is_found(block: str, what: str) -> None:
     (found,) = problems(f"\n{block}\n")
     assert what in found and found.startswith("line 3")
+
+
+SHOWN = """
+```sh
+date
+```
+
+```text
+of the command
+```
+
+```text
+a tree
+```
+
+```python
+x = 1
+```
+
+```text
+after Python that prints nothing
+```
+
+```python
+print(x)
+```
+
+<!-- run: sh
+true
+-->
+
+```text
+of Python, past what is invisible
+```
+
+```console
+$ fullshard --version
+fullshard 0.2.0
+```
+
+```sh norun="needs Slurm"
+srun date
+```
+
+```text
+of what does not run
+```
+
+```sh
+date
+```
+
+```text output="of another run"
+other words
+```
+"""
+
+
+def test_shown_output_belongs_to_what_prints_it() -> None:
+    assert [block.shown and block.shown.code.strip() for block in steps(SHOWN)] == [
+        "of the command",
+        None,
+        "of Python, past what is invisible",
+        None,
+        "fullshard 0.2.0",
+        None,
+    ]
+
+
+PRINTED = "a warning\nstep 10  loss 2.4357\nsaved 3 tensors in 0.2 s\na   b\n-------\n1   2.50\nwhole: 3,411 values\n"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    ["step 10  loss 2.4401\nsaved 3 tensors in 11.9 ms\n", "step 10  loss 2.4357\n...\na b\n---------\n1 2.5\n", "\n"],
+)
+def test_output_that_was_printed(shown: str) -> None:
+    assert unlike(Block("text", shown, 1), PRINTED) is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "line"),
+    [
+        ("step 10  loss 2.5357\n", "step 10  loss 2.5357"),  # another value
+        ("step 11  loss 2.4357\n", "step 11  loss 2.4357"),  # another count
+        ("saved 3 tensors\n", "saved 3 tensors"),  # a part of a line
+        ("saved 3 tensors in 1 s\nstep 10  loss 2.4357\n", "step 10  loss 2.4357"),  # another order
+        ("a b\na b\n", "a b"),  # printed once
+        ("whole: 3,412 values\n", "whole: 3,412 values"),
+    ],
+)
+def test_output_that_was_not_printed(shown: str, line: str) -> None:
+    assert unlike(Block("text", shown, 1), PRINTED) == line
+
+
+def test_numbers_that_vary_are_not_compared_and_words_are() -> None:
+    vary = (("output", "numbers vary"),)
+    assert unlike(Block("text", "step 11  loss 9.9\n", 1, vary), PRINTED) is None
+    assert unlike(Block("text", "stage 11  loss 9.9\n", 1, vary), PRINTED) == "stage 11  loss 9.9"
+
+
+def test_most_of_the_output_that_pages_show_is_compared() -> None:
+    blocks_of = {path: blocks(path.read_text()) for path in documents()}
+    compared = sum(block.shown is not None for path in blocks_of for block in steps(path.read_text()))
+    others = [
+        f"{name(path)}, line {block.line}"
+        for path, found in blocks_of.items()
+        for block in found
+        if block.get("output") == "of another run"
+    ]
+    assert compared >= 25 and len(others) <= 5, others
