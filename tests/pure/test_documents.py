@@ -97,6 +97,17 @@ def test_make_targets_exist(path: Path) -> None:
     assert wanted <= TARGETS, f"not in the Makefile: {wanted - TARGETS}"
 
 
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if not DATED.search(path.name)], ids=_name)
+def test_torch_is_installed_in_the_range_that_is_declared(path: Path) -> None:
+    """`pip install torch` alone would bring a version that nothing ran with."""
+    (declared,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    parts = set(declared.removeprefix("torch").split(","))
+    for command in commands(path, "pip"):
+        for word in shlex.split(command)[2:]:
+            if re.match(r"torch\b", word):
+                assert set(word.removeprefix("torch").split(",")) == parts, command
+
+
 def test_the_two_commands_are_in_the_readme() -> None:
     assert commands(README, "make") == ["make train", "make test"]
     assert {"train", "test"} <= TARGETS
