@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.migrate.activations import Checkpointed
 from fullshard.train.config import load_config
 from fullshard.train.model import Llama, sharded_model
 from fullshard.train.planned import strategy_of
@@ -37,6 +38,17 @@ def test_recomputation_and_offload_reach_the_model(monkeypatch: pytest.MonkeyPat
     assert {type(options["offload_policy"]) for _, options in given} == {fullshard.CPUOffloadPolicy}
     assert [options["reshard_after_forward"] for _, options in given] == [2] * 5 + [None]
     assert [runs.count(number) for number in range(5)] == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_activations_on_the_host_reach_the_blocks(recompute: str) -> None:
+    config = load_config(None, ["training.offload_activations=true", f"training.recompute={recompute}"])
+    with fake_world(2):
+        model: Any = sharded_model(config, 256, init_device_mesh("cpu", (2,)), torch.device("cpu"))
+        for block in model.layers:
+            assert isinstance(block.forward, Checkpointed)
+            assert block.forward.run.keywords["offload"] is True
+            assert block.forward.run.keywords["recompute"] == (recompute == "block")
 
 
 def test_saved_results_are_not_computed_again() -> None:

@@ -47,7 +47,10 @@ CLAIMS: dict[str, tuple[str, list[str]]] = {
         parallelism.tensor_parallel_degree activation_checkpoint.mode
         activation_checkpoint.selective_ac_option""".split(),
     ),
-    "deepspeed": ("zero2+bf16+pure", "train_micro_batch_size_per_gpu zero_optimization.stage".split()),
+    "deepspeed": (
+        "zero2+bf16+pure",
+        "gradient_accumulation_steps train_micro_batch_size_per_gpu zero_optimization.stage".split(),
+    ),
 }
 # Other spellings of what is exact, one file each.
 MORE = {

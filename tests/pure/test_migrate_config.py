@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +14,37 @@ import pytest
 from fullshard.cli import main
 from fullshard.cli.migrate import FORMATS as NAMES
 from fullshard.migrate.reading import read_config
-from fullshard.migrate.settings.conversion import FORMATS, Conversion, convert
+from fullshard.migrate.settings import hugging as HUGGING
+from fullshard.migrate.settings.conversion import FORMATS, Conversion, _given, convert
 from fullshard.migrate.settings.rules import (
     ANY,
     GIVEN,
     KINDS,
     NUMBER,
+    PATTERN,
+    REGEX,
     TABLE,
     TEXT,
     WHOLE,
     Case,
     Format,
     Rule,
+    names_of,
 )
 from fullshard.migrate.settings.rules import (
     NAMES as TEXTS,
 )
-from fullshard.migrate.verdict import UNSUPPORTED, VERDICTS, MigrationError
+from fullshard.migrate.verdict import DROPPED, EQUIVALENT, LOSSY, UNSUPPORTED, VERDICTS, MigrationError
 
 # A value of each kind that no literal case of any rule takes.
 SAMPLES: dict[str, Any] = {ANY: "x", WHOLE: 2, NUMBER: 0.5, TEXT: "float16", TEXTS: ["A", "B"], TABLE: {}}
+SAMPLES |= {PATTERN: r"head|layers\.0\.mlp.*", REGEX: r"layers\.\d+"}
 # Keys without which a row means nothing.
 BESIDE: dict[str, dict[str, Any]] = {
     "min_num_params": {"auto_wrap_policy": "SIZE_BASED_WRAP"},
     "selective_ac_option": {"activation_checkpoint.mode": "selective"},
     "pin_memory": {"zero_optimization.offload_param.device": "cpu"},
+    "activation_checkpointing_offload": {"activation_checkpointing": True},
     "HYBRID": {"data_parallel_replicate_degree": 2},
 }
 
@@ -61,6 +69,8 @@ def _convert(name: str, keys: Mapping[str, Any]) -> Conversion:
 def _beside(format: Format, rule: Rule, case: Case) -> dict[str, Any]:
     end = rule.key.rpartition(".")[2].removeprefix("fsdp_")
     prefix = rule.key[: len(rule.key) - len(end)]
+    if not case.settings and case.when is False:
+        return {}
     found = BESIDE.get(end, {})
     if "HYBRID" in str(case.when) or (case.when in (4, 5) and end in ("sharding_strategy", "reshard_after_forward")):
         if format.name == "accelerate":
@@ -86,7 +96,7 @@ def test_row(format: Format, rule: Rule, case: Case) -> None:
     assert case.verdict in VERDICTS and case.reason
     for name, wanted in case.settings.items():
         if name in found.settings or not said[0].reason.startswith("has no effect"):
-            expected = value if wanted is GIVEN or wanted == GIVEN else wanted
+            expected = _given(value, name) if wanted is GIVEN or wanted == GIVEN else wanted
             assert found.settings.get(name, wanted) == expected
     assert found.config == read_config(_table(format, found.settings))
 
@@ -150,6 +160,9 @@ DEFAULTS = {
         {"fsdp_config.activation_checkpointing": True},
         "fsdp_config.activation_checkpointing_reentrant",
     ),
+    "the model's classes, Trainer": ("hf", {"version": 2}, "auto_wrap_policy"),
+    "full state dicts of version 2, Trainer": ("hf", {"version": 2}, "state_dict_type"),
+    "version 2, Trainer": ("hf", {"auto_wrap_policy": "NO_WRAP"}, "version"),
     "torchtitan's low precision": (
         "torchtitan",
         {"parallelism.tensor_parallel_degree": 1},
@@ -185,6 +198,108 @@ def test_accelerate_says_that_it_reduces_in_the_compute_dtype() -> None:
     found = _convert("accelerate", {"mixed_precision": "bf16", "distributed_type": "FSDP"})
     assert found.config.precision.dtypes == ("bfloat16", "bfloat16", None)
     assert "reduces gradients in the compute dtype" in found.findings[0].reason
+
+
+def test_the_trainer_has_defaults_of_its_own() -> None:
+    config = _convert("hf", {"reshard_after_forward": True}).config
+    assert (config.wrap.by, config.state_dict.kind, config.state_dict.rank0_only) == ("no_split_modules", "full", True)
+    config = _convert("hf", {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}).config
+    assert (config.wrap.by, config.wrap.classes) == ("classes", ("Block",))
+
+
+def test_the_trainer_s_defaults_are_those_of_the_package() -> None:
+    training_args = pytest.importorskip("transformers.training_args")
+    settings = training_args.TrainingArguments(output_dir="x", fsdp=True, fsdp_config={}, use_cpu=True).fsdp_plugin_args
+    assert settings["fsdp_version"] == HUGGING._DEFAULTS["version"]
+    assert settings["auto_wrap_policy"] == HUGGING._DEFAULTS["auto_wrap_policy"]
+    assert settings["state_dict_type"] == HUGGING._DEFAULTS["state_dict_type"]
+
+
+def test_accelerate_s_keys_all_have_rules() -> None:
+    """Those of the installed version, as its own command line has them."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    config = pytest.importorskip("accelerate.commands.config.config_args")
+    known = {name for rule in HUGGING.ACCELERATE.rules for name in (rule.key, *rule.names)}
+    options = {each.dest for each in launch.launch_command_parser()._actions}
+    keys = {f"fsdp_config.{name}" for name in options if name.startswith("fsdp_")}
+    keys |= {f"parallelism_config.{name}" for name in options if name.startswith("parallelism_config_")}
+    keys |= set(config.ClusterConfig.__dataclass_fields__) - {"fsdp_config", "parallelism_config"}
+    assert not keys - known
+
+
+@pytest.mark.parametrize(("version", "cast"), [({}, True), ({"fsdp_config.fsdp_version": 2}, False)])
+def test_version_1_of_accelerate_casts_buffers(version: dict[str, Any], cast: bool) -> None:
+    keys = {"mixed_precision": "bf16", "fsdp_config.fsdp_offload_params": False, **version}
+    said = next(each for each in _convert("accelerate", keys).findings if each.key == "mixed_precision")
+    assert ("casts buffers too" in said.reason) == cast
+
+
+def test_accelerate_recomputes_whole_layers() -> None:
+    keys = {"fsdp_config.fsdp_activation_checkpointing": True, "fsdp_config.fsdp_version": 2}
+    said = next(each for each in _convert("accelerate", keys).findings if each.key.endswith("_checkpointing"))
+    assert "children" not in said.reason and "dropout" in said.reason
+    with pytest.raises(MigrationError, match="expected fsdp_activation_checkpointing = true beside it"):
+        _convert("accelerate", {"fsdp_config.fsdp_activation_checkpointing_offload": True})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("lm_head", ["lm_head"]),
+        (r"model\.vision_tower.*|lm_head", ["model.vision_tower*", "lm_head"]),
+        ("(a|b.c)", ["a", "b.c"]),
+        ("^(?:a)$", ["a"]),
+        (r"layers\.\d+", None),
+        ("a[bc]", None),
+        ("a(b|c)", None),
+        ("", None),
+        ("a|", None),
+    ],
+)
+def test_regular_expressions_of_names(pattern: str, names: list[str] | None) -> None:
+    """What is read as names matches the same modules as the expression."""
+    assert names_of(pattern) == names
+    found = _convert("accelerate", {"fsdp_config.fsdp_ignored_modules": pattern})
+    assert found.config.wrap.ignored == tuple(names or ())
+    assert [each.verdict for each in found.findings if each.key.endswith("ignored_modules")] == [
+        UNSUPPORTED if names is None else EQUIVALENT
+    ]
+    for module in ("lm_head", "model.vision_tower", "model.vision_tower.x.y", "a", "b.c", "layers.3", "ab"):
+        same = names is None or any(fnmatchcase(module, name) for name in names)
+        assert names is None or same == bool(re.fullmatch(pattern, module))
+
+
+@pytest.mark.parametrize(
+    ("keys", "lost"),
+    [
+        ({"gradient_clipping": 0.5}, ["gradient_clipping"]),
+        ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps"]),
+        ({"gradient_clipping": 0.0, "gradient_accumulation_steps": 1}, []),
+        ({"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto"}, []),
+    ],
+)
+def test_what_deepspeed_s_engine_does_in_a_step_is_not_dropped(keys: dict[str, Any], lost: list[str]) -> None:
+    found = _convert("deepspeed", {"zero_optimization.stage": 2, **keys})
+    assert [each.key for each in found.findings if each.verdict == LOSSY] == lost
+
+
+def test_keys_of_foundry_that_are_not_about_sharding() -> None:
+    keys = "eval_gauntlet eval_gauntlet_str icl_tasks_str icl_seq_len icl_subset_num_batches load_ignore_keys".split()
+    keys += "save_ignore_keys cuda_load_lazy device_train_batch_size n_gpus device_train_grad_accum".split()
+    found = _convert("foundry", {**dict.fromkeys(keys, 1), "fsdp_config.verbose": True})
+    assert {each.key for each in found.findings if each.verdict == DROPPED} >= {*keys}
+
+
+def test_composer_shards_over_all_ranks_without_a_degree() -> None:
+    found = _convert("composer", {"fsdp.sharding_strategy": "HYBRID_SHARD", "fsdp.data_parallel_replicate_degree": 2})
+    said = next(each for each in found.findings if each.key == "fsdp.sharding_strategy")
+    assert "without it Composer shards over all ranks, with a warning" in said.reason
+
+
+@pytest.mark.parametrize("value", [None, {}])
+def test_a_table_without_keys(value: Any) -> None:
+    table = {"distributed_type": "FSDP", "fsdp_config": value, "parallelism_config": value}
+    assert not [each.key for each in convert(table, "a.yaml", ".yaml").findings if "config" in each.key]
 
 
 def test_interpolations_are_resolved() -> None:
@@ -261,6 +376,30 @@ BAD = {
         "expected true or false",
     ),
     "a value for a table": ("c.yaml", "fsdp: [1]\n", "c.yaml:1: fsdp = [1]: ", "expected a table"),
+    "a number for Accelerate's table": (
+        "a.yaml",
+        "distributed_type: FSDP\nfsdp_config: 3\n",
+        "a.yaml:2: fsdp_config = 3: ",
+        "expected a table",
+    ),
+    "a switch for DeepSpeed's table": (
+        "d.json",
+        '{"zero_optimization": true}',
+        "d.json:1: zero_optimization = true: ",
+        "expected a table",
+    ),
+    "a number for Composer's table": (
+        "c.yaml",
+        "parallelism_config: 3\n",
+        "c.yaml:1: parallelism_config = 3: ",
+        "expected a table",
+    ),
+    "a switch for a table of DeepSpeed's": (
+        "d.json",
+        '{"zero_optimization": {"stage": 3, "offload_param": true}}',
+        "d.json:1: zero_optimization.offload_param = true: ",
+        "expected a table",
+    ),
     "a wrong value": (
         "a.yaml",
         ACCELERATE.replace("SHARD_GRAD_OP", "HALF_SHARD"),
@@ -304,6 +443,24 @@ BAD = {
         '{"output_dir": "out", "fsdp": "full_shard auto_wrap", "fsdp_config": {"backward_prefetch": "backward_pre"}}',
         "a.json: ",
         "expected the Trainer's fsdp_config by itself, found all arguments of a Trainer",
+    ),
+    "all arguments of a Trainer, fsdp switched on": (
+        "a.json",
+        '{"output_dir": "out", "fsdp": true, "fsdp_config": {"version": 2}}',
+        "a.json: ",
+        "found all arguments of a Trainer; write the table fsdp_config to a file\n",
+    ),
+    "fsdp switched on, and its table": (
+        "a.json",
+        '{"fsdp": true, "fsdp_config": {"version": 2}}',
+        "a.json: ",
+        "found all arguments of a Trainer; write the table fsdp_config to a file\n",
+    ),
+    "all arguments of a Trainer, without a table": (
+        "a.json",
+        '{"output_dir": "out", "fsdp": true}',
+        "a.json: ",
+        'found all arguments of a Trainer; write {"version": 2} to a file\n',
     ),
     "no configuration": ("a.yaml", "colour: red\n", "a.yaml: ", "expected a configuration of one of these"),
     "a list": ("a.json", "[1, 2]", "a.json: ", "expected keys with values, found a list"),

@@ -16,7 +16,8 @@ run.dir
 model.layers model.dim model.heads model.kv_heads model.ffn_dim model.tie_embeddings model.rope_theta model.norm_eps
 training.steps training.global_batch training.micro_batch training.sequence_length training.clip_norm
 training.accumulate training.nonfinite training.replay_every training.check_every
-training.recompute training.recompute_every training.recompute_save training.device training.seed training.threads
+training.recompute training.recompute_every training.recompute_save training.offload_activations training.device
+training.seed training.threads
 optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.beta1 optimizer.beta2 optimizer.eps
 optimizer.weight_decay
 parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degree parallelism.reshard_after_forward

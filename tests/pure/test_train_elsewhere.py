@@ -64,8 +64,8 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
     "activations on the host": (
         {"activation_checkpointing": {"at": "units", "recompute": False, "offload": True}},
-        [LOSSY],
-        {},
+        [EXACT],
+        {"training.offload_activations": True},
     ),
     "micro-batches": (
         {"micro_batches": {"size": "auto", "reduce": "each"}},
@@ -171,6 +171,21 @@ def test_the_file_of_the_trainer_and_set_go_beside_it(here: Path, capsys: pytest
     assert 'precision.reduce = "float64": own.toml and --from contradict each other, where it is "float32"' in (
         capsys.readouterr().err
     )
+
+
+def test_the_trainer_does_what_deepspeed_s_engine_does(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 4, '
+        '"train_micro_batch_size_per_gpu": 2, "train_batch_size": 16}'
+    )
+    assert main(["train", "--from", "ds.json", "--print-config"]) == 0
+    (here / "own.toml").write_text(capsys.readouterr().out)
+    keys = load_config(here / "own.toml").training
+    assert (keys.clip_norm, keys.global_batch, keys.micro_batch) == (0.5, 16, 2)
+    # Without the whole batch the number of processes decides, which no file knows.
+    (here / "ds.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 4}')
+    assert main(["train", "--from", "ds.json", "--print-config"]) == 1
+    assert "--accept-lossy gradient_accumulation_steps" in capsys.readouterr().err
 
 
 LOSSY_FILE = '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'

@@ -79,6 +79,9 @@ class TrainingKeys:
     recompute_save: tuple[str, ...] = setting(
         (), 'operators whose results are kept although the block is recomputed, such as "aten.mm"'
     )
+    offload_activations: bool = setting(
+        False, "what blocks keep for backward is in host memory until then; no effect on a CPU"
+    )
     device: str = setting("auto", '"auto" = cuda where there is a device, else cpu', choices=("auto", "cpu", "cuda"))
     seed: int = setting(0, "seed of initial weights, sample order and generated text", least=0)
     threads: int = setting(0, "CPU threads per process; 0 = cores / processes", least=0)

@@ -7,13 +7,14 @@ trainer has a model, initial values and files of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.keys import show
 from fullshard.migrate import ShardingConfig, read_config
-from fullshard.migrate.settings.conversion import convert_file
+from fullshard.migrate.settings.conversion import Conversion, convert_file
+from fullshard.migrate.settings.rules import MICRO
 from fullshard.migrate.verdict import DROPPED, EQUIVALENT, EXACT, LOSSY, Finding, Place
 
 _RESHARD = {True: "always", False: "never"}
@@ -32,17 +33,38 @@ class Taken:
 def take(path: Path) -> Taken:
     """What the trainer takes of a configuration of another library, or of a `*.fullshard.toml` that `fullshard
     migrate` wrote. Raises `MigrationError` or `ConfigError` for what cannot be read."""
+    settings: dict[str, Any] = {}
     if path.name.endswith(".fullshard.toml"):
         findings, config = [], read_config(path)
     else:
         converted = convert_file(path)
-        findings, config = converted.findings, converted.config
-    settings: dict[str, Any] = {}
+        findings, config = _trained(converted), converted.config
+        settings = {name: value for new in converted.trains.values() for name, value in new.items()}
     for row in _rows(config):
         new = ", ".join(f"{name} = {show(value)}" for name, value in row.settings.items())
         findings = [*findings, Finding(Place(str(path)), row.key, show(row.value), row.verdict, row.reason, new)]
         settings |= row.settings
     return Taken(findings, settings)
+
+
+def _trained(converted: Conversion) -> list[Finding]:
+    """The findings, where the trainer has settings for what `fullshard migrate` leaves to the program."""
+    found = []
+    for each in converted.findings:
+        new = converted.trains.get(each.key)
+        if new:
+            setting = ", ".join(f"{name} = {show(value)}" for name, value in new.items())
+            each = replace(each, verdict=EXACT, reason="the trainer does it", setting=setting)
+        elif each.key == "gradient_accumulation_steps" and {"train_batch_size", MICRO} <= {
+            *converted.trains,
+            *converted.settings,
+        }:
+            each = replace(each, verdict=EXACT, reason="by training.global_batch and training.micro_batch")
+        elif each.key == "gradient_accumulation_steps" and each.verdict == LOSSY:
+            reason = "training.global_batch is this x micro-batch x processes: give train_batch_size"
+            each = replace(each, reason=reason)
+        found.append(each)
+    return found
 
 
 class _Row(NamedTuple):
@@ -109,7 +131,7 @@ def _precision(config: ShardingConfig) -> Iterator[_Row]:
 def _activations(config: ShardingConfig) -> Iterator[_Row]:
     keys, name = config.activation_checkpointing, "activation_checkpointing"
     if keys.offload:
-        yield _Row(f"{name}.offload", True, LOSSY, {}, "the trainer keeps activations on the device")
+        yield _Row(f"{name}.offload", True, EXACT, {"training.offload_activations": True}, "of the blocks")
     if keys.at == "none" or not keys.recompute:
         return
     reason = "of the trainer's model the blocks are computed again"

@@ -239,9 +239,17 @@ def sharded_model(config: Config, vocab: int, mesh: DeviceMesh, device: torch.de
     with torch.device("meta"):
         model = Llama(llama_shape(config, vocab))
     keys, policy = config.parallelism, precision_policy(config.precision)
-    if config.training.recompute == "block":
-        every, save = config.training.recompute_every, config.training.recompute_save
-        checkpoint_activations(model, "classes", classes=[Block.__name__], every=every, save=save)
+    training = config.training
+    if training.recompute == "block" or training.offload_activations:
+        checkpoint_activations(
+            model,
+            "classes",
+            classes=[Block.__name__],
+            every=training.recompute_every,
+            recompute=training.recompute == "block",
+            save=training.recompute_save,
+            offload=training.offload_activations,
+        )
     offload = CPUOffloadPolicy() if keys.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     kept = keys.reshard_after_forward

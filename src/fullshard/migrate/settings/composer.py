@@ -14,6 +14,7 @@ from .rules import (
     COPIES,
     DTYPE,
     GIVEN,
+    HELD,
     INIT,
     KIND,
     MICRO,
@@ -37,9 +38,8 @@ from .rules import (
 )
 
 _HYBRID = (
-    "the number of copies is data_parallel_replicate_degree; Composer takes the number of nodes where it is not given"
+    "the number of copies is data_parallel_replicate_degree; without it Composer shards over all ranks, with a warning"
 )
-_OFFLOADED = "activation_checkpointing.offload"
 _PURE = 'gradients are reduced in the low precision, too; precision.mode = "DEFAULT" reduces in float32'
 
 CONFIG: tuple[Rule, ...] = (
@@ -92,7 +92,7 @@ CONFIG: tuple[Rule, ...] = (
         Case(False, EXACT, {}, "never reentrant"),
         absent=True,
     ),
-    switch("activation_cpu_offload", EXACT, {_OFFLOADED: True}, "kept inputs are in host memory until backward"),
+    switch("activation_cpu_offload", EXACT, {HELD: True}, "kept inputs are in host memory until backward"),
     rule("backward_prefetch", *PREFETCH, absent="BACKWARD_POST"),
     dropped("backward_prefetch_limit", "model.set_memory_budget(prefetch=...) limits bytes instead of units"),
     dropped("forward_prefetch", "units are gathered ahead in the order of the recorded step"),
@@ -195,7 +195,10 @@ _NOT_SHARDING = (
     "data_local, data_remote, icl_tasks, icl_max_seq_len, dist_timeout, python_log_level, load_strict_model_weights, "
     "eval_loaders, profiler, compile_config, code_paths, only_hf_checkpoint, only_composer_checkpoint, metadata, "
     "save_weights_only, save_filename, save_latest_filename, max_split_size_mb, expandable_segments, name, image, "
-    "compute, command, integrations, parameters, scheduling, expected_gpus, log_config, tp_config_, dataset_swap"
+    "compute, command, integrations, parameters, scheduling, expected_gpus, log_config, tp_config_, dataset_swap, "
+    "eval_gauntlet, eval_gauntlet_str, icl_tasks_str, icl_seq_len, icl_subset_num_batches, load_ignore_keys, "
+    "save_ignore_keys, cuda_load_lazy, flatten_metadata, device_train_batch_size, n_gpus, device_train_grad_accum, "
+    "spin_dataloaders, accumulate_train_batch_on_tokens"
 )
 FOUNDRY = Format(
     "foundry",

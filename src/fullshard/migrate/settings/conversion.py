@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,18 @@ from .rules import (
     COPIES,
     FULL_STATE,
     GIVEN,
+    HELD,
+    IGNORED,
     KIND,
     LEAST,
+    MODE,
     OFFLOAD,
     PIN,
     WRAP,
     Case,
     Format,
     Rule,
+    names_of,
 )
 from .titan import TITAN
 
@@ -44,10 +48,16 @@ def find_format(path: str, suffix: str, table: Mapping[str, Any], name: str | No
     """The format `name`, or the one whose keys the table has. Raises `MigrationError`."""
     if name is not None:
         return next(each for each in FORMATS if each.name == name)
-    if "fsdp_config" in table and ("output_dir" in table or isinstance(table.get("fsdp"), str | list)):
+    given = table.get("fsdp")  # true, or in older versions the names of a strategy
+    trainer = "output_dir" in table or ("fsdp_config" in table and isinstance(given, str | list | bool))
+    if trainer and ("fsdp" in table or "fsdp_config" in table):
+        write = "write the table fsdp_config" if table.get("fsdp_config") else 'write {"version": 2}'
+        named = (
+            f", with the strategy of fsdp = {given!r} as its key sharding_strategy" if given not in (True, None) else ""
+        )
         raise MigrationError(
-            f"{path}: expected the Trainer's fsdp_config by itself, found all arguments of a Trainer; write the table "
-            f"fsdp_config to a file, with the strategy of fsdp = {table.get('fsdp')!r} as its key sharding_strategy"
+            f"{path}: expected the Trainer's fsdp_config by itself, found all arguments of a Trainer; "
+            f"{write} to a file{named}"
         )
     scores = {each.name: _score(each, table) for each in FORMATS if suffix in each.suffixes}
     best = max(scores, key=lambda each: scores[each], default="")
@@ -69,7 +79,7 @@ def _score(each: Format, table: Mapping[str, Any]) -> int:
         known |= {rule.key for rule in CONFIG}
     score = 10 * len(keys & set(each.signs)) + len(keys & known)
     block = table.get("fsdp_config")
-    if isinstance(block, Mapping):  # Accelerate's keys have a prefix, LLM Foundry's have none
+    if isinstance(block, Mapping) and block:  # Accelerate's keys have a prefix, LLM Foundry's have none
         prefixed = any(str(key).startswith("fsdp_") for key in block)
         score += 5 if prefixed == (each is ACCELERATE) else -100 if each in (ACCELERATE, FOUNDRY) else 0
     return max(score, 0)
@@ -77,19 +87,20 @@ def _score(each: Format, table: Mapping[str, Any]) -> int:
 
 # ---- conversion ------------------------------------------------------------------------------------------------------
 
-_OFFLOADED, _RECOMPUTE = "activation_checkpointing.offload", "activation_checkpointing.recompute"
+_RECOMPUTE = "activation_checkpointing.recompute"
 _EVERY, _SAVE = "activation_checkpointing.every", "activation_checkpointing.save"
 _HYBRIDS = ("4", "5", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """`settings`: the new ones, by `section.key`."""
+    """`settings`: the new ones, by `section.key`. `trains`: what the trainer takes beside them, by the old key."""
 
     format: Format
     findings: list[Finding]
     settings: dict[str, Any]
     config: ShardingConfig
+    trains: dict[str, dict[str, Any]]
 
 
 def convert_file(path: Path, name: str | None = None) -> Conversion:
@@ -126,11 +137,13 @@ class _Converter:
     findings: list[Finding] = field(default_factory=list)
     settings: dict[str, _Setting] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
+    trains: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def convert(self) -> Conversion:
         for key, value in self._keys():
             self._convert_key(key, value)
         self._convert_absent()
+        self._check_buffers()
         self._check_hybrid()
         self._check_dependent()
         settings = {key: each.value for key, each in self.settings.items()}
@@ -144,7 +157,7 @@ class _Converter:
             old = self.settings.get(str(error).partition(" ")[0])
             place = f"{self.path}" if old is None else f"{self._place(old.key)}: {old.key}"
             raise MigrationError(f"{place}: {error}") from None
-        return Conversion(self.format, in_order(self.findings), settings, config)
+        return Conversion(self.format, in_order(self.findings), settings, config, self.trains)
 
     # ---- keys ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +166,8 @@ class _Converter:
         table = dict(self.table)
         if self.format is COMPOSER:
             inner = table.pop("parallelism_config", None)
-            table.update(inner if isinstance(inner, Mapping) else {})
+            self._expect_table("parallelism_config", inner)
+            table.update(inner or {})
             if "fsdp2" in table:
                 table["fsdp"] = table.pop("fsdp2")
             own = {key: table.pop(key) for key in list(table) if any(key == rule.key for rule in CONFIG)}
@@ -165,10 +179,17 @@ class _Converter:
         for name, value in table.items():
             key = f"{prefix}{name}"
             inside = any(rule_name.startswith(f"{key}.") for rule in self.format.rules for rule_name in _names(rule))
-            if isinstance(value, Mapping) and value and inside:
+            if inside and self.format.rule(key) is None:  # a table or nothing, as of keys that are commented out
+                self._expect_table(key, value)
+                yield from self._flat(f"{key}.", value or {})
+            elif isinstance(value, Mapping) and value and inside:
                 yield from self._flat(f"{key}.", value)
             else:
                 yield key, value
+
+    def _expect_table(self, key: str, value: Any) -> None:
+        if value is not None and not isinstance(value, Mapping):
+            raise MigrationError(f"{self._place(key)}: {key} = {show(value)}: expected a table")
 
     def _convert_key(self, key: str, value: Any) -> None:
         rule = self.format.rule(key)
@@ -185,6 +206,8 @@ class _Converter:
     def _apply(self, rule: Rule, case: Case, key: str, value: Any, *, default: bool = False) -> None:
         new = {name: _given(value, name) if each is GIVEN else each for name, each in case.settings.items()}
         self._say(key, value, case.verdict, case.reason, new, default)
+        if case.trains:
+            self.trains[key] = {name: _given(value, name) if v is GIVEN else v for name, v in case.trains.items()}
         for name, setting in new.items():
             before = self.settings.get(name)
             if before is not None and before.value != setting and before.forces == case.forces:
@@ -202,7 +225,7 @@ class _Converter:
         top, _, inner = key.partition(".")
         names = [name for rule in self.format.rules for name in _names(rule)]
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
-        if top in self.format.elsewhere and not close:
+        if top in self.format.elsewhere and (key == top or not close):
             if not any(each.key == top for each in self.findings):
                 self._say(top, None, DROPPED, "not about sharding: it stays with your program", {}, False)
             return
@@ -229,8 +252,7 @@ class _Converter:
 
     def _convert_absent(self) -> None:
         """Defaults of the old library that mean something else than the new ones."""
-        version1 = self._given("version") not in (2, "2")
-        if self.format in (ACCELERATE, HUGGING_FACE) and self._has_block() and version1:
+        if self.format is ACCELERATE and self._has_block() and self._is_version_1():
             rule = self._rule("state_dict_type")
             if rule.key not in self.given:
                 reason = "version 1 of the plugin keeps full state dicts; the default here is sharded"
@@ -265,6 +287,19 @@ class _Converter:
         block = {"accelerate": "fsdp_config.", "composer": "fsdp.", "foundry": "fsdp_config."}.get(self.format.name, "")
         return any(key.startswith(block) for key in self.given)
 
+    def _is_version_1(self) -> bool:
+        """Of Accelerate's plugin."""
+        return self._given("version") not in (2, "2")
+
+    def _check_buffers(self) -> None:
+        """Version 1 of Accelerate's plugin casts buffers with the parameters."""
+        if self.format is not ACCELERATE or not self._has_block() or not self._is_version_1():
+            return
+        for i, each in enumerate(self.findings):
+            if each.key == "mixed_precision" and MODE in self.settings and self.settings[MODE].value == "PURE":
+                reason = f"{each.reason}; version 1 casts buffers too, which keep their dtype here"
+                self.findings[i] = replace(each, reason=reason)
+
     def _check_hybrid(self) -> None:
         """Hybrid sharding needs the number of copies."""
         for name in ("sharding_strategy", "reshard_after_forward"):
@@ -296,9 +331,13 @@ class _Converter:
         if PIN in value and not value.get(OFFLOAD):
             self._forget(PIN, "has no effect without offload")
         if value.get(AC, "none") == "none":
-            if value.get(_OFFLOADED):
-                self.settings[AC] = _Setting("children", self.settings[_OFFLOADED].key, False)
-                self.settings[_RECOMPUTE] = _Setting(False, self.settings[_OFFLOADED].key, False)
+            if value.get(HELD) and self.format is ACCELERATE:
+                key = self.settings[HELD].key
+                needed = "expected fsdp_activation_checkpointing = true beside it, which Accelerate asks for"
+                raise MigrationError(f"{self._place(key)}: {key} = true: {needed}")
+            if value.get(HELD):
+                self.settings[AC] = _Setting("children", self.settings[HELD].key, False)
+                self.settings[_RECOMPUTE] = _Setting(False, self.settings[HELD].key, False)
             for name in (_EVERY, _SAVE):
                 self._forget(name, "has no effect without checkpointing")
         elif self.format is TITAN and self.given.get("activation_checkpoint.mode", "selective") != "selective":
@@ -357,6 +396,8 @@ def _given(value: Any, name: str) -> Any:
     """The old value in the form of the new key."""
     if name == CLASSES and isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
+    if name == IGNORED and isinstance(value, str):
+        return names_of(value)
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 

@@ -34,6 +34,8 @@ from .rules import (
 _SCALER = "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale".split()
 _ZERO = "zero_optimization."
 _BUCKETS = "model.set_memory_budget(gradients=..., prefetch=...) limits bytes in flight"
+# Of the trainer.
+BATCH, CLIP = "training.global_batch", "training.clip_norm"
 _AUTO = Case("auto", DROPPED, {}, "the Trainer's own value")
 _LOW = (
     "build the model in float32: parameters are the master copies; gradients are reduced in the low precision, as there"
@@ -186,9 +188,35 @@ DEEPSPEED = Format(
             _AUTO,
             Case(WHOLE, EXACT, {MICRO: GIVEN}, "samples of a rank in one forward"),
         ),
-        dropped("train_batch_size", "of your data loader: micro-batches x accumulation x ranks"),
-        dropped("gradient_accumulation_steps", "the number of micro-batches comes from batch and micro-batch"),
-        dropped("gradient_clipping", "fullshard.clip_grad_norm_(model.parameters(), value) before the step"),
+        rule(
+            "train_batch_size",
+            _AUTO,
+            Case(WHOLE, EQUIVALENT, {}, "give each step this many samples over all ranks", trains={BATCH: GIVEN}),
+        ),
+        rule(
+            "gradient_accumulation_steps",
+            _AUTO,
+            Case(1, EXACT, {}, "a step for each micro-batch"),
+            Case(
+                WHOLE,
+                LOSSY,
+                {},
+                "no setting accumulates: give fullshard.MicroBatches this many micro-batches in one batch",
+            ),
+        ),
+        rule(
+            "gradient_clipping",
+            _AUTO,
+            Case(0, EXACT, {}, "the default: nothing is clipped"),
+            Case(0.0, EXACT, {}, "the default: nothing is clipped"),
+            Case(
+                NUMBER,
+                LOSSY,
+                {},
+                "no setting clips: call fullshard.clip_grad_norm_(model.parameters(), value) before the step",
+                trains={CLIP: GIVEN},
+            ),
+        ),
         rule(
             "gradient_predivide_factor",
             Case(1.0, EXACT, {}, "the default"),

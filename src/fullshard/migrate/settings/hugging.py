@@ -1,7 +1,8 @@
 """Accelerate's YAML, and the `fsdp_config` of transformers' Trainer, whose keys are the same without a prefix.
 
-Sources: Accelerate 1.15, transformers 5 (documentation and dataclasses of the plugin). Versions 1 and 2 of the plugin
-differ in defaults: version 1 keeps full state dicts, and wraps nothing unless it is set to.
+Sources: Accelerate 1.15, transformers 5 (documentation, dataclass of the plugin, and what they do with it). Versions 1
+and 2 of Accelerate's plugin differ in defaults: version 1 keeps full state dicts. The Trainer has defaults of its own:
+version 2, the model's own classes as units, full state dicts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from .rules import (
     DTYPE,
     FULL_STATE,
     GIVEN,
+    HELD,
+    IGNORED,
     INIT,
     KIND,
     LEAST,
     MODE,
     NAMES,
     OFFLOAD,
+    PATTERN,
+    REGEX,
     REPLICATED,
     RESHARD,
     SHARD,
@@ -133,7 +138,8 @@ PLUGIN: tuple[Rule, ...] = (
             True,
             EQUIVALENT,
             {AC: "units"},
-            "whole units, never reentrant; version 2 recomputes the children of each: same values, other memory",
+            "whole units, never reentrant, with their random states; version 2 keeps none, so dropout in units differs "
+            "there when they are computed again",
         ),
         Case(False, EXACT, {}, "the default"),
         names=("gradient_checkpointing",),
@@ -141,7 +147,8 @@ PLUGIN: tuple[Rule, ...] = (
     rule(
         "ignored_modules",
         Case(None, DROPPED, {}, "nothing is ignored"),
-        Case(TEXT, UNSUPPORTED, {}, "a regular expression; write names to wrap.ignored, with * for any text"),
+        Case(PATTERN, EQUIVALENT, {IGNORED: GIVEN}, "the same modules; a name that none has is an error"),
+        Case(REGEX, UNSUPPORTED, {}, "a regular expression; write names to wrap.ignored, with * for any text"),
     ),
     switch("xla", UNSUPPORTED, {}, "XLA devices have a sharding of their own"),
     switch("xla_fsdp_v2", UNSUPPORTED, {}, "XLA devices have a sharding of their own"),
@@ -162,6 +169,14 @@ PRECISION = rule(
 _LAUNCH = "of the launcher: torchrun"
 
 
+# What Accelerate's plugin has beside the Trainer's table.
+_ACCELERATE_S = (
+    switch(
+        "activation_checkpointing_offload", EXACT, {HELD: True}, "inputs of units are in host memory until backward"
+    ),
+)
+
+
 def _prefixed(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return tuple(
         Rule(
@@ -180,7 +195,11 @@ def _parallelism(prefix: str) -> tuple[Rule, ...]:
             rule(f"{prefix}{name}", Case(1, EXACT, {}, "the default"), Case(WHOLE, UNSUPPORTED, {}, other))
             for name in ("tp_size", "cp_size", "sp_size")
         ),
-        dropped(f"{prefix}cp_comm_strategy", "of context parallelism"),
+        *(dropped(f"{prefix}{name}", "of context parallelism") for name in ("cp_backend", "cp_comm_strategy")),
+        *(
+            dropped(f"{prefix}{name}", "of sequence parallelism")
+            for name in ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+        ),
     )
 
 
@@ -199,7 +218,7 @@ ACCELERATE = Format(
             Case(TEXT, UNSUPPORTED, {}, "there is no counterpart"),
         ),
         PRECISION,
-        *_prefixed(PLUGIN),
+        *_prefixed((*PLUGIN, *_ACCELERATE_S)),
         *_parallelism("parallelism_config.parallelism_config_"),
         rule("deepspeed_config", Case(TABLE, UNSUPPORTED, {}, "convert the DeepSpeed JSON itself")),
         rule("megatron_lm_config", Case(TABLE, UNSUPPORTED, {}, "there is no counterpart")),
@@ -227,6 +246,7 @@ ACCELERATE = Format(
                 "tpu_use_sudo",
                 "tpu_name",
                 "tpu_zone",
+                "tpu_vm",
                 "use_cpu",
                 "commands",
                 "command_file",
@@ -241,12 +261,20 @@ ACCELERATE = Format(
     signs=("distributed_type", "compute_environment"),
 )
 
+# Of the Trainer, since transformers 5.
+_DEFAULTS = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
+
 HUGGING_FACE = Format(
     "hf",
     "the Trainer's fsdp_config JSON",
     (".json", ".yaml", ".yml"),
     tuple(
-        Rule(each.key, each.cases, each.absent, (*each.names, *(f"fsdp_{n}" for n in (each.key, *each.names))))
+        Rule(
+            each.key,
+            each.cases,
+            _DEFAULTS.get(each.key, each.absent),
+            (*each.names, *(f"fsdp_{n}" for n in (each.key, *each.names))),
+        )
         for each in PLUGIN
     ),
     signs=("fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls_to_wrap", "auto_wrap_policy"),

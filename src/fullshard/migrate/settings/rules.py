@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..verdict import DROPPED, EXACT
 
 # Values that a case may be for, beside literal ones.
 ANY, WHOLE, NUMBER, TEXT, NAMES, TABLE = "<any>", "<whole number>", "<number>", "<text>", "<names>", "<table>"
+# A regular expression of names alone, as `names_of` reads it; any other one.
+PATTERN, REGEX = "<pattern>", "<regular expression>"
 KINDS = {
     ANY: "any value",
     WHOLE: "a whole number",
@@ -17,6 +20,8 @@ KINDS = {
     TEXT: "a text",
     NAMES: "a name or a list of names",
     TABLE: "a table",
+    PATTERN: "names of modules with | between them and .* for any text",
+    REGEX: "another regular expression",
 }
 # In the new settings: the old value.
 GIVEN = "<given>"
@@ -26,13 +31,15 @@ Settings = Mapping[str, Any]
 @dataclass(frozen=True)
 class Case:
     """`when`: the old value, or a kind of value. `settings`: the new ones, by `section.key`. `forces`: these settings
-    hold even if other keys say something else."""
+    hold even if other keys say something else. `trains`: settings of the trainer, which takes what a configuration of
+    sharding cannot hold."""
 
     when: Any
     verdict: str
     settings: Settings
     reason: str
     forces: bool = False
+    trains: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,8 @@ def matches(when: Any, value: Any) -> bool:
             TEXT: isinstance(value, str),
             NAMES: isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value)),
             TABLE: isinstance(value, dict),
+            PATTERN: isinstance(value, str) and names_of(value) is not None,
+            REGEX: isinstance(value, str),
         }[when]
     if isinstance(when, bool):
         return value is when or (isinstance(value, str) and value.lower() == str(when).lower())
@@ -98,6 +107,16 @@ def matches(when: Any, value: Any) -> bool:
     if isinstance(when, int) and isinstance(value, str):
         return value == str(when)
     return type(value) is type(when) and bool(value == when)
+
+
+def names_of(pattern: str) -> list[str] | None:
+    """The names that a regular expression stands for, with * for `.*`; None for one that says more. A bare dot is one,
+    although the expression means any character."""
+    grouped = re.fullmatch(r"\^?(?:\((?:\?:)?([^()]*)\)|([^()]*?))\$?", pattern)
+    names = (grouped[1] or grouped[2] or "").split("|") if grouped else [""]
+    if not all(re.fullmatch(r"(?:\w|\.\*|\\?\.)+", name) for name in names):
+        return None
+    return [name.replace(".*", "*").replace("\\.", ".") for name in names]
 
 
 def _shown(value: Any) -> str:
@@ -128,6 +147,7 @@ WRAP, CLASSES, LEAST = "wrap.by", "wrap.classes", "wrap.min_params"
 INIT, AC = "initialisation.source", "activation_checkpointing.at"
 KIND, RANK0, HOST = "state_dict.kind", "state_dict.rank0_only", "state_dict.offload_to_cpu"
 MICRO = "micro_batches.size"
+IGNORED, HELD = "wrap.ignored", "activation_checkpointing.offload"
 
 FULL_STATE = {KIND: "full", RANK0: True, HOST: True}
 REPLICATED = {SHARD: 1, COPIES: -1}
