@@ -19,6 +19,7 @@ from fullshard.plan.facts import describe
 from fullshard.program import ProgramError
 from fullshard.train import shapes
 from fullshard.train.config import load_config
+from fullshard.train.planned import strategy_of
 from tests.harness.planned import MODELS, count, predict
 
 _KEYS = {
@@ -128,7 +129,14 @@ def test_a_config_of_the_trainer(capsys: pytest.CaptureFixture[str], tmp_path: P
     said = capsys.readouterr().out
     assert "102.5 GB: does not fit in 80 GB either" in said and "assumed" in said
     assert main(["plan", str(file), "--ranks", "4", "--hardware", "cpu", "--explain", "recompute"]) == 0
-    assert "recompute whole" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert all(f"recompute {way}" in said for way in ("none", "selective", "alternate", "whole"))
+
+
+def test_what_the_trainer_saves_is_what_the_planner_keeps(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('[training]\nrecompute = "block"\nrecompute_save = ["aten.mm", "aten.bmm.default"]\n')
+    assert strategy_of(load_config(file), 1, "gloo").recompute == "keep:aten.mm,aten.bmm.default"
 
 
 _LLAMA = {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.counting import ByteCounter, MemoryCounter
 from fullshard import MixedPrecisionPolicy, fully_shard
@@ -41,6 +41,13 @@ class Planned:
     units: tuple[str, ...]
     input_shape: tuple[int, ...]
     vocabulary: int = 0
+    # Buffers are in the dtype of computation: batch norm on a CPU takes no others.
+    buffers_follow: bool = False
+
+    def computed_in(self, dtype: str) -> Planned:
+        if not (dtype and self.buffers_follow):
+            return self
+        return replace(self, make=partial(_with_buffers, self.make, getattr(torch, dtype)))
 
     def batch(self, index: int, size: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -212,7 +219,9 @@ MODELS = {
     "frozen first": Planned(lambda: _first_frozen(_chain(_mlp)), _INNER, (40,)),
     "mixed dtypes": Planned(_mixed_dtypes, ("0", "1", "2"), (128,)),
     "convolutions, group norm": Planned(lambda: _convolutions(lambda: nn.GroupNorm(4, 24)), _INNER, (3, 8, 8)),
-    "convolutions, batch norm": Planned(lambda: _convolutions(lambda: nn.BatchNorm2d(24)), _INNER, (3, 8, 8)),
+    "convolutions, batch norm": Planned(
+        lambda: _convolutions(lambda: nn.BatchNorm2d(24)), _INNER, (3, 8, 8), buffers_follow=True
+    ),
     "depthwise convolutions": Planned(lambda: _convolutions(nn.Identity, 24), _INNER, (3, 8, 8)),
     "u-net": Planned(_UNet, ("down", "deep", "rise", "up"), (3, 16, 16)),
     "single weights": Planned(
@@ -225,6 +234,15 @@ MODELS = {
     ),
     "embedding alone": Planned(lambda: nn.Sequential(nn.Embedding(500, 32), nn.Linear(32, 500)), ("0",), (16,), 500),
 }
+
+
+def _with_buffers(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    model = make()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+    return model
 
 
 def _first_frozen(model: nn.Module) -> nn.Module:
@@ -272,6 +290,7 @@ def _locals(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def count(model: Planned, strategy: Strategy, size: int, *, trace: bool = False) -> Counted:
     """Three steps; what the third holds, and what the fourth sends and commands."""
+    model = model.computed_in(strategy.compute)
     with fake_world(strategy.ranks):
         made: Any = _sharded(model, strategy)
         optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad])
@@ -307,12 +326,48 @@ def count(model: Planned, strategy: Strategy, size: int, *, trace: bool = False)
         return Counted(shards, state, kept, counter.peak("step"), counter.peak("optimizer"), messages, commands)
 
 
+_PRODUCTS = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm bmm addmm baddbmm convolution _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"
+    ).split()
+}
+
+
+def _alternating() -> Any:
+    """Keeps what products make, but for every second `mm`: as torchtitan's selection of single operations."""
+    met = {True: 0, False: 0}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation is torch.ops.aten.mm.default:
+            met[context.is_recompute] += 1
+            keeps = met[context.is_recompute] % 2 == 1
+        else:
+            keeps = operation in _PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+_SELECTIONS = {
+    "selective": partial(create_selective_checkpoint_contexts, list(_PRODUCTS)),
+    "alternate": _alternating,
+    "keep:aten.mm,aten.bmm": partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+    ),
+}
+
+
 def _sharded(model: Planned, strategy: Strategy) -> nn.Module:
     made = seeded(model.make)
-    if strategy.recompute == "whole":
+    if strategy.recompute != "none":
+        assert isinstance(strategy.recompute, str)
+        selects = {} if strategy.recompute == "whole" else {"context_fn": _SELECTIONS[strategy.recompute]}
         for name in model.units:
             module = made.get_submodule(name)
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+            again = partial(checkpoint, module.forward, use_reentrant=False, **selects)
+            module.forward = again  # type: ignore[method-assign]
     dtypes = [getattr(torch, name) if name else None for name in (strategy.compute, strategy.reduce)]
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(*dtypes)}
     if strategy.replicas > 1:
@@ -325,7 +380,7 @@ def _sharded(model: Planned, strategy: Strategy) -> nn.Module:
 
 def predict(model: Planned, strategy: Strategy, size: int) -> Simulation:
     """The same by the planner, run: its bytes are those after the step."""
-    described = describe(model.program(size), "model", compute=strategy.compute)
+    described = describe(model.computed_in(strategy.compute).program(size), "model", compute=strategy.compute)
     simulation = Simulation(units_of(described, strategy), strategy, FAKE, described.buffer_nbytes)
     simulation.run(steps_of(described, strategy.recompute))
     return simulation

@@ -61,6 +61,7 @@ PURE = ("fullshard.layout", "fullshard.schedule", "fullshard.see") + tuple(
 )
 PURE += ("fullshard.keys", *(f"fullshard.migrate.{name}" for name in "config levels reading verdict".split()))
 PURE += tuple(f"fullshard.plan.{name}" for name in "account clock description machine page questions".split())
+PURE += ("fullshard.plan.recomputation",)
 PURE += tuple(f"fullshard.plan.{name}" for name in "reductions result rough search simulation spans strategy".split())
 PURE += tuple(f"fullshard.guard.{name}" for name in "diagnosis facts failures order process scope store wait".split())
 

@@ -17,9 +17,10 @@ from fullshard.plan.description import OUTSIDE, Kind, Line, Model, Parameter, Ta
 from fullshard.plan.machine import PROFILES, Hardware
 from fullshard.plan.page import page, svg
 from fullshard.plan.questions import QUESTIONS, explain
+from fullshard.plan.recomputation import ALTERNATE, NONE, SELECTIVE, WHOLE, keeping
 from fullshard.plan.result import padding_of
 from fullshard.plan.simulation import simulate
-from fullshard.plan.spans import NONE, SELECTIVE, WHOLE, Span, Step, Work, scaled, steps_of
+from fullshard.plan.spans import Event, Span, Step, Work, scaled, steps_of
 
 # A byte is a byte and a second a second: nothing is added.
 PLAIN = replace(
@@ -48,7 +49,7 @@ def _model(samples: int = 1, depth: int = 2, rows: int = 1000) -> Model:
     last 10 are its output; per sample. Backward frees them and makes the gradient."""
     lines: list[Line] = [Line(Kind.ENTER, 0, 0)]
     inputs, outputs = [frozenset[int]()], [frozenset[int]()]
-    matmuls, gradients = set(), {}
+    gradients = {}
     for block in range(depth):
         use, first = block + 1, 10 * block
         lines += [
@@ -63,7 +64,6 @@ def _model(samples: int = 1, depth: int = 2, rows: int = 1000) -> Model:
         ]
         inputs.append(frozenset({first - 8} if block else ()))
         outputs.append(frozenset({first + 2}))
-        matmuls.add(first)
     lines += [Line(Kind.EXIT, 0), Line(Kind.LOSS, OUTSIDE), Line(Kind.BACKWARD, 0)]
     for block in reversed(range(depth)):
         use, first = block + 1, 10 * block
@@ -80,7 +80,7 @@ def _model(samples: int = 1, depth: int = 2, rows: int = 1000) -> Model:
             Line(Kind.BACKWARD_END, use),
         ]
     lines.append(Line(Kind.BACKWARD_END, 0))
-    tape = Tape(tuple(lines), gradients, frozenset(matmuls), tuple(inputs), tuple(outputs), 0)
+    tape = Tape(tuple(lines), gradients, tuple(inputs), tuple(outputs), 0)
     units = [UnitShape("", "Model", ())]
     units += [UnitShape(f"{i}", "Block", (Parameter(f"{i}.weight", (rows, 8), "float32"),)) for i in range(depth)]
     return Model("by hand", tuple(units), tape, 0, samples, samples)
@@ -106,10 +106,32 @@ def test_recomputation_frees_all_but_what_has_to_stay() -> None:
     assert [w.kernels for w in work] == [8, 10, 12]
 
 
+def test_the_first_forward_holds_what_is_not_kept_until_its_last_read() -> None:
+    model = _model()
+    # Of the first block: the second operation reads what the first one made, the third what the second one made.
+    known = replace(model, tape=replace(model.tape, last_read={0: 1, 1: 2}))
+
+    def forward(model: Model, way: str) -> tuple[float, float]:
+        return next((s.peak, s.end) for s in steps_of(model, way).spans if s.event == Event("pre_forward", 1))
+
+    assert forward(model, WHOLE) == (100, 100), "all until the forward ends"
+    assert forward(known, WHOLE) == (90, 10)
+    assert forward(known, SELECTIVE) == (100, 50) and forward(known, NONE) == (100, 100)
+    again = [[s.peak for s in steps_of(m, WHOLE).spans if s.recomputes] for m in (model, known)]
+    assert again[0] == again[1], "autograd holds what comes again"
+
+
+def test_kept_results_are_named_or_are_those_of_products() -> None:
+    model = _model()
+    held = {way: _activations(steps_of(model, way))[1] for way in (SELECTIVE, ALTERNATE, keeping(["aten.mm"]), WHOLE)}
+    assert held[SELECTIVE] == held[ALTERNATE] == held["keep:aten.mm"] > held[WHOLE]
+    assert steps_of(model, keeping(["aten.bmm"])) == steps_of(model, WHOLE)
+
+
 def test_units_may_be_recomputed_one_by_one() -> None:
     model = _model()
     assert _activations(steps_of(model, [NONE, WHOLE, NONE]))[1] == 10 + 100
-    with pytest.raises(ValueError, match="expected one of none, selective, whole, found 'half'"):
+    with pytest.raises(ValueError, match="expected one of none, selective, alternate, whole, found 'half'"):
         steps_of(model, "half")
 
 

@@ -52,7 +52,9 @@ def add_command(commands: Any) -> None:
     plan.add_argument("--batch", type=int, metavar="N", help="samples of a rank in a step (default: one micro-batch)")
     plan.add_argument("--micro", type=int, metavar="N", help="samples of one forward (default: 1, or the config's)")
     plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample")
-    plan.add_argument("--recompute", choices=("none", "selective", "whole"), help="activations (default: none)")
+    plan.add_argument(
+        "--recompute", choices=("none", "selective", "alternate", "whole"), help="activations (default: none)"
+    )
     plan.add_argument("--param-dtype", metavar="DTYPE", help="of computation (default: bfloat16; on a CPU as stored)")
     plan.add_argument("--reduce-dtype", metavar="DTYPE", help="of reductions (default: float32)")
     plan.add_argument("--offload", action="store_true", help="shards, gradients and state on the host")

@@ -10,7 +10,7 @@ Standard library only. Bytes are of one process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -44,13 +44,15 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`name`: in the model. `dtype`: of storage. `placed`: the dim it is cut along."""
+    """`name`: in the model. `dtype`: of storage. `placed`: the dim it is cut along. `place`: in the order of
+    `model.parameters()`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = True
     placed: int = 0
+    place: int = 0
 
     @property
     def numel(self) -> int:
@@ -81,16 +83,17 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """`gradients`: the unit of each storage that became the gradient of a parameter. `matmuls`: storages that a matrix
-    product or attention made, which selective recomputation keeps. `inputs` and `outputs` of each use: storages."""
+    """`gradients`: the unit of each storage that became the gradient of a parameter. `inputs` and `outputs`: storages,
+    of each use."""
 
     lines: tuple[Line, ...]
     gradients: dict[int, int]
-    matmuls: frozenset[int]
     inputs: tuple[frozenset[int], ...]
     outputs: tuple[frozenset[int], ...]
     # Bytes of the batch, which the caller holds.
     batch_nbytes: int = 0
+    # By storage: how many operations ran before the one of the forward that reads it last.
+    last_read: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,9 +53,10 @@ def describe(
     inner = sorted((call for call in calls if model not in call.modules), key=lambda call: order[id(call.modules[0])])
     own = next((call.given for call in calls if model in call.modules), {})
     owned = _owned(model, [call.modules for call in inner], calls)
-    units = [_unit("", model, owned[0], own)]
+    places = {dotted: i for i, (dotted, _) in enumerate(model.named_parameters())}
+    units = [_unit("", model, owned[0], own, places)]
     units += [
-        _unit("+".join(names[id(m)] for m in call.modules), call.modules[0], found, call.given)
+        _unit("+".join(names[id(m)] for m in call.modules), call.modules[0], found, call.given, places)
         for call, found in zip(inner, owned[1:], strict=True)
     ]
     shapes = tuple(units)
@@ -131,7 +132,9 @@ def _owned(model: nn.Module, groups: list[tuple[nn.Module, ...]], calls: list[_C
     return found
 
 
-def _unit(name: str, module: nn.Module, found: dict[str, nn.Parameter], given: dict[str, Any]) -> UnitShape:
+def _unit(
+    name: str, module: nn.Module, found: dict[str, nn.Parameter], given: dict[str, Any], places: dict[str, int]
+) -> UnitShape:
     placing = given.get("shard_placement_fn")
     parameters = []
     for dotted, p in found.items():
@@ -139,7 +142,12 @@ def _unit(name: str, module: nn.Module, found: dict[str, nn.Parameter], given: d
         dim = getattr(placed, "dim", 0)
         parameters.append(
             Parameter(
-                dotted, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, dim % max(p.ndim, 1)
+                dotted,
+                tuple(p.shape),
+                str(p.dtype).removeprefix("torch."),
+                p.requires_grad,
+                dim % max(p.ndim, 1),
+                places[dotted],
             )
         )
     return UnitShape(name, type(module).__name__, tuple(parameters), given.get("reshard_after_forward"))

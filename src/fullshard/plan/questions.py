@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from .description import OUTSIDE
+from .recomputation import NONE, RECOMPUTATIONS, SELECTIVE, WHOLE
 from .result import Plan, duration, gigabytes
 from .search import Change, Planner
-from .spans import NONE, SELECTIVE, WHOLE
 from .strategy import OPTIMIZERS, Strategy
 
 Answer = list[str]
@@ -118,7 +118,7 @@ def _optimizer(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _recompute(planner: Planner, asked: Strategy) -> Answer:
-    return _rows(planner, [(f"recompute {way}", replace(asked, recompute=way)) for way in (NONE, SELECTIVE, WHOLE)])
+    return _rows(planner, [(f"recompute {way}", replace(asked, recompute=way)) for way in RECOMPUTATIONS])
 
 
 def _by_unit(planner: Planner, asked: Strategy) -> Answer:

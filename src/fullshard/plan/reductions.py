@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ..layout import UnitMemory
 from ..layout.memory import DOWNLOADS_IN_FLIGHT
 from .account import Bytes, Pool
 from .clock import Clock
@@ -62,9 +61,9 @@ class Reductions:
         if self.strategy.offload:
             self.clock.wait(self.clock.free["host"], "root", "copies to the host")
 
-    def issue(self, unit: Unit, group: Group, own: float, *, held: bool) -> None:
+    def issue(self, unit: Unit, group: Group, own: float, *, held: bool) -> float:
         """Make and send the message of a group. `own`: bytes of its gradients, whole; `held`: they are those of a
-        window."""
+        window. Returns how much of `own` was copied, and is there for as long as the caller has it."""
         sent, name = group.sent, unit.shape.title
         assert sent is not None
         if sent.pack.world == 1 and sent.replicas == 1:
@@ -72,19 +71,19 @@ class Reductions:
             if sent.storage_itemsize != (sent.held_itemsize if held else sent.compute_itemsize):
                 self.bytes.add("gradients of shards", name, sent.reduced_nbytes)
                 self.clock.copy(sent.reduced_nbytes + own)
-            else:
-                self.bytes.add("gradients", name, -own)
-                self.bytes.add("gradients of shards", name, own)
-            return
-        self.pool.take("messages", name, self._key("send", sent), sent.send_nbytes)
+                return own
+            self.bytes.add("gradients", name, -own)
+            self.bytes.add("gradients of shards", name, own)
+            return 0.0
+        self.pool.take("messages", name, self._key("send", group), sent.send_nbytes)
         made_of = sent.held_itemsize if held else sent.compute_itemsize
         cast = float(sent.leaving_nbytes) if sent.wire_itemsize != made_of else 0.0
         self.bytes.add("messages", name, cast)
-        self._receive(sent, name, take=True)
+        self._receive(group, name, take=True)
         self.clock.copy(2.0 * sent.send_nbytes + 2.0 * cast)
         leaving = 0.0 if cast else float(sent.leaving_nbytes)
         # What is sent from where it is stays until its message left; the rest was copied.
-        self.bytes.add("gradients", name, -own)
+        self.bytes.add("gradients", name, -leaving)
         self.bytes.add("messages", name, leaving)
         flight = Flight(unit, group, self.clock.now, cast=cast + leaving)
         if sent.pack.world > 1:
@@ -97,15 +96,20 @@ class Reductions:
             self.replicating.append(flight)
             while len(self.replicating) > REDUCTIONS_IN_FLIGHT:
                 self.advance(self.replicating)
+        return own - leaving
 
     @staticmethod
-    def _key(use: str, sent: UnitMemory) -> Hashable:
-        return use, sent.pack, sent.sent_itemsize, sent.direct_gradients
+    def _key(use: str, group: Group) -> Hashable:
+        sent = group.sent
+        assert sent is not None
+        return use, group.sent_names, sent.pack, sent.sent_itemsize, sent.direct_gradients
 
-    def _receive(self, sent: UnitMemory, name: str, *, take: bool) -> None:
+    def _receive(self, group: Group, name: str, *, take: bool) -> None:
+        sent = group.sent
+        assert sent is not None
         nbytes = float(sent.receive_nbytes)
         if sent.exchanges:
-            (self.pool.take if take else self.pool.give)("messages", name, self._key("receive", sent), nbytes)
+            (self.pool.take if take else self.pool.give)("messages", name, self._key("receive", group), nbytes)
         else:
             self.bytes.add("messages", name, nbytes if take else -nbytes)
 
@@ -129,10 +133,10 @@ class Reductions:
                 self.clock.copy(sent.receive_nbytes + summed)
             else:
                 summed = float(chunk)
-            self.pool.give("messages", name, self._key("send", sent), sent.send_nbytes)
+            self.pool.give("messages", name, self._key("send", group), sent.send_nbytes)
             self.bytes.add("messages", name, -flight.cast)
             if sent.exchanges:
-                self._receive(sent, name, take=False)
+                self._receive(group, name, take=False)
             flight.cast = summed
             if sent.replicas > 1:
                 flight.stage = 1
@@ -150,13 +154,14 @@ class Reductions:
         return sent.reduced_nbytes / sent.storage_itemsize * itemsize
 
     def _collect(self, flight: Flight) -> None:
-        sent, name = flight.group.sent, flight.unit.shape.title
+        group, name = flight.group, flight.unit.shape.title
+        sent = group.sent
         assert sent is not None
         result = float(sent.reduced_nbytes)
         wider = sent.pack.world > 1 and sent.sum_itemsize != sent.storage_itemsize
         if sent.pack.world == 1:
             self.bytes.add("gradients of shards", name, result)
-            self.pool.give("messages", name, self._key("send", sent), sent.send_nbytes)
+            self.pool.give("messages", name, self._key("send", group), sent.send_nbytes)
         elif wider:
             self.bytes.add("gradients of shards", name, result)
             self.bytes.add("messages", name, -flight.cast)

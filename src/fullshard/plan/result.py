@@ -384,6 +384,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         f"MFU counts {plan.model.flop_per_token:.4g} operations per token: 6 for each element that multiplies "
         f"and, where "
         f"the shape is known, causal attention; recomputation is not counted",
+        "the forward of a recomputed unit holds what it does not keep until its last read, not as long as its local "
+        "variables",
         "figures of another micro-batch in a search are linear in its size",
     )
 

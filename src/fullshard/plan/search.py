@@ -8,8 +8,9 @@ from itertools import product
 
 from .description import Model
 from .machine import Hardware
+from .recomputation import NONE, SELECTIVE, WHOLE
 from .result import FAILURE_HOURS, Plan, plan_of
-from .spans import NONE, SELECTIVE, WHOLE, Step, scaled, steps_of
+from .spans import Step, scaled, steps_of
 from .strategy import Strategy
 
 # (samples, sequence length or None, compute dtype, whether the model is one unit) -> the model as data

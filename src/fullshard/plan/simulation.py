@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
+from ..layout import UnitMemory
 from ..schedule import Command, RunRecord, UnitRecord, rules
 from .account import Bytes, Exposed, Moment, Pool, Simulated, Traffic
 from .clock import AXES, Clock
 from .machine import Hardware
 from .reductions import Reductions
 from .spans import Span, Step
-from .strategy import Group, Strategy, Unit
+from .strategy import STEP_RESULTS, Group, Strategy, Unit
 
 
 def simulate(
@@ -233,29 +234,45 @@ class Simulation:
         self.gradients[record.index] = 0.0
         held = self.bytes.nbytes("held gradients", name) > 0
         if held:
-            # The sum with those of earlier backwards is new: if this backward fails, they must be unchanged.
-            self.bytes.clear("gradients", name)
-            self.bytes.add("gradients", name, _held_nbytes(unit))
             self.touched.append(name)
         whole = self.bytes.nbytes("gradients", name)
-        sent_numel = sum(group.sent.pack.numel for group in unit.groups if group.sent is not None)
-        for group in unit.groups:
-            if group.sent is not None:
-                self.reductions.make_room()
-                self.reductions.issue(unit, group, whole * group.sent.pack.numel / max(sent_numel, 1), held=held)
-        self.bytes.clear("gradients", name)
+        groups = [(group, group.sent) for group in unit.groups if group.sent is not None]
+        made = sum(sent.gradient_nbytes for _, sent in groups)
+        copied = 0.0
+        for group, sent in groups:
+            self.reductions.make_room()
+            own = whole * sent.gradient_nbytes / max(made, 1)
+            if held:
+                own = self._sum_with_held(name, sent, own)
+            # The executor has the gradients of a group until it takes those of the next one.
+            self.bytes.add("gradients", name, -copied)
+            copied = self.reductions.issue(unit, group, own, held=held)
         self.reductions.limit()
+        self.bytes.clear("gradients", name)
+
+    def _sum_with_held(self, name: str, sent: UnitMemory, own: float) -> float:
+        """Bytes of the sums with the gradients of earlier backwards. They are new: if this backward fails, those must
+        be unchanged."""
+        casts = sent.held_itemsize != sent.compute_itemsize
+        for segment in sent.pack.segments:
+            numel = segment.layout.numel
+            summed = float(numel * sent.held_itemsize)
+            cast = summed if casts else 0.0
+            self.bytes.add("gradients", name, summed + cast)
+            self.bytes.add("gradients", name, -cast - own * numel / sent.pack.numel)
+        return float(sent.held_nbytes)
 
     def _finish(self, unit: Unit, record: UnitRecord) -> None:
         self.reductions.finish()
         for name in self.touched:
             self.bytes.clear("held gradients", name)
         for kept in self.staying:
-            # In the reduce dtype, or added to those that are there.
-            held, name = _held_nbytes(kept), kept.shape.title
+            name = kept.shape.title
+            if not self.bytes.nbytes("held gradients", name):
+                self._hold(kept)
+            # Else they were added to those that are there.
             self.bytes.clear("gradients", name)
-            self.bytes.set("held gradients", name, held)
-            self.clock.copy(2 * held)
+            self.clock.copy(2 * self.bytes.nbytes("held gradients", name))
         for each in self.units:
             # Added to those of earlier backwards, of which there were as many bytes.
             reduced = sum(group.sent.reduced_nbytes for group in each.groups if group.sent is not None)
@@ -263,6 +280,19 @@ class Simulation:
                 self.bytes.set("gradients of shards", each.shape.title, reduced)
         self.touched.clear()
         self.staying.clear()
+
+    def _hold(self, unit: Unit) -> None:
+        """The first gradients of a window, in the reduce dtype: cast one after the other."""
+        name = unit.shape.title
+        for sent in (group.sent for group in unit.groups if group.sent is not None):
+            for segment in sent.pack.segments:
+                numel = segment.layout.numel
+                if sent.held_itemsize == sent.compute_itemsize:
+                    self.bytes.add("gradients", name, -float(numel * sent.compute_itemsize))
+                    self.bytes.add("held gradients", name, numel * sent.held_itemsize)
+                else:
+                    self.bytes.add("held gradients", name, numel * sent.held_itemsize)
+                    self.bytes.add("gradients", name, -float(numel * sent.compute_itemsize))
 
     # ---- optimizer -------------------------------------------------------------------------------------------
 
@@ -276,8 +306,7 @@ class Simulation:
             read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
             rate = hardware.host if offload else hardware.bandwidth * hardware.stream
             if not offload:
-                # torch's default for DTensors steps one parameter after the other, with two results of its size.
-                self.bytes.add("optimizer step", "", 2 * max(_largest(group) for group in groups))
+                self.bytes.add("optimizer step", "", _step_nbytes(groups, STEP_RESULTS[self.strategy.optimizer]))
                 self._note()
                 self.bytes.clear("optimizer step", "")
             seconds = (2 * written + read) / rate
@@ -308,16 +337,21 @@ def _itemsize(units: Sequence[Unit], strategy: Strategy) -> int:
 
 def _staging_key(group: Group, *, kept: bool = False) -> Hashable:
     memory = group.memory
-    return "staging", memory.kept if kept else memory.pack, memory.plan, memory.compute_itemsize
+    return "staging", group.names, memory.kept if kept else memory.pack, memory.plan, memory.compute_itemsize
 
 
-def _largest(group: Group) -> int:
-    """Bytes of the largest shard that is trained."""
-    sent = group.sent
-    assert sent is not None
-    return max(segment.layout.padded_local_numel for segment in sent.pack.segments) * sent.storage_itemsize
-
-
-def _held_nbytes(unit: Unit) -> int:
-    """Of the gradients of a window, in the reduce dtype."""
-    return sum(group.sent.held_nbytes for group in unit.groups if group.sent is not None)
+def _step_nbytes(groups: Iterable[Group], results: int) -> int:
+    """The most that an optimizer's step makes. torch's default for DTensors steps one parameter after the other, in the
+    order of the model; of each it makes `results` of the size of its shard, and the last one of the parameter before is
+    still there."""
+    shards: list[tuple[int, int]] = []
+    for group in groups:
+        sent = group.sent
+        assert sent is not None
+        trained = [parameter for parameter in group.parameters if parameter.trainable]
+        for parameter, segment in zip(trained, sent.pack.segments, strict=True):
+            shards.append((parameter.place, segment.layout.local_numel(0) * sent.storage_itemsize))
+    sizes = [nbytes for _, nbytes in sorted(shards)]
+    if not results:
+        return 0
+    return max((results * now + before for before, now in zip([0, *sizes], sizes, strict=False)), default=0)

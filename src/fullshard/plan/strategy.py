@@ -20,7 +20,7 @@ from ..layout import (
     secondary_layout,
 )
 from .description import Model, Parameter, UnitShape
-from .spans import NONE, RECOMPUTATIONS
+from .recomputation import NONE, RECOMPUTATIONS, is_way
 
 # As `api/fully_shard.py` has it: full parameters of this many bytes travel by themselves where messages are grouped.
 DIRECT_GATHER_NBYTES = 1 << 20
@@ -34,6 +34,9 @@ OPTIMIZERS: dict[str, tuple[int, float]] = {
     "sgd-momentum": (1, 0.0),
     "none": (0, 0.0),
 }
+# Results of the size of a shard that a step makes for each parameter: Adam the square root of the second moment, and
+# its quotient.
+STEP_RESULTS = {"adamw": 2, "adam": 2, "adamw8bit": 2, "sgd": 0, "sgd-momentum": 0, "none": 0}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Strategy:
     """`ranks`: all of them, in `replicas` groups that hold each shard once. `reshard`: of the units but the root,
     `reshard_after_forward`; `root_reshard`: of the root, None as without an argument. `compute`, `reduce`: dtypes, ""
     for that of the parameters. `micro`: samples of one forward of a rank; `accumulate`: forwards and backwards of a
-    step, of which the last sends gradients (`send_each`: each does). `recompute`: one of `RECOMPUTATIONS`, or one for
+    step, of which the last sends gradients (`send_each`: each does). `recompute`: a way (`recomputation`), or one for
     each unit.
 
     >>> Strategy(ranks=16, replicas=2).shard
@@ -77,7 +80,7 @@ class Strategy:
                 f"{self.reshard}"
             )
         ways = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
-        if not set(ways) <= set(RECOMPUTATIONS):
+        if not all(map(is_way, ways)):
             raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTATIONS)}, found {self.recompute!r}")
 
     @property
@@ -107,6 +110,12 @@ class Group:
     sent: UnitMemory | None
     parameters: tuple[Parameter, ...]
     state_nbytes: int
+    # Of the parameters, within their unit. Message buffers are shared by layouts of equal names.
+    names: tuple[str, ...] = ()
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        return tuple(name for name, p in zip(self.names, self.parameters, strict=True) if p.trainable)
 
     @property
     def gathered_nbytes(self) -> int:
@@ -194,7 +203,11 @@ def _unit(shape: UnitShape, outer: bool, strategy: Strategy) -> Unit:
         for dtype, found in kinds.items()
     )
     # Equal layouts are made once; names are those of the first unit that has them.
-    groups = tuple(replace(g, parameters=tuple(found)) for g, found in zip(groups, kinds.values(), strict=True))
+    inner = f"{shape.name}." if shape.name else ""
+    groups = tuple(
+        replace(g, parameters=tuple(found), names=tuple(p.name.removeprefix(inner) for p in found))
+        for g, found in zip(groups, kinds.values(), strict=True)
+    )
     return Unit(shape, groups, not reshard, part)
 
 

@@ -32,7 +32,6 @@ from .._torch import (
 )
 from ..program import Program
 from .description import OUTSIDE, Kind, Line, Tape
-from .spans import is_matmul
 
 META = torch.device("meta")
 
@@ -65,10 +64,10 @@ def record(
     return Tape(
         _with_gradients(_with_ends(lines), gradients),
         gradients,
-        frozenset(recorder.matmuls),
         tuple(frozenset(found) for found in recorder.inputs),
         tuple(frozenset(found) for found in recorder.outputs),
         nbytes,
+        recorder.last_read,
     )
 
 
@@ -117,8 +116,10 @@ class _Recorder(TorchDispatchMode):
         self.ranges: list[list[int]] = []
         self.inputs: list[set[int]] = []
         self.outputs: list[set[int]] = []
-        self.matmuls: set[int] = set()
         self.backward = False
+        # By storage: how many operations ran before the one of the forward that reads it last.
+        self.last_read: dict[int, int] = {}
+        self._ran = 0
         self._now = OUTSIDE
         self._is_closed = False
         self._results = _Results()
@@ -153,22 +154,27 @@ class _Recorder(TorchDispatchMode):
         if self.backward:
             self._switch()
         given = {storage_key(t.untyped_storage()) for t in tensors_in([*args, *(kwargs or {}).values()])}
+        if not self.backward:
+            self._read(given)
         result = self._results.of(func, args, kwargs or {}, given)
         made = [t for t in tensors_in([result]) if storage_key(t.untyped_storage()) not in given]
         writes = is_write(func)
         if not made and not writes:
             return result  # a view
         use = self._use
-        name = operation_name(func)
         flop = _flop(func, args, kwargs or {}, result)
         moved = sum(map(_nbytes, tensors_in([*args, *(kwargs or {}).values()]))) + sum(map(_nbytes, made))
         # What comes is there before the operation's inputs can go.
         for tensor in made:
-            number = self._born(tensor.untyped_storage(), use)
-            if is_matmul(name):
-                self.matmuls.add(number)
-        self.write(Line(Kind.OP, use, flop, moved, name))
+            self._born(tensor.untyped_storage(), use)
+        self.write(Line(Kind.OP, use, flop, moved, operation_name(func)))
+        self._ran += 1
         return result
+
+    def _read(self, storages: set[int]) -> None:
+        for key in storages:
+            if (number := self._numbers.get(key, -1)) >= 0:
+                self.last_read[number] = self._ran
 
     @property
     def _use(self) -> int:
@@ -195,6 +201,7 @@ class _Recorder(TorchDispatchMode):
         number = self._numbers[key] = self._count
         self._count += 1
         self.write(Line(Kind.ALLOCATE, use, number, storage.nbytes()))
+        self.last_read[number] = self._ran
         weakref.finalize(storage, self._gone, key, number)
         return number
 

@@ -13,6 +13,7 @@ from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.description import Model
 from fullshard.plan.facts import describe, measured_cpu
 from fullshard.plan.machine import PROFILES
+from fullshard.plan.recomputation import keeping
 from fullshard.plan.result import duration, gigabytes
 from fullshard.program import Program
 from fullshard.train.config import Config
@@ -53,11 +54,11 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
 
 
 def _recomputed(config: Config) -> str | tuple[str, ...]:
-    """For one or each unit, the root first. The planner knows one selection of results: products and attention."""
+    """For one or each unit, the root first."""
     keys = config.training
     if keys.recompute == "none":
         return "none"
-    way = "selective" if keys.recompute_save else "whole"
+    way = keeping(keys.recompute_save) if keys.recompute_save else "whole"
     if keys.recompute_every == 1:
         return way
     blocks = range(1, config.model.layers + 1)

@@ -1,0 +1,245 @@
+"""Recomputation as a change of the tape.
+
+Without it, storages that a unit's forward made live until its backward read them. With it, they go when the forward
+ends, but for its outputs and what it keeps; its inputs stay until its backward is over, and that backward begins with
+the operations of the forward once more, up to the one that makes the last of what is missing.
+
+What is kept is a way, and a word of it:
+
+    none        everything: nothing is recomputed
+    selective   what matrix products, convolutions and attention made
+    alternate   the same without every second `aten.mm`: torchtitan's policy for single operations
+    whole       nothing
+    keep:A,B    what these operations made, as in `checkpoint_activations(save=[A, B])`
+
+Torch holds a kept result until the forward that runs again comes to it, whether backward reads it or not. In the first
+forward nothing else holds what is not kept: it is taken to go after its last read, and in truth goes when the forward's
+local variables do. The forward that runs again holds as much and more, so peaks do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from .description import OUTSIDE, Kind, Line, Tape
+
+NONE, SELECTIVE, ALTERNATE, WHOLE = "none", "selective", "alternate", "whole"
+RECOMPUTATIONS = (NONE, SELECTIVE, ALTERNATE, WHOLE)
+_KEEP = "keep:"
+AGAIN = "again"  # name of operations that recomputation adds, before their own
+
+_MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention", "linear", "conv")
+
+
+def is_matmul(name: str) -> bool:
+    """Whether an operation is a matrix product, a convolution or attention.
+
+    >>> [is_matmul(name) for name in ("aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu", "aten.mul")]
+    [True, True, False]
+    """
+    own = name.rpartition(".")[2]
+    return own in _MATMULS or "attention" in own or own.startswith(("convolution", "_grouped_mm", "_scaled_mm"))
+
+
+def keeping(operations: Iterable[str]) -> str:
+    """The way that keeps what `operations` made.
+
+    >>> keeping(["aten.mm", "aten.bmm"])
+    'keep:aten.mm,aten.bmm'
+    """
+    return _KEEP + ",".join(operations)
+
+
+def is_way(text: str) -> bool:
+    """
+    >>> [is_way(text) for text in ("whole", "keep:aten.mm", "half")]
+    [True, True, False]
+    """
+    return text in RECOMPUTATIONS or text.startswith(_KEEP)
+
+
+def kept_by(way: str) -> Callable[[str, int], bool]:
+    """Whether `way` keeps what an operation made: its name, and how many of that name ran before in the same forward.
+
+    >>> [kept_by("alternate")("aten.mm", n) for n in range(3)], kept_by("alternate")("aten.bmm", 1)
+    ([True, False, True], True)
+    >>> kept_by("keep:aten.mm.default")("aten.mm", 1), kept_by("keep:aten.mm")("aten.bmm", 0)
+    (True, False)
+    """
+    if way == SELECTIVE:
+        return lambda name, number: is_matmul(name)
+    if way == ALTERNATE:
+        return lambda name, number: is_matmul(name) and (name != "aten.mm" or number % 2 == 0)
+    if not way.startswith(_KEEP):
+        return lambda name, number: False
+    # Without their overloads. A tape has the attention of CPUs, whatever the device.
+    names = {".".join(name.split(".")[:2]) for name in way.removeprefix(_KEEP).split(",")}
+    attention = any("attention" in name for name in names)
+    return lambda name, number: name in names or (attention and "attention" in name)
+
+
+def recomputed(tape: Tape, ways: Sequence[str]) -> tuple[Line, ...]:
+    """The lines of the tape with recomputation, in the way that each unit has."""
+    chosen, units = _chosen_uses(tape, ways)
+    born = {line.a: line.use for line in tape.lines if line.kind is Kind.ALLOCATE}
+    until = _stay_until(tape, chosen)
+    begins = {line.use: i for i, line in enumerate(tape.lines) if line.kind is Kind.BACKWARD}
+    freed = {line.a: i for i, line in enumerate(tape.lines) if line.kind is Kind.FREE}
+    segments: dict[int, _Segment] = {}
+    consumed: set[int] = set()  # what the forward that runs again frees, instead of the first one
+    for use, lines in _inside(tape, chosen).items():
+        segment = segments[use] = _segment(lines, kept_by(ways[units[use]]), tape.outputs[use])
+        for sid in segment.kept:
+            if sid in segment.freed_again:
+                consumed.add(sid)
+            elif sid in freed and freed[sid] < begins[use]:
+                until[sid] = use
+    out: list[Line] = []
+    late: dict[int, list[Line]] = {}
+    # Nothing keeps what is dropped from its last read on: in this forward autograd saves nothing.
+    due: dict[int, list[int]] = {}
+    for segment in segments.values():
+        for sid in segment.dropped:
+            due.setdefault(tape.last_read.get(sid, -1), []).append(sid)
+    gone: set[int] = set()
+    ran = 0
+    for line in tape.lines:
+        if line.kind is Kind.FREE and line.a in until:
+            late.setdefault(until[line.a], []).append(line)
+            continue
+        if line.kind is Kind.FREE and line.a in consumed:
+            continue
+        out.append(line)
+        if line.kind is Kind.OP:
+            gone.update(due.get(ran, ()))
+            out += [Line(Kind.FREE, born[sid], sid) for sid in due.get(ran, ())]
+            ran += 1
+        elif line.kind is Kind.EXIT and line.use in segments:
+            out += [Line(Kind.FREE, born[sid], sid) for sid in segments[line.use].dropped if sid not in gone]
+        elif line.kind is Kind.BACKWARD and line.use in segments:
+            out += segments[line.use].again
+        elif line.kind is Kind.BACKWARD_END:
+            out += late.pop(line.use, [])
+    for rest in late.values():
+        out += rest
+    return tuple(out)
+
+
+def _chosen_uses(tape: Tape, ways: Sequence[str]) -> tuple[set[int], dict[int, int]]:
+    """The uses that are recomputed, the outermost of those inside each other, and the unit of each use. A use without a
+    backward has nothing to recompute for."""
+    units = {line.use: line.a for line in tape.lines if line.kind is Kind.ENTER}
+    backwards = {line.use for line in tape.lines if line.kind is Kind.BACKWARD}
+    chosen: set[int] = set()
+    open_ = 0
+    for line in tape.lines:
+        if line.kind is Kind.ENTER and ways[line.a] != NONE and line.use in backwards:
+            if not open_:
+                chosen.add(line.use)
+            open_ += 1
+        elif line.kind is Kind.EXIT and ways[units[line.use]] != NONE and line.use in backwards:
+            open_ -= 1
+    return chosen, units
+
+
+def _inside(tape: Tape, chosen: set[int]) -> dict[int, list[Line]]:
+    """What happens inside of the forward of each chosen use; uses inside of it included."""
+    found: dict[int, list[Line]] = {use: [] for use in chosen}
+    current = OUTSIDE
+    for line in tape.lines:
+        if line.kind is Kind.ENTER and line.use in chosen:
+            current = line.use
+        elif line.kind is Kind.EXIT and line.use == current:
+            current = OUTSIDE
+        elif current != OUTSIDE and line.kind in (Kind.OP, Kind.ALLOCATE, Kind.FREE):
+            found[current].append(line)
+    return found
+
+
+def _stay_until(tape: Tape, chosen: set[int]) -> dict[int, int]:
+    """The inputs that a recomputed use keeps alive, with the use whose backward ends last."""
+    ends = {line.use: i for i, line in enumerate(tape.lines) if line.kind is Kind.BACKWARD_END}
+    freed = {line.a: i for i, line in enumerate(tape.lines) if line.kind is Kind.FREE}
+    until: dict[int, int] = {}
+    for use in chosen:
+        for sid in tape.inputs[use]:
+            if sid in freed and freed[sid] < ends.get(use, -1):
+                if sid not in until or ends[until[sid]] < ends[use]:
+                    until[sid] = use
+    return until
+
+
+class _Segment(NamedTuple):
+    """The forward of a use that is recomputed, in storages. `kept`: what it keeps by its way; `dropped`: what goes at
+    its end, and comes again; `again`: the lines of the forward that runs again; `freed_again`: those of `kept` that it
+    frees, because nothing in backward reads them."""
+
+    kept: set[int]
+    dropped: list[int]
+    again: list[Line]
+    freed_again: set[int]
+
+
+def _segment(lines: Sequence[Line], keeps: Callable[[str, int], bool], outputs: frozenset[int]) -> _Segment:
+    kept, places = _kept(lines, keeps)
+    inside = {line.a for line in lines if line.kind is Kind.FREE}
+    lasting = {line.a for line in lines if line.kind is Kind.ALLOCATE} - inside
+    # What is an input of a use inside, and recomputed with it, is dropped as well.
+    dropped = [line.a for line in lines if line.kind is Kind.ALLOCATE and line.a in lasting - kept - outputs]
+    missing = lasting - outputs
+    again: list[Line] = []
+    # The run ends with the operation that makes the last of what is missing. By then it came to what `reached` has.
+    stop, due = 0, False
+    there: set[int] = set()
+    met: set[int] = set()
+    reached: set[int] = set()
+    for place, line in enumerate(lines):
+        if line.kind is Kind.OP:
+            if place not in places:
+                again.append(line._replace(name=f"{AGAIN} {line.name}"))
+            if due:
+                stop, due, reached = len(again), False, set(met)
+        elif line.kind is Kind.ALLOCATE:
+            due = due or line.a in missing
+            if line.a in kept:
+                met.add(line.a)
+            if line.a not in kept and line.a not in outputs - inside:
+                again.append(line)
+                there.add(line.a)
+        elif line.a in there or line.a in kept:
+            # Numbers of storages that come and go inside are used a second time: they are free again by then.
+            again.append(line)
+    again = again[:stop]
+    there = set()
+    for line in again:
+        if line.kind is Kind.ALLOCATE and line.a in inside:
+            there.add(line.a)
+        elif line.kind is Kind.FREE:
+            there.discard(line.a)
+    freed_again = {line.a for line in again if line.kind is Kind.FREE and line.a in kept}
+    # What the run still has goes when it stops: the forward's local variables, kept results that it came to among them.
+    there |= (kept & inside & reached) - freed_again
+    freed_again |= there & kept
+    again += [Line(Kind.FREE, OUTSIDE, sid) for sid in sorted(there)]
+    return _Segment(kept, dropped, again, freed_again)
+
+
+def _kept(lines: Sequence[Line], keeps: Callable[[str, int], bool]) -> tuple[set[int], set[int]]:
+    """The storages that are kept, and the places in `lines` of the operations that made them. A storage comes before
+    the line of the operation that made it."""
+    kept: set[int] = set()
+    places: set[int] = set()
+    counts: Counter[str] = Counter()
+    made: list[int] = []
+    for place, line in enumerate(lines):
+        if line.kind is Kind.ALLOCATE:
+            made.append(line.a)
+        elif line.kind is Kind.OP:
+            if keeps(line.name, counts[line.name]):
+                kept.update(made)
+                places.add(place)
+            counts[line.name] += 1
+            made = []
+    return kept, places
