@@ -53,7 +53,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 class Program:
     """What a command needs to train a few steps of a model.
 
-    model: builds the plain model, not sharded, on the CPU; called after `torch.manual_seed`, in several processes.
+    model: builds the plain model, not sharded, on the CPU; called in several processes, after the generators of torch,
+        of Python's `random` and, if it was imported, of numpy were seeded.
     loss: (model, batch) -> a scalar tensor, the mean over the batch; it calls the model as training does.
     batch: (index) -> the batch of that number: equal for equal numbers, in every process. Each rank, micro-batch and
         step takes another number, from 0. Tensors in it, also inside of dicts, lists and tuples, are moved to the
@@ -92,7 +93,7 @@ def find_program(entry: str) -> Program:
         raise ProgramError(
             f"{entry}: found no module {module_name} in {os.getcwd()} or among installed ones"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {_first_line(error)}"
         raise ProgramError(f"{entry}: {module_name} cannot be imported: {what}") from error
     found: Any = module
@@ -111,7 +112,7 @@ def find_program(entry: str) -> Program:
             made = found(*[text] * bool(text))
         except ProgramError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ProgramError(f"{entry}: the function raised {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(made, Program):
         raise ProgramError(
@@ -121,7 +122,7 @@ def find_program(entry: str) -> Program:
     return made
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 

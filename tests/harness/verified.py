@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -81,6 +83,26 @@ def split() -> Program:
         parallelize_module(model, mesh, {"blocks.*.0": ColwiseParallel(), "blocks.*.3": RowwiseParallel()})
 
     return Program(lambda: Net(0.0, 32), loss, batch, parallelize=parallelize)
+
+
+def cut() -> Program:
+    """Matrices are cut along their second dim."""
+
+    def shard(model: nn.Module, fully_shard: Callable[..., Any]) -> None:
+        for module in (*model.blocks, model):
+            fully_shard(module, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+
+    return Program(Net, loss, batch, shard=shard)
+
+
+def drawing() -> Program:
+    """The loss depends on numbers of Python's and numpy's generators."""
+    import numpy
+
+    def noisy(model: nn.Module, tokens: Tensor) -> Tensor:
+        return loss(model, tokens) * (1 + random.random() + float(numpy.random.rand()))
+
+    return Program(Net, noisy, batch)
 
 
 def overflowing() -> Program:
@@ -163,7 +185,19 @@ FAULTS: dict[str, Case] = {
         SeededFault(_RECEIVE, "param = self.params[i]", "param = self.params[i]; __import__('torch').rand(1)"),
         "zero3",
         "generators",
-        "other random numbers",
+        "other random numbers, of torch",
+    ),
+    "random numbers of Python are drawn": Case(
+        SeededFault(_RECEIVE, "param = self.params[i]", "param = self.params[i]; __import__('random').random()"),
+        "zero3",
+        "generators",
+        "other random numbers, of Python",
+    ),
+    "random numbers of numpy are drawn": Case(
+        SeededFault(_RECEIVE, "param = self.params[i]", "param = self.params[i]; __import__('numpy').random.rand()"),
+        "zero3",
+        "generators",
+        "other random numbers, of numpy",
     ),
     "weights are stale": Case(
         SeededFault("comm.gather:PlannedGather.complete", "staging.views[: len(self._destinations)]", _THEN),

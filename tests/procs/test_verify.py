@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,14 @@ def test_gradients_in_fp16_that_are_not_finite_are_not_stepped_with(tmp_path: Pa
     assert all(g is None or bool(g.isfinite().all()) for g in second.gradients.values())
     result = compare(tmp_path, setting)
     assert result.verdict == "equal", result.difference
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2+micro=2"])
+def test_all_generators_are_seeded(strategy: str, tmp_path: Path) -> None:
+    """Python's and numpy's, as torch's: a loss that depends on them is equal."""
+    result = compare(tmp_path, record(tmp_path, strategy, entry="tests.harness.verified:drawing"))
+    assert result.verdict == "equal", result.difference
+    assert result.noise == 0
 
 
 @pytest.mark.parametrize("text", ["zero3=1", "tp=0", "fp32", "zero3=x", ""])
@@ -239,6 +248,60 @@ def test_a_change_is_found_and_named(name: str, trained: tuple[Path, Setting], t
     assert cause in found.cause, found
 
 
+@pytest.fixture(scope="module")
+def cut_along_1(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Setting]:
+    folder = tmp_path_factory.mktemp("cut")
+    return folder, record(folder, "zero3", entry="tests.harness.verified:cut")
+
+
+def _swap_halves(value: torch.Tensor) -> torch.Tensor:
+    return _swap(value.mT).mT
+
+
+def _still(value: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value[:, 9:12] = before[:, 9:12]
+    return value
+
+
+def _raised(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value[37, 3] += 1e-2
+    return value
+
+
+# What becomes of the embedding's gradients or new values, and what must be said: the rank, and the cause.
+ALONG_1: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], int | None, str]] = {
+    "shards": (
+        "gradients",
+        lambda value, _: _swap_halves(value),
+        None,
+        "the shards of rank 0 and rank 1 are in each other's place along dim 1",
+    ),
+    "columns": ("gradients", lambda value, _: value.roll(1, 1), None, "rows are off by one along dim 1"),
+    "updates": ("parameters", _still, 1, "rows 9 to 11 along dim 1, of rank 1, were not stepped"),
+    "an element": ("gradients", lambda value, _: _raised(value), 0, "unknown"),
+}
+
+
+@pytest.mark.parametrize("name", ALONG_1)
+def test_where_parameters_are_cut_along_another_dim(
+    name: str, cut_along_1: tuple[Path, Setting], tmp_path: Path
+) -> None:
+    folder, setting = cut_along_1
+    assert compare(folder, setting).verdict == "equal"
+    field, change, rank, cause = ALONG_1[name]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    step, before = read_step(folder, 0, 0), read_before(folder, 0)
+    assert before.cuts["embedding.weight"] == 1 and before.cuts["norm.norm.bias"] == 0
+    values = getattr(step, field)
+    values["embedding.weight"] = change(values["embedding.weight"], before.parameters["embedding.weight"])
+    torch.save(tuple(step), tmp_path / "step-0" / "rank-0.pt")
+    found = compare(tmp_path, setting).difference
+    assert found is not None and found.name == "embedding.weight" and found.cause == cause, found
+    assert rank is None or found.rank == rank, found
+
+
 def test_the_page_and_the_json(trained: tuple[Path, Setting]) -> None:
     result = compare(*trained)
     text = page.page("a:b", [result])
@@ -280,6 +343,10 @@ def program(text=""):
         return fullshard.Program(build, lambda model, batch: model(batch[0]), batch)
     if text == "shapes":
         return fullshard.Program(build, loss, lambda index: (torch.zeros(8, 3), torch.zeros(8, 1)))
+    if text == "exits":
+        raise SystemExit(3)
+    if text == "exits later":
+        return fullshard.Program(lambda: exit("no model\\nmore"), loss, batch)
     if text == "raises":
         raise OSError("no such data\\nmore")
     if text in ("killed", "backward"):
@@ -392,6 +459,14 @@ def test_a_signal_ends_the_command_with_a_line(tmp_path: Path) -> None:
         (("programs_here:program:wide",), "expected a loss of one element, found a tensor of shape (8, 1)"),
         (("programs_here:program:shapes",), "the plain model cannot take a step with batch 0: RuntimeError"),
         (("programs_here:program:raises",), "the function raised OSError: no such data"),
+        (("programs_here:program:exits",), "the function raised SystemExit: 3"),
+        (
+            ("programs_here:program:exits later",),
+            "the plain model cannot take a step with batch 0: SystemExit: no model",
+        ),
+        (("exiting_here:program",), "exiting_here cannot be imported: SystemExit: 2"),
+        (("programs_here:program", "--html", "none/x.html"), "expected a file to write, found no folder none"),
+        (("programs_here:program", "--html", "."), "expected a file to write, found a folder"),
         (("broken_here:program",), "broken_here cannot be imported: NameError: name 'nothing' is not defined"),
         (("programs_here:program:unsharded",), "found no call"),
         (("programs_here:program:precision",), "expected the strategy to choose the precision"),
@@ -413,6 +488,7 @@ def test_what_cannot_run_is_said_in_one_line(
 ) -> None:
     (tmp_path / "programs_here.py").write_text(PROGRAMS)
     (tmp_path / "broken_here.py").write_text("nothing")
+    (tmp_path / "exiting_here.py").write_text("import sys\nsys.exit(2)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "programs_here", raising=False)

@@ -12,9 +12,41 @@ import pytest
 
 from fullshard.rounding import sums
 from fullshard.verify.reference import read_step
-from tests.harness.verified import ENTRY, GRADIENT_FAULTS, GradientFault, compare, record, record_gradient_fault
+from tests.harness.verified import (
+    ENTRY,
+    GRADIENT_FAULTS,
+    RESULTS,
+    SENT,
+    TRAINABLE,
+    GradientFault,
+    compare,
+    record,
+    record_gradient_fault,
+)
 
-assert len(GRADIENT_FAULTS) >= 100
+# What must be said of each kind of fault. Of the others no cause gives exactly that gradient.
+CAUSES = {
+    "doubled": "a wrong divisor: it is 2 times too large",
+    "halved": "a wrong divisor: it is 2 times too small",
+    "zero": "it is zero: the result was not written",
+    "rounded to bfloat16": "reduced in a narrower dtype: all of its values are numbers of bfloat16",
+    "rank 1 sends zeros": "the part of rank 1 is missing",
+    "rank 1 sends twice as much": "the part of rank 1 was added twice",
+}
+UNKNOWN = {
+    "negative",
+    "rows in another place",
+    "one element",
+    "a percent too large",
+    "rank 1 sends the negative",
+    "rank 1 sends other rows",
+}
+
+
+def test_each_kind_of_fault_is_seeded_into_each_parameter() -> None:
+    assert {*RESULTS, *SENT} == {*CAUSES} | UNKNOWN
+    assert {(fault.kind, fault.name) for fault in GRADIENT_FAULTS} == {*itertools.product({*RESULTS, *SENT}, TRAINABLE)}
+    assert len(GRADIENT_FAULTS) == len({*GRADIENT_FAULTS}) >= 100
 
 
 def _sampled(cases: list[object], every: int) -> list[object]:
@@ -48,6 +80,7 @@ def test_a_seeded_fault_is_found_and_its_parameter_is_named(fault: GradientFault
     found = compare(tmp_path, setting).difference
     assert found is not None
     assert (found.step, found.phase, found.name, found.others) == (0, "backward", fault.name, 0), found
+    assert found.cause == CAUSES.get(fault.kind, "unknown"), found
 
 
 WORDS = itertools.product(

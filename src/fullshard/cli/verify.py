@@ -67,6 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in (("--nproc", arguments.nproc), ("--steps", arguments.steps)):
             if value < 1:
                 raise ValueError(f"{name} {value}: expected at least 1")
+        if arguments.html is not None and (arguments.html.is_dir() or not arguments.html.parent.is_dir()):
+            problem = "found a folder" if arguments.html.is_dir() else f"found no folder {arguments.html.parent}"
+            raise ValueError(f"--html {arguments.html}: expected a file to write, {problem}")
         entry = f"{BUILTIN}:{arguments.program}" if arguments.program.endswith(".toml") else arguments.program
         results = verify(
             entry,

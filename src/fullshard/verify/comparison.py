@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,6 +110,8 @@ class Comparison:
         self.result = Result(setting)
         # Rank 0's record of the step before, and the parameters from which that step began: for values that are stale.
         self._last: tuple[Step, dict[str, Tensor]] | None = None
+        # The dim along which each parameter is cut, by its name; missing if it is not known.
+        self._cuts: dict[str, int] = {}
 
     def run(self) -> Result:
         for phase in self._differences():
@@ -123,6 +126,7 @@ class Comparison:
         comparison."""
         setting, reference = self.setting, self.reference
         before = [read_before(self.folder, rank) for rank in range(setting.world)]
+        self._cuts = before[0].cuts
         yield self._initial(before[0].parameters)
         yield self._ties([rank.ties for rank in before])
         yield [
@@ -157,7 +161,7 @@ class Comparison:
             has = "is not in the plain model" if name in parameters else "is missing"
             return [self._named(-1, PHASES[0], name, f"a parameter that {has}: names differ, or a tie was broken")]
         return [
-            self._value(-1, PHASES[0], name, value, expected[name], 0.0, None, self._misplaced)
+            self._value(-1, PHASES[0], name, value, expected[name], 0.0, None, partial(self._misplaced, name))
             for name, value in parameters.items()
         ]
 
@@ -172,14 +176,15 @@ class Comparison:
         return []
 
     def _generators(self, step: int, found: list[Step], expected: Expected) -> Sequence[Difference | None]:
-        return [
-            self._named(
-                step, "generators", f"micro-batch {micro}", "forward or backward drew other random numbers", rank
-            )
-            for rank, record in enumerate(found)
-            for micro, state in enumerate(record.generators)
-            if state != expected.generators[self.setting.data_rank(rank)][micro]
-        ]
+        differences = []
+        for rank, record in enumerate(found):
+            for micro, states in enumerate(record.generators):
+                wanted = expected.generators[self.setting.data_rank(rank)][micro]
+                odd = [library for library in states if states[library] != wanted.get(library, states[library])]
+                if odd:
+                    text = f"forward or backward drew other random numbers, of {' and '.join(odd)}"
+                    differences.append(self._named(step, "generators", f"micro-batch {micro}", text, rank))
+        return differences
 
     def _forward(
         self,
@@ -314,7 +319,7 @@ class Comparison:
         for text, predicted in predictions:
             if _largest(found, predicted) <= exact < _largest(predicted, wanted):
                 return text
-        if misplaced := self._misplaced(found, wanted, exact):
+        if misplaced := self._misplaced(name, found, wanted, exact):
             return misplaced
         narrow = found.to(torch.bfloat16).double()
         if torch.equal(narrow, found) and not torch.equal(wanted.to(torch.bfloat16).double(), wanted.float().double()):
@@ -328,33 +333,33 @@ class Comparison:
         for name, value in found.parameters.items():
             wanted, old = expected.parameters[name], before[name]
 
-            def causes(value: Tensor, wanted: Tensor = wanted, old: Tensor = old) -> str:
-                return self._other_update(value, wanted, old)
+            def causes(value: Tensor, name: str = name, wanted: Tensor = wanted, old: Tensor = old) -> str:
+                return self._other_update(name, value, wanted, old)
 
             allowed = _update_allowed(value, wanted, old)
             differences.append(self._tested(step, "optimizer step", name, value, wanted, (allowed, allowed), causes))
         return differences
 
-    def _other_update(self, found: Tensor, wanted: Tensor, old: Tensor) -> str:
+    def _other_update(self, name: str, found: Tensor, wanted: Tensor, old: Tensor) -> str:
         if torch.equal(found, old):
             return "the parameter was not stepped"
         if found.ndim:
-            rows = (
-                (found == old).flatten(1).all(1) & ~(wanted == old).flatten(1).all(1)
-                if found.ndim > 1
-                else (found == old) & (wanted != old)
-            )
+            dim = self._cuts.get(name, 0)
+            kept, due_to_stay = (found == old).movedim(dim, 0), (wanted == old).movedim(dim, 0)
+            rows = kept.flatten(1).all(1) & ~due_to_stay.flatten(1).all(1) if found.ndim > 1 else kept & ~due_to_stay
             still = rows.nonzero().flatten().tolist()
             if still:
-                ranks = sorted({rank for row in still if (rank := self._rank_of(wanted, (row,))) is not None})
-                return f"rows {still[0]} to {still[-1]}, of rank {', '.join(map(str, ranks))}, were not stepped"
+                holders = (self._rank_at(name, wanted, row) for row in still)
+                ranks = sorted({rank for rank in holders if rank is not None})
+                of = f", of rank {', '.join(map(str, ranks))}," if ranks else ""
+                return f"rows {still[0]} to {still[-1]}{_along(dim)}{of} were not stepped"
         change, due = (found - old).double(), (wanted - old).double()
         size = due.abs().max().item()
         if size:
             ratio = (change.flatten() @ due.flatten() / (due.flatten() @ due.flatten())).item()
             if abs(ratio - 1) > 0.01 and _largest(change, ratio * due) < 0.01 * size:
                 return f"the update is {ratio:.3g} times the expected one"
-        return self._misplaced(found, wanted, 0.0)
+        return self._misplaced(name, found, wanted, 0.0)
 
     def _state(self, step: int, found: Step, expected: Expected) -> Sequence[Difference | None]:
         differences: list[Difference | None] = []
@@ -431,16 +436,20 @@ class Comparison:
         at = int(error.argmax())
         element = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), found.shape)) if found.ndim else ()
         text = cause(found, expected, allowed) if cause else ""
-        owner = self._rank_of(expected, element) if rank is None and element else rank
+        owner = self._rank_of(name, expected, element) if rank is None and element else rank
         values = found.double().flatten()[at].item(), expected.double().flatten()[at].item()
         return Difference(step, phase, name, owner, element, *values, allowed, text or "unknown")
 
     def _named(self, step: int, phase: str, name: str, cause: str, rank: int | None = None) -> Difference:
         return Difference(step, phase, name, rank, (), math.nan, math.nan, 0.0, cause)
 
-    def _misplaced(self, found: Tensor, wanted: Tensor, exact: float) -> str:
-        """Whether rows are where others belong."""
-        if not found.ndim or found.shape[0] < 2 or found.shape != wanted.shape:
+    def _misplaced(self, name: str, found: Tensor, wanted: Tensor, exact: float) -> str:
+        """Whether rows, along the dim of the cut, are where others belong."""
+        if not found.ndim or found.shape != wanted.shape:
+            return ""
+        dim = self._cuts.get(name, 0)
+        found, wanted = found.movedim(dim, 0), wanted.movedim(dim, 0)
+        if found.shape[0] < 2:
             return ""
         parts = [part for part in torch.chunk(torch.arange(found.shape[0]), self.setting.shards) if len(part)]
         for first in range(len(parts)):
@@ -449,12 +458,12 @@ class Comparison:
                     order = torch.arange(found.shape[0])
                     order[parts[first]], order[parts[second]] = parts[second], parts[first]
                     if _largest(found, wanted[order]) <= exact < _largest(wanted[order], wanted):
-                        return f"the shards of rank {first} and rank {second} are in each other's place"
+                        return f"the shards of rank {first} and rank {second} are in each other's place{_along(dim)}"
         for shift in (1, -1):
             rolled = wanted.roll(shift, 0)
             inner = slice(1, None) if shift > 0 else slice(None, -1)
             if _largest(found[inner], rolled[inner]) <= exact < _largest(rolled[inner], wanted[inner]):
-                return "rows are off by one"
+                return f"rows are off by one{_along(dim)}"
         return ""
 
     def _replicas(self) -> list[list[int]]:
@@ -462,12 +471,17 @@ class Comparison:
         shards = self.setting.shards
         return [list(range(first, first + shards)) for first in range(0, self.setting.data_world, shards)]
 
-    def _rank_of(self, full: Tensor, element: tuple[int, ...]) -> int | None:
-        """The first rank that holds this element, where the parameter is cut along its first dim, as by default."""
-        if not full.ndim or self.setting.strategy.tensor > 1:
+    def _rank_of(self, name: str, full: Tensor, element: tuple[int, ...]) -> int | None:
+        """The first rank that holds this element of a parameter, or of a moment of it; None if that is not known."""
+        name = name if name in self._cuts else name.rpartition(".")[0]
+        dim = self._cuts.get(name, 0)
+        return self._rank_at(name, full, element[dim]) if dim < full.ndim else None
+
+    def _rank_at(self, name: str, full: Tensor, row: int) -> int | None:
+        """The same of a row, along the dim of the cut."""
+        if name not in self._cuts or self.setting.strategy.tensor > 1:
             return None
-        rows = -(-full.shape[0] // self.setting.shards)
-        return element[0] // rows
+        return row // -(-full.shape[self._cuts[name]] // self.setting.shards)
 
     # ---- noise -----------------------------------------------------------------------------------------------
 
@@ -491,6 +505,10 @@ class Comparison:
         plain = torch.stack([loss.double() for rank in expected.losses for loss in rank])
         self.result.losses.append(ours.mean().item())
         self.result.reference_losses.append(plain.mean().item())
+
+
+def _along(dim: int) -> str:
+    return f" along dim {dim}" if dim else ""
 
 
 def _errors(found: Tensor, expected: Tensor) -> Tensor:

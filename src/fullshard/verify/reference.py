@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fullshard.program import Program, to_device
 
-from .setting import SCALE, SEED, Setting, batch_index, named, seed_of, ties_of
+from .setting import SCALE, SEED, Setting, batch_index, named, seed_generators, seed_of, ties_of
 from .subject import Before, Step, buffers_of, generators
 
 
@@ -27,7 +27,7 @@ class Expected(NamedTuple):
     before the reduction, divided as the mean divides it; the expected gradient is their sum."""
 
     losses: list[list[Tensor]]
-    generators: list[list[str]]
+    generators: list[list[dict[str, str]]]
     buffers: list[dict[str, Tensor]]
     parts: list[list[dict[str, Tensor | None]]]
     parameters: dict[str, Tensor]
@@ -61,7 +61,7 @@ class Reference:
             self._compute_in(setting.strategy.dtype)
 
     def _build(self) -> nn.Module:
-        torch.manual_seed(SEED)
+        seed_generators(SEED)
         return self.program.model().to(self.device).train()
 
     def _compute_in(self, dtype: torch.dtype) -> None:
@@ -103,11 +103,11 @@ class Reference:
         state = {name: dict(self.optimizer.state[p]) for name, p in named(self.stepped) if p in self.optimizer.state}
         return Expected(losses, states, after, parts, parameters, state)
 
-    def forward(self, step: int, micro: int, rank: int) -> tuple[Tensor, str, dict[str, Tensor | None]]:
+    def forward(self, step: int, micro: int, rank: int) -> tuple[Tensor, dict[str, str], dict[str, Tensor | None]]:
         """One forward and backward of a data rank: the loss, the generators' states after it, and the gradients."""
         index = batch_index(self.setting, step, micro, rank)
         batch = to_device(self.program.batch(index), self.device)
-        torch.manual_seed(seed_of(index))
+        seed_generators(seed_of(index))
         loss = self.program.loss(self.computing, batch)
         (self.scale * (loss / self.setting.strategy.micro)).backward()
         state = generators(self.device)

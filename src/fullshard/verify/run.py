@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fullshard.program import Program, ProgramError, find_program
 
 from .comparison import Comparison, Result
-from .setting import Setting
+from .setting import Setting, seed_generators
 from .strategy import Strategy
 from .subject import run_rank
 
@@ -96,7 +96,7 @@ def _try(program: Program, entry: str) -> None:
     """One forward and backward of the plain model, and its `shard` without sharding, before any process is started."""
     doing = "the plain model cannot take a step with batch 0"
     try:
-        torch.manual_seed(0)
+        seed_generators(0)
         model = program.model()
         loss = program.loss(model, program.batch(0))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -108,7 +108,7 @@ def _try(program: Program, entry: str) -> None:
         program.shard(program.model(), lambda module, **options: given.append(options))
     except ProgramError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = (str(error).strip().splitlines() or [""])[0]
         raise ProgramError(f"{entry}: {doing}: {type(error).__name__}: {text}") from error
     if not given:
@@ -147,7 +147,7 @@ def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> str:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
-        elastic_launch(config, run_rank)(settings, [str(each) for each in folders])
+        elastic_launch(config, run_rank)(settings, [str(each) for each in folders], "numpy" in sys.modules)
     except SignalException as error:
         raise ProgramError(f"stopped by {signal.Signals(error.sigval).name}") from error
     except ChildFailedError as error:

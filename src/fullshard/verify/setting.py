@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from .strategy import Strategy
@@ -50,6 +53,14 @@ class Setting(NamedTuple):
 def seed_of(index: int) -> int:
     """The seed of the generators before the forward with batch `index`, for dropout."""
     return SEED + 1 + index
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators, Python's `random`, and numpy's if the program imported it."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
 
 def batch_index(setting: Setting, step: int, micro: int, data_rank: int) -> int:

@@ -11,7 +11,10 @@ ranks write files instead of sending messages. For fullshard and for torch's FSD
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import random
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,23 +32,25 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.program import Program, blocks_of, find_program, to_device
 
-from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_of, ties_of
+from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
 
 
 class Before(NamedTuple):
-    """Of one rank before the first step. `ties`: names of parameters that are one."""
+    """Of one rank before the first step. `ties`: names of parameters that are one. `cuts`: the dim along which
+    `fully_shard` cut each parameter."""
 
     buffers: dict[str, Tensor]
     ties: list[tuple[str, ...]]
     parameters: dict[str, Tensor]
+    cuts: dict[str, int]
 
 
 class Step(NamedTuple):
-    """Of one rank in one step. Of each micro-batch: the loss and a digest of the generators' states afterwards.
+    """Of one rank in one step. Of each micro-batch: the loss and digests of the generators' states afterwards.
     `buffers`: after the step. The rest: full tensors on rank 0, None of absent gradients; empty elsewhere."""
 
     losses: list[Tensor]
-    generators: list[str]
+    generators: list[dict[str, str]]
     buffers: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     parameters: dict[str, Tensor]
@@ -57,17 +62,23 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {clean(name): _host(buffer) for name, buffer in model.named_buffers()}
 
 
-def generators(device: torch.device) -> str:
-    """A digest of the states of the generators that a forward may use."""
+def generators(device: torch.device) -> dict[str, str]:
+    """Digests of the states of the generators that a forward may use, by the library that owns them."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    return hashlib.blake2s(b"".join(bytes(state.tolist()) for state in states)).hexdigest()
+    found = {"torch": b"".join(bytes(state.tolist()) for state in states), "Python": repr(random.getstate()).encode()}
+    if "numpy" in sys.modules:
+        _, words, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = words.tobytes() + repr(rest).encode()
+    return {library: hashlib.blake2s(state).hexdigest() for library, state in found.items()}
 
 
-def run_rank(settings: list[Setting], folders: list[str]) -> None:
+def run_rank(settings: list[Setting], folders: list[str], uses_numpy: bool) -> None:
     """One rank of several sharded trainings, one after the other; writes their records. torchrun's environment names
-    the rank."""
+    the rank. `uses_numpy`: the program does, at the latest in its first forward."""
+    if uses_numpy:
+        importlib.import_module("numpy")  # to be seeded before that
     kind = settings[0].device
     device = torch.device("cpu")
     if kind != "cpu":
@@ -89,7 +100,7 @@ def run_rank(settings: list[Setting], folders: list[str]) -> None:
 
 def _train(program: Program, setting: Setting, device: torch.device, folder: Path) -> None:
     rank, strategy = dist.get_rank(), setting.strategy
-    torch.manual_seed(SEED)
+    seed_generators(SEED)
     model: Any = program.model().to(device)
     model.train()
     if strategy.recompute:
@@ -104,7 +115,7 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
     model = trained.model
     optimizer = program.optimizer(model.parameters())
     scaler = _scaler(setting, device)
-    before = Before(buffers_of(trained.plain), ties_of(trained.plain), trained.parameters())
+    before = Before(buffers_of(trained.plain), ties_of(trained.plain), trained.parameters(), _cuts(model))
     _write(folder / "before", rank, before)
     for step in range(setting.steps):
         losses, states = [], []
@@ -112,7 +123,7 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
             index = batch_index(setting, step, micro, setting.data_rank(rank))
             batch = to_device(program.batch(index), device)
             with trained.window(last=micro == strategy.micro - 1):
-                torch.manual_seed(seed_of(index))
+                seed_generators(seed_of(index))
                 loss = program.loss(model, batch)
                 scaler.scale(loss / strategy.micro).backward()
             losses.append(_host(loss))
@@ -153,6 +164,18 @@ class Sharded:
             for name, p in named(self.model)
             if p in optimizer.state
         }
+
+
+def _cuts(model: nn.Module) -> dict[str, int]:
+    """By name; of DTensors alone, so of FSDP2."""
+    found: dict[str, int] = {}
+    for name, parameter in named(model):
+        axes = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+        if isinstance(parameter, DTensor) and "shard" in axes:
+            placement: Any = parameter.placements[axes.index("shard")]
+            if placement.is_shard():
+                found[name] = placement.dim
+    return found
 
 
 def former(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> Any:
