@@ -79,7 +79,10 @@ def _make_groups(rank: int) -> list[list[int]]:
         "perform_nocolor_split": lambda self, _: connected.append([]),
     }
     # The mesh has half of the ranks, like a stage of a pipeline: the others make no group.
-    stage = DeviceMesh.from_group(dist.new_group([0, 1]), "pretend") if rank < 2 else dist.new_group([0, 1])
+    # Its name makes it unlike the mesh of any job of two ranks: torch keeps the specs of DTensors for meshes that are
+    # equal, and later jobs of this process would get this one, whose group is gone.
+    group = dist.new_group([0, 1])
+    stage = DeviceMesh.from_group(group, "pretend", mesh_dim_names=("stage",)) if rank < 2 else group
     # From now on as NCCL with `init_process_group(device_id=)`.
     for name, value in splits.items():
         setattr(late.LateGroup, name, value)

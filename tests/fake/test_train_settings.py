@@ -80,7 +80,7 @@ def test_the_plan_has_the_settings() -> None:
     assert found.recompute == ("none", "none", "whole", "none", "whole", "none")
     assert (found.offload, found.reshard, found.root_reshard) == (True, 2, None)
     found = strategy_of(load_config(None, ["training.recompute=block", 'training.recompute_save=["aten.mm"]']), 2, "")
-    assert (found.recompute, found.reshard, found.root_reshard, found.offload) == ("selective", True, None, False)
+    assert (found.recompute, found.reshard, found.root_reshard, found.offload) == ("keep:aten.mm", True, None, False)
     words = {"never": (False, False), "always": (True, True)}
     for word, (blocks, root) in words.items():
         found = strategy_of(load_config(None, [f"parallelism.reshard_after_forward={word}"]), 2, "gloo")

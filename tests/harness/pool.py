@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -32,7 +33,7 @@ from tests.harness.worker import main as worker_main
 # where they stood; then they are ended.
 _RELEASE_SECONDS = 2.0
 # A process that takes longer to start, or to put itself in order after a job, is replaced.
-_START_SECONDS = 40.0
+_START_SECONDS = 50.0
 # What the fork server imports once for all processes; the last one only helps where it can be found on its path.
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.harness.worker"]
 # The tail of a rank's output that an error quotes.
@@ -195,10 +196,10 @@ class ProcessPool:
                 raise RuntimeError(f"a pool process did not start; its output:\n{workers[lost[0]].output()}")
             for number in lost:
                 if workers[number].process.is_alive():
-                    warnings.warn(
+                    print(
                         f"pool process {number} did not come back from its last job in {_START_SECONDS:g} s and is "
                         f"replaced; it stands at\n{workers[number].stacks()}",
-                        stacklevel=2,
+                        file=sys.stderr,
                     )
                 self._discard(number)
         raise AssertionError("unreachable")
