@@ -99,7 +99,7 @@ def own_options(like: Any, ranks: Sequence[int], name: str) -> Any:
 
 
 def new_group(ranks: Sequence[int], backend: str | None, purpose: str | None = None) -> ProcessGroup:
-    """A process group of torch's with `ranks`, this one included, which these ranks alone make.
+    """A torch process group with `ranks`, this one included, which these ranks alone make.
 
     Where the default group is bound to a device, torch would make the communicator at once, as a split of the default
     group: a collective over all ranks of that, and memory that no message uses. So it is not bound meanwhile.
