@@ -9,8 +9,9 @@
 A worker takes the next file that no other one has taken (tests/harness/queue.py). Ranks of some tests are forks of
 their worker, which must not have run ranks that are threads: so those come last, or from a worker of their own. Tests
 of processes wait much of their time, for each other and for time limits: two workers keep a core busy where one does
-not. A second one for threads from the beginning leaves programs of many processes without a core, and their time limits
-pass. The first worker prints as it goes, the others when they are over. The exit status is the worst one.
+not. A second one for threads from the beginning leaves programs of many processes without a core, and their time
+limits pass. The first worker prints as it goes, the others when they are over. The exit status is the worst one; where
+a signal ended a worker, the last lines say which test ran and where its threads were.
 """
 
 from __future__ import annotations
@@ -40,14 +41,20 @@ def commands(folder: Path, options: list[str]) -> dict[str, list[str]]:
             name = f"{kind}-{number}"
             # What failed last is remembered in a folder that two runs must not share.
             own = ["-p", "tests.harness.queue", f"--queue={folder}", "-o", f"cache_dir=.pytest_cache/{name}"]
+            own.append(f"--last-words={last_words(folder, name)}")
             paths = [f"tests/{tier}" for tier in tiers]
             found[name] = [sys.executable, "-m", "pytest", *own, *options, *paths]
     return found
 
 
-def run(commands: dict[str, list[str]], shown: str) -> int:
-    """Run all of them at once, in the root of the repository. Prints what `shown` writes as it comes, and then what the
-    others wrote; returns the worst status."""
+def last_words(folder: Path, name: str) -> Path:
+    """The file in which a worker leaves the test that it runs, and its stacks if a signal ends it."""
+    return folder / f"{name}.last-words"
+
+
+def run(commands: dict[str, list[str]], shown: str, folder: Path) -> int:
+    """Run all of them at once, in the root of the repository. Prints what `shown` writes as it comes, then what the
+    others wrote, then the last words of those that a signal ended; returns the worst status."""
     begun = time.monotonic()
     outputs: dict[str, IO[bytes]] = {name: tempfile.TemporaryFile() for name in commands if name != shown}
     runs = {
@@ -77,6 +84,9 @@ def run(commands: dict[str, list[str]], shown: str) -> int:
                 one.wait()
         for output in outputs.values():
             output.close()
+    for name, one in runs.items():
+        if one.returncode < 0 and last_words(folder, name).exists():
+            print(f"\n---- {name} was ended by signal {-one.returncode} ----\n{last_words(folder, name).read_text()}")
     print(f"\n{'; '.join(lines)}; {(time.monotonic() - begun) / 60:.1f} minutes in all", flush=True)
     return max(abs(one.returncode) for one in runs.values())
 
@@ -84,4 +94,4 @@ def run(commands: dict[str, list[str]], shown: str) -> int:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         workers = commands(Path(folder), sys.argv[1:])
-        sys.exit(run(workers, shown=next(iter(workers))))
+        sys.exit(run(workers, shown=next(iter(workers)), folder=Path(folder)))

@@ -89,7 +89,10 @@ class _Worker:
         if not self.process.is_alive() or self.process.pid is None:
             return "(the process has ended)"
         before = os.path.getsize(self.stacks_file)
-        os.kill(self.process.pid, STACKS_SIGNAL)
+        try:
+            os.kill(self.process.pid, STACKS_SIGNAL)
+        except ProcessLookupError:  # the fork server, whose child it is, has yet to tell that it ended
+            return "(the process has ended)"
         deadline = time.monotonic() + 2.0
         size = before
         while time.monotonic() < deadline:

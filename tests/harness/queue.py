@@ -4,19 +4,46 @@
 
 Each run collects all of them, and before it runs the tests of a file makes a file of its name in FOLDER. Where that is
 there already, another run has taken that file.
+
+With --last-words=FILE, what a fatal signal (a segmentation fault) leaves is in FILE: the test that ran, and the stacks
+of all threads.
 """
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--queue", type=Path, help="folder in which runs say which test files they have taken")
+    parser.addoption("--last-words", type=Path, help="file for what a fatal signal leaves")
+
+
+_LAST_WORDS = pytest.StashKey[TextIO]()
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own faulthandler, whose text scrolls by
+def pytest_configure(config: pytest.Config) -> None:
+    path: Path | None = config.getoption("--last-words")
+    if path is not None:
+        config.stash[_LAST_WORDS] = path.open("w")  # not closed: it must be open when the process dies
+        faulthandler.enable(config.stash[_LAST_WORDS])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    file = item.config.stash.get(_LAST_WORDS, None)
+    if file is not None:
+        file.seek(0)
+        file.truncate()
+        file.write(f"It ran {item.nodeid}\n")
+        file.flush()
 
 
 def take(queue: Path, name: str) -> bool:

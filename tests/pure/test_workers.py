@@ -70,7 +70,23 @@ print("worker", {mine!r}, (here / {other!r}).exists())
 sys.exit({status})
 """
         commands[mine] = [sys.executable, "-c", code]
-    assert run(commands, shown="a") == worst
+    assert run(commands, shown="a", folder=tmp_path) == worst
     printed = capfd.readouterr().out
     assert "worker a True" in printed and "worker b True" in printed
     assert f"a: status {first}; b: status {second}" in printed
+
+
+def test_a_worker_that_a_signal_ends_leaves_the_test_and_the_stacks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the end of the output, where it is not lost among all that the workers printed."""
+    (tmp_path / "test_it.py").write_text(
+        "import os, signal\ndef test_well(): pass\ndef test_ends(): os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    folder = tmp_path / "queue"
+    folder.mkdir()
+    found = commands(folder, ["-p", "no:cacheprovider", f"--rootdir={tmp_path}"])["threads-1"]
+    words = [*found[: -len(TIERS["threads"])], str(tmp_path / "test_it.py")]
+    assert run({"threads-1": words}, shown="threads-1", folder=folder) == 11
+    end = capfd.readouterr().out.partition("threads-1 was ended by signal 11")[2]
+    assert "It ran test_it.py::test_ends" in end and "in test_ends" in end and "test_well" not in end
