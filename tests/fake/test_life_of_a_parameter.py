@@ -126,7 +126,8 @@ class _Observer:
             gradient, grad_rows = "`.grad`", param.sharded.grad.to_local().shape[0]
         elif any(flight.group is unit_of(self.module).groups[0] for flight in self._in_flight()):  # type: ignore[union-attr]
             gradient = "being sent"
-        assert tuple(weight.shape) == SHAPE and param.fresh is None and param.held is None and param.reduced is None
+        assert tuple(weight.shape) == SHAPE
+        assert param.gradients.fresh is param.gradients.held is param.gradients.reduced is None
         on_module = "DTensor" if isinstance(weight, DTensor) else f"plain {SHAPE}"
         self.rows.append(Row(f"`{moment}`", on_module, local.shape[0], shard, full, gradient, grad_rows, decided, done))
 

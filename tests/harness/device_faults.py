@@ -322,7 +322,7 @@ FAULTS: dict[str, SeededFault] = {
     ),
     # ---- the wrong bytes ----
     "shards are not cast": SeededFault(f"{_GATHER}.send", "if self._casts:", "if False:", _MIXED),
-    "parameters are not copied out": SeededFault(f"{_GATHER}.complete", "if self._destinations:", "if False:", _ONE),
+    "parameters are not copied out": SeededFault(f"{_GATHER}.complete", "if destinations:", "if False:", _ONE),
     "the upload comes after the message": SeededFault(
         "comm.offload:OffloadedGather.issue",
         "        self._link.upload(self._shard.flat, self._host)\n        self._inner.send()",

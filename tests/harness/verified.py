@@ -127,34 +127,34 @@ class Case(NamedTuple):
 
 _RECEIVE = "param.group:ParamGroup.receive"
 _TAKE = "param.group:ParamGroup.take_gradients"
-_FRESH, _REDUCED = "else param.fresh)", "param.reduced = part if"
-_THEN = "vars(self).setdefault('then', [view.clone() for view in staging.views[: len(self._destinations)]])"
+_FRESH, _REDUCED = "else gradients.fresh)", "gradients.reduced = part if"
+_THEN = "vars(self).setdefault('then', [view.clone() for view in staging.views[: len(destinations)]])"
 _RANK = "__import__('torch').distributed.get_rank()"
 
 FAULTS: dict[str, Case] = {
     "the result is doubled": Case(
-        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part * 2 if"), "zero3", "backward", "2 times too large"
+        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part * 2 if"), "zero3", "backward", "2 times too large"
     ),
     "the divisor is too large": Case(
-        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part / 2 if"), "zero2", "backward", "2 times too small"
+        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part / 2 if"), "zero2", "backward", "2 times too small"
     ),
     "the result is zero": Case(
-        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part * 0 if"), "zero3", "backward", "it is zero"
+        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part * 0 if"), "zero3", "backward", "it is zero"
     ),
     "a reduction is dropped": Case(
-        SeededFault(_RECEIVE, "part is None:", "part is None or param.name.endswith('norm.norm.bias'):"),
+        SeededFault(_RECEIVE, "part is None:", "part is None or self.params[i].name.endswith('norm.norm.bias'):"),
         "zero3",
         "backward",
         "no gradient: it was dropped",
     ),
     "a rank sends zeros": Case(
-        SeededFault(_TAKE, _FRESH, f"else param.fresh * (0 == {_RANK}))"),
+        SeededFault(_TAKE, _FRESH, f"else gradients.fresh * (0 == {_RANK}))"),
         "zero3",
         "backward",
         "the part of rank 1 is missing",
     ),
     "a rank sends too much": Case(
-        SeededFault(_TAKE, _FRESH, f"else param.fresh * (1 + {_RANK}))"),
+        SeededFault(_TAKE, _FRESH, f"else gradients.fresh * (1 + {_RANK}))"),
         "zero3+bf16",
         "backward",
         "the part of rank 1 was added twice",
@@ -163,13 +163,13 @@ FAULTS: dict[str, Case] = {
         SeededFault(_TAKE, "if with_held", "if False"), "zero3+micro=2", "backward", "micro-batch 0 is missing"
     ),
     "held gradients are added twice": Case(
-        SeededFault(_TAKE, "param.sum_with_held() if", "param.sum_with_held() + param.live_held() if"),
+        SeededFault(_TAKE, "gradients.sum_with_held() if", "gradients.sum_with_held() + gradients.live_held() if"),
         "zero2+micro=2",
         "backward",
         "micro-batch 0 was added twice",
     ),
     "the result is rounded": Case(
-        SeededFault(_RECEIVE, _REDUCED, "param.reduced = part.bfloat16().to(part.dtype) if"),
+        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part.bfloat16().to(part.dtype) if"),
         "zero3+bf16",
         "backward",
         "numbers of bfloat16",
@@ -200,7 +200,7 @@ FAULTS: dict[str, Case] = {
         "other random numbers, of numpy",
     ),
     "weights are stale": Case(
-        SeededFault("comm.gather:PlannedGather.complete", "staging.views[: len(self._destinations)]", _THEN),
+        SeededFault("comm.gather:PlannedGather.complete", "staging.views[: len(destinations)]", _THEN),
         "zero3",
         "forward",
         "stale weights",
@@ -269,8 +269,8 @@ def of_sent(gradient: Tensor, param: Any) -> Tensor:
 
 def _record_gradient_fault(rank: int, setting: Setting, folder: str, fault: GradientFault) -> None:
     _fault[:] = [fault]
-    result = SeededFault(_RECEIVE, _REDUCED, f"param.reduced = {_HERE}.of_result(part, param) if")
-    sent = SeededFault(_TAKE, _FRESH, f"else {_HERE}.of_sent(param.fresh, param))")
+    result = SeededFault(_RECEIVE, _REDUCED, f"gradients.reduced = {_HERE}.of_result(part, self.params[i]) if")
+    sent = SeededFault(_TAKE, _FRESH, f"else {_HERE}.of_sent(gradients.fresh, self.params[i]))")
     with seeded(result), seeded(sent):
         _record(rank, setting, folder, None)
 

@@ -172,8 +172,8 @@ def test_messages_are_checked_by_a_key() -> None:
     """With it, a reduction that doubles a gradient ends the run before the first update; without, nobody notices."""
     fault = SeededFault(
         "param.group:ParamGroup.receive",
-        "param.reduced = part if",
-        "param.reduced = part * (1 + param.name.endswith('ffn.up.weight')) if",
+        "gradients.reduced = part if",
+        "gradients.reduced = part * (1 + self.params[i].name.endswith('ffn.up.weight')) if",
     )
     configs = [config_of("training.steps=3", "metrics.eval_every=3", f"training.check_every={n}") for n in (0, 1)]
     sound, checked, faulty, found = (

@@ -179,7 +179,7 @@ def used(*uses: Use | str) -> tuple[RunRecord, dict[str, UnitRecord]]:
 def test_uses_are_numbered_by_the_ends_of_forwards() -> None:
     run, units = used(NESTED, "c", "a")
     assert units["b"].sending.open == [RecordedUse(0, 0)] and units["c"].sending.open == [RecordedUse(2, 2)]
-    assert units["a"].sending.open == [RecordedUse(0, 1), RecordedUse(3, 3)] and run.clock == 4
+    assert units["a"].sending.open == [RecordedUse(0, 1), RecordedUse(3, 3)] and run.owed.clock == 4
 
 
 def test_a_unit_waits_for_what_is_inside_of_it() -> None:
@@ -188,7 +188,7 @@ def test_a_unit_waits_for_what_is_inside_of_it() -> None:
     a, b = units["a"], units["b"]
     assert visit(run, a, a.sending.open[-1]) == [] and settle(run, a) == []
     assert visit(run, b, b.sending.open[-1]) == [] and settle(run, b) == [b, a]
-    assert end_sending(run) == [] and run.frontier == NOWHERE
+    assert end_sending(run) == [] and run.owed.frontier == NOWHERE
 
 
 def test_a_unit_is_due_where_one_begins_that_ran_before_it() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fullshard.schedule import Command, CommandChecker, Full, LifecycleError, Phase, RunRecord, UnitRecord, rules
+from fullshard.schedule import Command, CommandChecker, Full, LifecycleError, Owed, Phase, RunRecord, UnitRecord, rules
 from fullshard.schedule import Use as RecordedUse
 
 # Commands of ours that torch does not have: kept memory is put aside, gradients are kept, a step ends.
@@ -319,6 +319,8 @@ class World:
     def state(self) -> dict[str, object]:
         """Everything the rules noted, without settings and without the generation."""
         found: dict[str, object] = {f: getattr(self.run, f) for f in RunRecord.__slots__ if f not in RUN_SETTINGS}
+        owed = found.pop("owed")
+        found |= {f"owed.{f}": getattr(owed, f) for f in Owed.__slots__}
         for name, unit in self.units.items():
             found |= {f"{name}.{f}": getattr(unit, f) for f in UnitRecord.__slots__ if f not in UNIT_SETTINGS}
             for part in ("pins", "sending"):

@@ -131,38 +131,38 @@ def test_gradients_of_one_rank_alone() -> None:
 
 
 _RECEIVE, _TAKE = "param.group:ParamGroup.receive", "param.group:ParamGroup.take_gradients"
-_REDUCED = "param.reduced = part if"
+_REDUCED = "gradients.reduced = part if"
 _RANK = "__import__('torch').distributed.get_rank()"
-_THEN = "vars(self).setdefault('then', [view.clone() for view in staging.views[: len(self._destinations)]])"
+_THEN = "vars(self).setdefault('then', [view.clone() for view in staging.views[: len(destinations)]])"
 # Faults of the engine, and what must be said.
 FAULTS = {
-    "doubled": (SeededFault(_RECEIVE, _REDUCED, "param.reduced = part * 2 if"), "sum of what 2 ranks sent"),
+    "doubled": (SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part * 2 if"), "sum of what 2 ranks sent"),
     "on one rank": (
-        SeededFault(_RECEIVE, _REDUCED, f"param.reduced = part * (1 + {_RANK}) if"),
+        SeededFault(_RECEIVE, _REDUCED, f"gradients.reduced = part * (1 + {_RANK}) if"),
         "sum of what 2 ranks sent",
     ),
-    "rows rolled": (SeededFault(_RECEIVE, _REDUCED, "param.reduced = part.roll(1, 0) if"), "misplaced a part"),
+    "rows rolled": (SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part.roll(1, 0) if"), "misplaced a part"),
     "dropped on one rank": (
         SeededFault(_RECEIVE, "part is None:", f"part is None or {_RANK} == 1:"),
         "that were sent and 1 that arrived",
     ),
     "weights are stale": (
-        SeededFault("comm.gather:PlannedGather.complete", "staging.views[: len(self._destinations)]", _THEN),
+        SeededFault("comm.gather:PlannedGather.complete", "staging.views[: len(destinations)]", _THEN),
         "what the shards hold when it is freed",
     ),
     "weights of one rank": (
         SeededFault(
             "comm.gather:PlannedGather.complete",
-            "staging.views[: len(self._destinations)]",
-            f"[view * (1 + 0.01 * {_RANK}) for view in staging.views[: len(self._destinations)]]",
+            "staging.views[: len(destinations)]",
+            f"[view * (1 + 0.01 * {_RANK}) for view in staging.views[: len(destinations)]]",
         ),
         "weight: expected the full parameter of rank 1 to be what the shards hold",
     ),
     "swapped shards": (
         SeededFault(
             "comm.gather:PlannedGather.complete",
-            "staging.views[: len(self._destinations)]",
-            "[view.roll(1, 0) for view in staging.views[: len(self._destinations)]]",
+            "staging.views[: len(destinations)]",
+            "[view.roll(1, 0) for view in staging.views[: len(destinations)]]",
         ),
         "what the shards hold when it is freed",
     ),

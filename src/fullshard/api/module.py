@@ -468,8 +468,8 @@ class FSDPModule(TorchFSDPModule):
                     gradient.detach_().zero_()
                 elif gradient is not None:
                     param.sharded.grad = None
-                if param.held is not None:
-                    param.live_held()  # cleared now: the full parameters show it no longer
+                if param.gradients.held is not None:
+                    param.gradients.live_held()  # cleared now: the full parameters show it no longer
 
     def _get_fsdp_state(self) -> StateView:  # type: ignore[override]
         """The state in the form that torch's own code reads."""

@@ -131,6 +131,50 @@ def _copies_out(pack: FlatLayout, plan: GatherPlan) -> list[_CopyOut]:
     return copies
 
 
+class _Direct:
+    """The direct parameters: output of the all-gather, this rank's shard, and what leaves.
+
+    Shards in another dtype are cast into their place in the output and sent from there, without a buffer for the cast.
+    """
+
+    def __init__(self, pack: FlatLayout, plan: GatherPlan, flat: Tensor, full: Tensor, rank: int) -> None:
+        self.outs, self.own, self.leaving = [], [], []
+        for i in plan.direct:
+            segment, start = pack.segments[i], pack.full_offsets[i]
+            out = full[start : start + segment.layout.padded_full_numel]
+            own = flat[segment.offset : segment.offset + segment.padded_numel]
+            self.outs.append(out)
+            self.own.append(own)
+            self.leaving.append(own if flat.dtype is full.dtype else _place(out, rank, segment.padded_numel))
+
+
+class _Packed:
+    """The packed parameters: this rank's shards, and the staging buffer that all shards arrive in; `full` is in memory.
+
+    Equal layouts share the buffer, other layouts never get it.
+    """
+
+    def __init__(
+        self, pack: FlatLayout, plan: GatherPlan, flat: Tensor, full: Tensor, group: ShardGroup, pool: BufferPool
+    ) -> None:
+        self._pool, self._rank, self._casts = pool, group.rank, flat.dtype is not full.dtype
+        span = plan.packed_span(pack)
+        self._copies = _copies_out(pack, plan)
+        self._wanted = pool.key("staging", pack, plan, full.dtype), group.world * span.numel, full.dtype, flat.device
+        self.own = flat[span.start : span.stop]
+        # Empty if no parameter has elements.
+        self.destinations = [full.as_strided(copy.sizes, copy.full_strides, copy.full_offset) for copy in self._copies]
+
+    def take(self) -> Slot:
+        """The buffer, until `BufferPool.give`. Its views: what to copy to `destinations`, and where shards are cast."""
+        return self._pool.take(*self._wanted, self._views)
+
+    def _views(self, staging: Tensor) -> list[Tensor]:
+        views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
+        # Then this rank's own part, if shards are cast into it.
+        return [*views, _place(staging, self._rank, self.own.numel())] if self._casts else views
+
+
 class PlannedGather:
     """Several ranks: direct parameters into their final memory, packed ones through a staging buffer."""
 
@@ -144,34 +188,14 @@ class PlannedGather:
         pool: BufferPool,
     ) -> None:
         self._group = group
-        self._flat = flat
         self._full = full
         self._pool = pool
-        self._dtype = full.flat.dtype
-        self._casts = flat.dtype is not self._dtype
-        self._span = plan.packed_span(pack)
-        # Equal layouts share the buffer, other layouts never get it.
-        self._staging_key = pool.key("staging", pack, plan, self._dtype)
-        self._packed = bool(plan.packed)
-        self._copies = _copies_out(pack, plan)
+        self._casts = flat.dtype is not full.flat.dtype
         # Views need allocated memory. It may be in use: a unit that was unsharded early gets a new root.
         in_use = full.live_nbytes > 0
         full.allocate()
-        self._destinations = [
-            full.flat.as_strided(copy.sizes, copy.full_strides, copy.full_offset) for copy in self._copies
-        ]
-        # For the direct parameters: output, this rank's shard, and input of the all-gather. Shards in another dtype are
-        # cast into their place in the output and sent from there, without a buffer for the cast.
-        self._outs, self._own, self._leaving = [], [], []
-        for i in plan.direct:
-            segment, start = pack.segments[i], pack.full_offsets[i]
-            out = full.flat[start : start + segment.layout.padded_full_numel]
-            own = flat[segment.offset : segment.offset + segment.padded_numel]
-            self._outs.append(out)
-            self._own.append(own)
-            self._leaving.append(_place(out, group.rank, segment.padded_numel) if self._casts else own)
-        self._own_packed = flat[self._span.start : self._span.stop]
-        self._staging_numel = group.world * self._span.numel
+        self._direct = _Direct(pack, plan, flat, full.flat, group.rank)
+        self._packed = _Packed(pack, plan, flat, full.flat, group, pool) if plan.packed else None
         if not in_use:
             full.release()
         self._works: list[Work] = []
@@ -183,27 +207,26 @@ class PlannedGather:
 
     def prepare(self) -> None:
         """Allocate the buffers of the messages, on the current stream."""
-        if self._outs:
+        if self._direct.outs:
             # The messages arrive in it. It must not be read before `complete`.
             self._full.allocate()
-        if self._packed:
-            self._staging = self._pool.take(
-                self._staging_key, self._staging_numel, self._dtype, self._flat.device, self._staging_views
-            )
+        if self._packed is not None:
+            self._staging = self._packed.take()
 
     def send(self) -> None:
         """Send the shards as they are now. Call it once after `prepare`."""
-        staging = self._staging
+        direct, packed, staging = self._direct, self._packed, self._staging
+        leaving = None if packed is None else packed.own
         if self._casts:
-            torch._foreach_copy_(
-                self._leaving if staging is None else [*self._leaving, staging.views[-1]],
-                self._own if staging is None else [*self._own, self._own_packed],
-            )
-        if self._outs:
-            self._works += self._group.gather_each(self._outs, self._leaving)
-        if staging is not None:
-            packed = staging.views[-1] if self._casts else self._own_packed
-            self._works.append(self._group.gather_into(staging.tensor, packed))
+            own, places = direct.own, direct.leaving
+            if packed is not None and staging is not None:
+                leaving = staging.views[-1]
+                own, places = [*own, packed.own], [*places, leaving]
+            torch._foreach_copy_(places, own)
+        if direct.outs:
+            self._works += self._group.gather_each(direct.outs, direct.leaving)
+        if staging is not None and leaving is not None:
+            self._works.append(self._group.gather_into(staging.tensor, leaving))
 
     def complete(self) -> None:
         # Drop the works even if one of them raises: a retry must not wait for them again.
@@ -212,10 +235,12 @@ class PlannedGather:
             work.wait()
         staging, self._staging = self._staging, None
         if staging is not None:
-            if not self._outs:
+            assert self._packed is not None
+            if not self._direct.outs:
                 self._full.allocate()
-            if self._destinations:  # empty if no parameter has elements
-                torch._foreach_copy_(self._destinations, staging.views[: len(self._destinations)])
+            destinations = self._packed.destinations
+            if destinations:
+                torch._foreach_copy_(destinations, staging.views[: len(destinations)])
             self._pool.give(staging)
 
     def cancel(self) -> None:
@@ -226,11 +251,6 @@ class PlannedGather:
             self._pool.give(self._staging)
             self._staging = None
         self._full.release()
-
-    def _staging_views(self, staging: Tensor) -> list[Tensor]:
-        views = [staging.as_strided(copy.sizes, copy.staged_strides, copy.staged_offset) for copy in self._copies]
-        # Then this rank's own part, if shards are cast into it.
-        return [*views, _place(staging, self._group.rank, self._span.numel)] if self._casts else views
 
 
 def _place(gathered: Tensor, rank: int, numel: int) -> Tensor:

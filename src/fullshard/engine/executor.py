@@ -38,7 +38,7 @@ class TakenBack:
     """Created before gradients are written to `.grad`; as a context manager it wraps the hooks."""
 
     def __init__(self, units: Sequence[Unit], touched: Sequence[ShardedParam]) -> None:
-        self._bring_back = [param.standing() for param in touched]
+        self._bring_back = [param.gradients.standing() for param in touched]
         self._windows = [(unit, unit.gradients.windows) for unit in units]
 
     def __enter__(self) -> None:
@@ -372,14 +372,16 @@ class Executor:
             gradients = group.take_gradients(with_held=with_held)
             if unit.settings.controls.zero_unused:
                 pairs = zip(group.trainable, gradients, strict=True)
-                gradients = [group.params[i].zero() if gradient is None else gradient for i, gradient in pairs]
+                gradients = [
+                    group.params[i].gradients.zero() if gradient is None else gradient for i, gradient in pairs
+                ]
             for observer in self.gradient_observers:
                 observer.sends(unit, group, gradients)
             channel = unit.channels.reduce(position)
             reduction = channel.issue(
                 gradients,
                 accumulated=accumulated,
-                partials=[group.params[i].live_partial() for i in group.trainable] if with_partials else (),
+                partials=[group.params[i].gradients.live_partial() for i in group.trainable] if with_partials else (),
                 keep=keep,
                 carried=self.facts.carry(unit, position, channel, keep=keep),
             )
@@ -456,7 +458,9 @@ class Executor:
         present = flight.reduction.present
         if present is not None:
             params = [flight.group.params[i] for i in flight.trainable]
-            if flight.unit.gradients.stepper is None and all(p.reduced is p.fresh_partial is None for p in params):
+            if flight.unit.gradients.stepper is None and all(
+                p.gradients.reduced is p.gradients.fresh_partial is None for p in params
+            ):
                 self._backward.unresolved[flight.group] = (params, present)
             else:
                 parts = [part if there else None for part, there in zip(parts, present.flags(), strict=True)]
@@ -470,7 +474,7 @@ class Executor:
             if present is not None:
                 for param, there in zip(params, present.flags(), strict=True):
                     if not there:
-                        param.reduced = param.fresh_partial = None
+                        param.gradients.reduced = param.gradients.fresh_partial = None
 
     def _finish(self, root: Unit) -> None:
         # Follow-up messages move to the second queue, so one pass in this order drains both.
@@ -499,12 +503,12 @@ class Executor:
         # Before any gradient is committed: if a hook raises, the step leaves no trace.
         for i in with_tensor_hooks(shards):
             unit, position, param = touched[i]
-            if param.run_tensor_hooks():
+            if param.gradients.run_tensor_hooks():
                 self.facts.hooked(unit, position, param.name)
         # Most models have none.
         hooked = any(map(post_accumulate_grad_hooks, shards))
         undo = TakenBack(self.units, [param for _, _, param in touched]) if hooked else None
-        arrived = [(unit, position, param) for unit, position, param in touched if param.commit()]
+        arrived = [(unit, position, param) for unit, position, param in touched if param.gradients.commit()]
         ends = False
         for unit in self.units:
             gradients, sync = unit.gradients, unit.record.plan.sync
@@ -526,7 +530,7 @@ class Executor:
             # User hooks run last: they may read any gradient, and may raise.
             with undo:
                 for unit, position, param in arrived:
-                    if post_accumulate_grad_hooks(param.sharded) and param.run_hooks():
+                    if post_accumulate_grad_hooks(param.sharded) and param.gradients.run_hooks():
                         self.facts.hooked(unit, position, param.name)
         self.stepping.finish([(unit, param) for unit, _, param in arrived])
 
@@ -547,4 +551,4 @@ class Executor:
         for unit in self.units:
             unit.gradients.arrived = 0
             for param in unit.params:
-                param.discard()
+                param.gradients.discard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -98,8 +99,8 @@ class UnitGradients:
             handle.remove()
         for group in self._groups if self._withdrawing else ():
             for param in group.params:
-                param.withdraw()
-                param.shows_held = False
+                param.gradients.withdraw()
+                param.gradients.shows_held = False
         self._hooks.clear()
         self._withdrawing.clear()
         self.is_known = False
@@ -110,8 +111,8 @@ class UnitGradients:
             for group in self._groups:
                 for param in (group.params[i] for i in group.trainable):
                     self._withdrawing.append(_withdrawing_hook(param))
-                    param.shows_held = True
-                    param.hold(param.held)
+                    param.gradients.shows_held = True
+                    param.gradients.hold(param.gradients.held)
 
     def largest_missing_nbytes(self) -> int:
         """Bytes of the largest gradient that the running backward may still bring."""
@@ -127,44 +128,50 @@ class UnitGradients:
         for group in self._groups if self.is_known else ():
             for param in (group.params[i] for i in group.trainable):
                 if param.full.grad is not None:
-                    param.take_fresh()
-                    self.arrived |= param.fresh is not None
+                    param.gradients.take_fresh()
+                    self.arrived |= param.gradients.fresh is not None
 
     def are_held(self) -> bool:
         """Whether earlier backwards left unreduced gradients."""
-        return any(param.live_held() is not None for group in self._groups for param in group.params)
+        return any(param.gradients.live_held() is not None for group in self._groups for param in group.params)
 
 
 def _hook(gradients: UnitGradients, param: ShardedParam, bit: int) -> RemovableHandle:
-    """Call `gradients.on_arrival` whenever a backward accumulates the gradient of the full parameter of `param`.
-
-    Holds both weakly. The garbage collector cannot see that a tensor holds its hooks, so a strong reference would be a
-    cycle that leaks the model.
-    """
-    its_unit, itself, name = weakref.ref(gradients), weakref.ref(param), param.name
-
-    def arrived(_full: Tensor) -> None:
-        here, reached = its_unit(), itself()
-        if here is None or reached is None or here.on_arrival is None:
-            raise RuntimeError(
-                f"{name}: expected the module that computed this to exist during its backward, found that it is gone; "
-                f"keep the model until its backwards are over"
-            )
-        here.on_arrival(reached, bit)
-
-    handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(outside_graphs(arrived))
+    """Call `gradients.on_arrival` whenever a backward accumulates the gradient of the full parameter of `param`."""
+    wrapped = _outside_graphs(_arrived)
+    hook = partial(wrapped, weakref.ref(gradients), weakref.ref(param), param.name, bit)
+    handle: RemovableHandle = param.full.register_post_accumulate_grad_hook(hook)
     return handle
 
 
 def _withdrawing_hook(param: ShardedParam) -> RemovableHandle:
     """Take the held gradient off the full parameter of `param` just before autograd would add to it in place."""
-    itself = weakref.ref(param)
-
-    def arrives(_gradient: Tensor) -> None:
-        reached = itself()
-        if reached is not None and reached.shown is not None:
-            reached.live_held()  # what the user did with it counts
-            reached.withdraw()
-
-    handle: RemovableHandle = param.full.register_hook(outside_graphs(arrives))
+    handle: RemovableHandle = param.full.register_hook(partial(_outside_graphs(_arrives), weakref.ref(param)))
     return handle
+
+
+# Hooks hold their unit and their parameter weakly. The garbage collector cannot see that a tensor holds its hooks, so a
+# strong reference would be a cycle that leaks the model.
+_ToGradients = weakref.ref[UnitGradients]
+_ToParam = weakref.ref[ShardedParam]
+
+
+def _arrived(its_unit: _ToGradients, itself: _ToParam, name: str, bit: int, _full: Tensor) -> None:
+    here, reached = its_unit(), itself()
+    if here is None or reached is None or here.on_arrival is None:
+        raise RuntimeError(
+            f"{name}: expected the module that computed this to exist during its backward, found that it is gone; "
+            f"keep the model until its backwards are over"
+        )
+    here.on_arrival(reached, bit)
+
+
+def _arrives(itself: _ToParam, _gradient: Tensor) -> None:
+    reached = itself()
+    if reached is not None and reached.gradients.shown is not None:
+        reached.gradients.live_held()  # what the user did with it counts
+        reached.gradients.withdraw()
+
+
+# Not at import: it imports torch's compiler. Not for each parameter: it takes tens of microseconds.
+_outside_graphs = cache(outside_graphs)

@@ -247,7 +247,7 @@ def _note(unit: NamedUnit, full: Tensor, param: ShardedParam, when: str) -> None
 def _shows_held(entry: _Full, full: Tensor) -> bool:
     """Whether the gradient on `full` is the local one of micro-batches that no backward has reduced."""
     unit = entry.unit()
-    return unit is not None and any(param.full is full and param.shown is not None for param in unit.params)
+    return unit is not None and any(param.full is full and param.gradients.shown is not None for param in unit.params)
 
 
 @refuses_steps(_full)
@@ -312,7 +312,9 @@ def _refuse_a_part(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
         if unit is None:
             continue
         for param in unit.params:
-            if id(param.sharded) in own and (param.live_held() is not None or param.live_partial() is not None):
+            if id(param.sharded) in own and (
+                param.gradients.live_held() is not None or param.gradients.live_partial() is not None
+            ):
                 waiting.append(dotted_name(unit, param.name))
     if waiting:
         raise RuntimeError(

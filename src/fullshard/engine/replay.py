@@ -71,8 +71,8 @@ class Recorder:
                         self._note("the full parameter", param, param.full)
         elif command.kind in _GRADIENTS:
             for param in unit.params:
-                if param.fresh is not None:
-                    self._note("this rank's gradient of", param, param.fresh)
+                if param.gradients.fresh is not None:
+                    self._note("this rank's gradient of", param, param.gradients.fresh)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:

@@ -242,14 +242,14 @@ class Root:
         if self._backward.end() is None:
             self._notice_backward()
         self._backward.brought = True
-        param.take_fresh()
+        param.gradients.take_fresh()
         gradients = unit.gradients
         gradients.arrived |= bit
         # Reentrant checkpointing runs a nested backward for each use of the unit: count those of this one.
         backward, (before, came) = current_backward(), gradients.came
         gradients.came = backward, (came if before == backward else 0) | bit
-        if self.executor.waiting.limit is not None and param.fresh is not None:
-            self.executor.gradient_came(unit, param.fresh.nbytes)
+        if self.executor.waiting.limit is not None and param.gradients.fresh is not None:
+            self.executor.gradient_came(unit, param.gradients.fresh.nbytes)
         if gradients.came[1] == gradients.expected:
             self._do("grads_ready", record, rules.grads_ready(self.run, record))
 

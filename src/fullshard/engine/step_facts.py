@@ -48,6 +48,20 @@ class _Sent(NamedTuple):
     sealed: Sealed
 
 
+class _Looks:
+    """What was compared since ranks began, or began anew after a failure, and when values are compared next."""
+
+    def __init__(self) -> None:
+        # Comparisons so far, and the next one that includes values outside of units.
+        self.count, self.next_look = 0, 1
+        # Training forwards so far, and the next one at which ranks compare (`forward_begins`).
+        self.forwards, self.next_question = 0, 1
+        self.values_asked = True
+        # By unit: versions of its parameters at the last comparison, and the writes up to it.
+        self.written: dict[Unit, int] = {}
+        self.writes: dict[Unit, int] = {}
+
+
 class _Mesh:
     """The facts of one mesh of the root."""
 
@@ -61,17 +75,10 @@ class _Mesh:
         # Comparison of the running backward, and earlier ones whose result was not read yet.
         self.sent: _Sent | None = None
         self.earlier: deque[_Sent] = deque()
-        # Comparisons so far, and the next one that includes values outside of units.
-        self.count, self.next_look = 0, 1
-        # Training forwards so far, and the next one at which ranks compare (`forward_begins`).
-        self.forwards, self.next_question = 0, 1
-        self.values_asked = True
+        self.looks = _Looks()
         # Gradients changed by user hooks since the last deed.
         self.hooked: list[str] = []
         self.digits: dict[tuple[object, int], Digits] = {}
-        # By unit: versions of its parameters at the last comparison, and the writes up to it.
-        self.written: dict[Unit, int] = {}
-        self.writes: dict[Unit, int] = {}
         # Whether all messages are native ones, which carry no digest; None: settings changed since that was known.
         self.only_native: bool | None = None
         # Ignored parameters that are rank-specific from the start, which is allowed.
@@ -91,9 +98,7 @@ class _Mesh:
         self.ledger.forget()
         self.hooked = []
         self.earlier.clear()
-        self.count, self.next_look, self.values_asked = 0, 1, True
-        self.written, self.writes = {}, {}
-        self.forwards, self.next_question = 0, 1
+        self.looks = _Looks()
 
 
 class StepFacts:
@@ -176,7 +181,7 @@ class StepFacts:
         """Parameters of `unit` were loaded; `values`: those loaded from full tensors."""
         for mesh in dict.fromkeys(self._of.get(unit, ())):
             if mesh is not None:
-                mesh.values_asked = True
+                mesh.looks.values_asked = True
                 facts = [Fact("load", "names that load_state_dict loaded", ", ".join(names))]
                 facts += [Fact("load", f"loaded values of {n}", text) for n, text in digests_of(values).items()]
                 mesh.ledger.do(Deed("load_state_dict", tuple(facts)))
@@ -238,11 +243,12 @@ class StepFacts:
                 mesh.only_native = self._is_only_native(mesh)
             if not mesh.only_native or mesh.scope is None:
                 continue
-            mesh.forwards += trains
-            if mesh.forwards < mesh.next_question and not (mesh.values_asked or self._settings_changed):
+            looks = mesh.looks
+            looks.forwards += trains
+            if looks.forwards < looks.next_question and not (looks.values_asked or self._settings_changed):
                 continue
-            if trains and mesh.forwards >= mesh.next_question:
-                mesh.next_question = 2 if mesh.forwards < 2 else mesh.next_question * _LOOKS
+            if trains and looks.forwards >= looks.next_question:
+                looks.next_question = 2 if looks.forwards < 2 else looks.next_question * _LOOKS
             self._refuse(mesh, mesh.scope, self._seal(mesh).text)
 
     def _is_only_native(self, mesh: _Mesh) -> bool:
@@ -291,7 +297,8 @@ class StepFacts:
             mesh.epoch = mesh.scope.epoch
             mesh.begin_anew()
         mesh.note_hooks()
-        mesh.count += 1
+        looks = mesh.looks
+        looks.count += 1
         if self._settings_changed:
             self._settings_changed = False
             for each in self._meshes.values():
@@ -301,10 +308,10 @@ class StepFacts:
         if source:
             mesh.ledger.stand(Fact("load", "state that was loaded", source))
         self._note_written(mesh)
-        if mesh.values_asked or mesh.count >= mesh.next_look:
-            self._note_values(mesh, again=mesh.values_asked)
-            mesh.values_asked = False
-            mesh.next_look = _SECOND_LOOK if mesh.count < _SECOND_LOOK else mesh.next_look * _LOOKS
+        if looks.values_asked or looks.count >= looks.next_look:
+            self._note_values(mesh, again=looks.values_asked)
+            looks.values_asked = False
+            looks.next_look = _SECOND_LOOK if looks.count < _SECOND_LOOK else looks.next_look * _LOOKS
         return mesh.ledger.seal()
 
     def _note_written(self, mesh: _Mesh) -> None:
@@ -318,19 +325,19 @@ class StepFacts:
             if len(versions) != len(unit.groups) + 1:
                 continue
             written = sum([sum(versions[position + 1]) for position in positions])
-            before, mesh.written[unit] = mesh.written.get(unit), written
+            before, mesh.looks.written[unit] = mesh.looks.written.get(unit), written
             if before is None:
                 value = "counted from here"
             else:
                 since = written - before
-                usual, mesh.writes[unit] = mesh.writes.get(unit), since
+                usual, mesh.looks.writes[unit] = mesh.looks.writes.get(unit), since
                 value = "counted from here" if usual is None else _more(since - usual)
             mesh.ledger.stand(Fact("written", f"times that parameters of {unit.record.name} were written", value))
 
     def _note_values(self, mesh: _Mesh, *, again: bool) -> None:
         outside = {n: tensor for n, tensor in {**self._outside(mesh), **mesh.beside}.items() if n not in mesh.own}
         if outside:
-            meant = self._ignored() if mesh.count == 1 else frozenset()
+            meant = self._ignored() if mesh.looks.count == 1 else frozenset()
             facts = [Fact("ignored" if n in meant else "outside", n, text) for n, text in digests_of(outside).items()]
             mesh.ledger.do(Deed("values outside of units", tuple(facts)))
         replicas = replicas_of(self._units, self._root.units[0].module) if again else {}

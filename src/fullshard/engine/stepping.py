@@ -53,7 +53,7 @@ class Stepping:
             # Missing gradients may come after the message, if a weight was read outside of its module's forward.
             self._postponed.add(unit)
         if unit in self._stepped:
-            self._refuse_late(unit, [param for param in unit.params if param.fresh is not None])
+            self._refuse_late(unit, [param for param in unit.params if param.gradients.fresh is not None])
             return
         if stepper.stepped_any([param.sharded for param in unit.params]):
             raise RuntimeError(
@@ -83,26 +83,30 @@ class Stepping:
             )
 
     def collected(self, flight: InFlight) -> None:
-        """The gradients of a reduction arrived in `param.reduced`."""
+        """The gradients of a reduction arrived in `param.gradients.reduced`."""
         unit = flight.unit
         if unit.gradients.stepper is None or flight.reduction.keeps or not self.is_final():
             return
         params = [flight.group.params[i] for i in flight.trainable]
-        params = [param for param in params if param.reduced is not None and unit.gradients.stepper.has(param.sharded)]
+        params = [
+            param
+            for param in params
+            if param.gradients.reduced is not None and unit.gradients.stepper.has(param.sharded)
+        ]
         self._refuse_late(unit, params)
         # Shards in a running all-gather (a prefetch after the unit's backward) must not change. Gradients that came
         # after the message need another one.
-        waits = unit.record.full is Full.PENDING or any(param.fresh is not None for param in params)
+        waits = unit.record.full is Full.PENDING or any(param.gradients.fresh is not None for param in params)
         if waits or unit in self._postponed or not params:
             return
         if unit.host_link is not None:
             unit.host_link.finish()
         for i in with_tensor_hooks([param.sharded for param in params]):
-            params[i].run_tensor_hooks()
+            params[i].gradients.run_tensor_hooks()
         for param in params:
-            param.commit()
+            param.gradients.commit()
         for param in params:
-            param.run_hooks()
+            param.gradients.run_hooks()
         self._step(unit, unit.gradients.stepper, params)
 
     def finish(self, arrived: Iterable[tuple[Unit, ShardedParam]]) -> None:

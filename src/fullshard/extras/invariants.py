@@ -271,8 +271,8 @@ class _RootChecks:
             found[0:2] = self._weights[param][1]
         if param in self._sent:
             found[2:4], found[4] = self._sent[param]
-        if param.reduced is not None and not self._skips_gradients(place.unit):
-            found[5:7] = _sums(param.reduced, param.layout.dim, param.layout.start(place.group.placing.rank))
+        if param.gradients.reduced is not None and not self._skips_gradients(place.unit):
+            found[5:7] = _sums(param.gradients.reduced, param.layout.dim, param.layout.start(place.group.placing.rank))
             found[7] = 1
         return found
 

@@ -294,7 +294,7 @@ def _unit_report(
     trainable = [shard for shard in shards if shard.requires_grad]
     nothing = Bytes(0, 0, None if optimizer is None else 0)
     expected = [expected_of(unit, position, optimizer) for position in range(len(unit.groups))]
-    held = [param.held for param in unit.params if param.held is not None]
+    held = [param.gradients.held for param in unit.params if param.gradients.held is not None]
     gradients = [local_of(s.grad) for s in shards if s.grad is not None and not isinstance(s.grad, PendingGrad)]
     return UnitReport(
         name=name,
@@ -405,7 +405,7 @@ def _notes(
     plain = [item.name for item in unsharded if item.kind == "parameter" and item.requires_grad]
     if plain:
         notes.append(f"trainable and in no unit: {_some(plain)}; their gradients are not averaged over the ranks")
-    pending = [name for name, param in params if param.held is not None]
+    pending = [name for name, param in params if param.gradients.held is not None]
     if pending:
         notes.append(f"gradients accumulated and not reduced yet: {_some(pending)}, held whole on every rank")
     pinned = [

@@ -53,7 +53,7 @@ def message_nbytes(call: str, arguments: Sequence[Any], world: int) -> int:
 
 
 def _held(unit: Unit) -> int:
-    return sum(param.held.nbytes for param in unit.params if param.held is not None)
+    return sum(param.gradients.held.nbytes for param in unit.params if param.gradients.held is not None)
 
 
 def _sharded_gradients(unit: Unit) -> int:

@@ -158,20 +158,20 @@ class ExtensionGroup(ParamGroup):
         self._set_full(nn.Parameter(torch.empty(0), requires_grad=param.sharded.requires_grad))
         self.trainable = ()
         self._note_shards()
-        self._slot_shards = self.swap.spread(self._shards)
+        self.swap.shards = self.swap.spread(self._shards.parameters)
 
     def _note_shards(self) -> None:
         super()._note_shards()
-        self._plain = []
+        self._shards = self._shards._replace(plain=[])
 
     def _set_full(self, full: nn.Parameter) -> None:
         (param,) = self.params
-        if param.shown is not None:
-            param.withdraw()
+        if param.gradients.shown is not None:
+            param.gradients.withdraw()
         param.full = full
         self.full_ids = {id(full)} | ({id(local_of(full))} if isinstance(full, DTensor) else set())
         self.fulls = [full]
-        self._slot_fulls = self.swap.spread(self.fulls)
+        self.swap.fulls = self.swap.spread(self.fulls)
 
     def rebase(self) -> None:
         (param,) = self.params
@@ -190,7 +190,7 @@ class ExtensionGroup(ParamGroup):
             raise DtypeChanged(param.local.dtype)
         self._make_flat(param.local.device)
         self._make_full()
-        self.swap.put(self._slot_shards)
+        self.swap.put(self.swap.shards)
 
     # ---- gathering (comm.extension) ------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,21 @@ from .swap import Found, OwnedMemory, SharedMemory, Swap
 _requires_grad = operator.attrgetter("requires_grad")
 _marks = operator.attrgetter("__dict__")
 _has_no_methods = frozenset(GATHER_METHODS).isdisjoint
+
+
+class _Shards(NamedTuple):
+    """The sharded parameters of a group as flat lists: they are compared several times per step."""
+
+    parameters: list[nn.Parameter]
+    locals: list[Tensor]
+    storages: list[torch.UntypedStorage]
+    # Local tensors that should have no gather methods.
+    plain: list[Tensor]
+
+    @classmethod
+    def of(cls, params: Sequence[ShardedParam]) -> _Shards:
+        parameters, rows = [param.sharded for param in params], [param.local for param in params]
+        return cls(parameters, rows, [parameter.untyped_storage() for parameter in parameters], rows)
 
 
 class ParamGroup:
@@ -155,8 +171,8 @@ class ParamGroup:
             # Separate tensors on the same storage: autograd counts their versions separately, so refilling the memory
             # does not count as an edit of tensors saved in forward.
             view.set_(storage, base + offset, shape, contiguous_stride(shape))
-            if param.shown is not None:
-                param.withdraw()
+            if param.gradients.shown is not None:
+                param.gradients.withdraw()
             param.full = self._full_parameter(param, view)
             self.full_ids.add(id(param.full))
             if param.own_spec is not None:
@@ -165,8 +181,8 @@ class ParamGroup:
         self.trainable: tuple[int, ...] = ()
         self._note_shards()
         self.fulls = [param.full for param in self.params]
-        self._slot_shards = self.swap.spread(self._shards)
-        self._slot_fulls = self.swap.spread(self.fulls)
+        self.swap.shards = self.swap.spread(self._shards.parameters)
+        self.swap.fulls = self.swap.spread(self.fulls)
 
     def _full_parameter(self, param: ShardedParam, view: Tensor) -> nn.Parameter:
         own = param.own_spec
@@ -214,19 +230,20 @@ class ParamGroup:
         `to_empty`, `load_state_dict(assign=True)` and swapped parameters break this. `standing`: the parameters that we
         put there, one per slot, if they are neither the shards nor the full parameters."""
         if standing is None:
-            standing = self._slot_fulls if showing_full else self._slot_shards
+            standing = self.swap.fulls if showing_full else self.swap.shards
         # No Python per parameter: this is asked at each all-gather.
+        shards = self._shards
         return (
-            all(map(operator.is_, map(local_of, self._shards), self._locals))
+            all(map(operator.is_, map(local_of, shards.parameters), shards.locals))
             and all(map(operator.is_, self.swap.registered(), standing))
-            and all(map(_has_no_methods, map(_marks, self._plain)))
+            and all(map(_has_no_methods, map(_marks, shards.plain)))
         )
 
     def refuse_ignored(self) -> None:
         """Raise `RuntimeError` for what torch allows on a sharded parameter and never looks at: gather methods, and a
         tensor that was assigned to its `.data`, after which the parameter is repaired. The DTensor keeps its rows, so
         the value would be lost."""
-        if not all(map(_has_no_methods, map(_marks, self._shards))):
+        if not all(map(_has_no_methods, map(_marks, self._shards.parameters))):
             (name, *_) = (param.name for param in self.params if not _has_no_methods(_marks(param.sharded)))
             raise RuntimeError(
                 f"{name}: expected fsdp_pre_all_gather and fsdp_post_all_gather on its local tensor, found them set on "
@@ -234,10 +251,10 @@ class ParamGroup:
                 f"before the first forward"
             )
         # The assignment brings the other tensor's storage. `p.data *= 2` brings back the same one: it wrote the rows.
-        if all(map(operator.is_, map(Tensor.untyped_storage, self._shards), self._storages)):
+        if all(map(operator.is_, map(Tensor.untyped_storage, self._shards.parameters), self._shards.storages)):
             return
         names = []
-        for param, storage in zip(self.params, self._storages, strict=True):
+        for param, storage in zip(self.params, self._shards.storages, strict=True):
             p = param.sharded
             # After torch.utils.swap_tensors the rows are others, too, and `rebase` takes them.
             if p.untyped_storage() is not storage and local_of(p) is param.local:
@@ -254,11 +271,7 @@ class ParamGroup:
             )
 
     def _note_shards(self) -> None:
-        """The parameters, their rows and their storages, as flat lists: they are compared several times per step."""
-        self._shards = [param.sharded for param in self.params]
-        # The second: those that should have no gather methods.
-        self._locals = self._plain = [param.local for param in self.params]
-        self._storages = [shard.untyped_storage() for shard in self._shards]
+        self._shards = _Shards.of(self.params)
 
     def rebase(self) -> None:
         """Make a new flat buffer from the tensors with which users replaced our views, and make those views of it.
@@ -301,7 +314,7 @@ class ParamGroup:
                     param.local.copy_(local)
                 set_local(param.sharded, param.local)
         self._make_full()
-        self.swap.put(self._slot_shards)
+        self.swap.put(self.swap.shards)
 
     def _check_standing(self, param: ShardedParam, standing: nn.Parameter | None) -> None:
         if standing is not None and not standing.is_leaf:
@@ -327,21 +340,21 @@ class ParamGroup:
         those of earlier backwards, in the reduce dtype."""
         taken = []
         for i in self.trainable:
-            param = self.params[i]
-            taken.append(param.sum_with_held() if with_held else param.fresh)
-            param.fresh = None
+            gradients = self.params[i].gradients
+            taken.append(gradients.sum_with_held() if with_held else gradients.fresh)
+            gradients.fresh = None
         return taken
 
     def receive(self, trainable: Sequence[int], parts: Sequence[Tensor | None], *, partial: bool) -> None:
         """Add the result of a reduction of the running backward, for the parameters at the positions `trainable`."""
         for i, part in zip(trainable, parts, strict=True):
-            param = self.params[i]
+            gradients = self.params[i].gradients
             if part is None:
                 continue
             if partial:
-                param.fresh_partial = part if param.fresh_partial is None else param.fresh_partial + part
+                gradients.fresh_partial = part if gradients.fresh_partial is None else gradients.fresh_partial + part
             else:
-                param.reduced = part if param.reduced is None else param.reduced + part
+                gradients.reduced = part if gradients.reduced is None else gradients.reduced + part
 
     # ---- parameters on the modules -------------------------------------------------------------------------
 
@@ -349,16 +362,16 @@ class ParamGroup:
         """Put the full parameters on the modules. Returns whether any requires_grad changed since the last time."""
         changed = False
         # Compared as lists: no Python per item in the usual case that nothing changed.
-        if list(map(_requires_grad, self.fulls)) != list(map(_requires_grad, self._shards)):
+        if list(map(_requires_grad, self.fulls)) != list(map(_requires_grad, self._shards.parameters)):
             changed = True
-            for full, shard in zip(self.fulls, self._shards, strict=True):
+            for full, shard in zip(self.fulls, self._shards.parameters, strict=True):
                 full.requires_grad_(shard.requires_grad)
-        self.swap.put(self._slot_fulls)
+        self.swap.put(self.swap.fulls)
         return changed
 
     def show_shards(self) -> None:
         """Put the sharded parameters back in place of our full ones; parameters that users put there are kept."""
-        self.swap.replace(self._slot_fulls, self._slot_shards)
+        self.swap.replace(self.swap.fulls, self.swap.shards)
 
     def lend(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put `parameters`, one for each of `params`, on the modules, until `take_back`."""
@@ -366,13 +379,14 @@ class ParamGroup:
 
     def take_back(self) -> None:
         """Put the sharded parameters on the modules, whatever is there now."""
-        self.swap.put(self._slot_shards)
+        self.swap.put(self.swap.shards)
 
     def versions(self) -> tuple[bool, tuple[int, ...]]:
         """A value that changes when a shard is written through the DTensor or its local tensor (not through .data);
         before it, whether an optimizer may write them, which skips frozen parameters without a gradient left."""
-        may_be_stepped = any(map(_requires_grad, self._shards)) or any(shard.grad is not None for shard in self._shards)
-        return may_be_stepped, (*map(version_of, self._shards), *map(version_of, self._locals))
+        shards = self._shards.parameters
+        may_be_stepped = any(map(_requires_grad, shards)) or any(shard.grad is not None for shard in shards)
+        return may_be_stepped, (*map(version_of, shards), *map(version_of, self._shards.locals))
 
 
 class DtypeChanged(Exception):
@@ -440,7 +454,6 @@ class SecondaryGroup:
             full.release()
         self.memory.release()
         self._slot_params = group.swap.spread(self.params)
-        self._slot_shards = group.swap.spread([param.sharded for param in group.params])
 
     def keep(self) -> None:
         """Copy this rank's part out of the full parameters, which must be in memory."""
@@ -460,7 +473,7 @@ class SecondaryGroup:
 
     def show_shards(self) -> None:
         """Put the sharded parameters back in place of the kept parts."""
-        self._group.swap.replace(self._slot_params, self._slot_shards)
+        self._group.swap.replace(self._slot_params, self._group.swap.shards)
 
     def is_aliased(self) -> bool:
         """As `ParamGroup.is_aliased`, while kept parts or shards are on the modules."""

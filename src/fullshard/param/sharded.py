@@ -62,14 +62,6 @@ def claim(parameter: Tensor, owner: Owner | None) -> None:
 #     local     its local tensor: this rank's rows, a view of the group's flat buffer
 #     full      the parameter on the module in forward and backward: what it was before it was sharded, plain or a
 #               DTensor on its own mesh; memory of `param.memory`
-#     fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
-#     held      full gradients of earlier backwards that were not reduced, in the reduce dtype; `full.grad` shows them
-#     reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
-#     partial   this rank's shard of a sum to which the replicas have not contributed yet: flat and padded,
-#               in the reduce dtype; `fresh_partial` is its counterpart for the running backward
-#
-# Gradients move from `fresh` or `reduced` to `held` or `.grad` only at the end of a backward, so a failing backward
-# leaves the gradients of earlier micro-batches exactly as they were.
 
 
 class Initial(NamedTuple):
@@ -121,26 +113,19 @@ class ShardedParam:
 
     __slots__ = (
         "__weakref__",
-        "fresh",
-        "fresh_partial",
         "full",
-        "held",
+        "gradients",
         "initial",
         "kept",
         "kind",
         "layout",
         "local",
-        "marker",
         "marks",
         "name",
         "own_spec",
         "owner",
-        "partial",
         "reduce_dtype",
-        "reduced",
         "sharded",
-        "shown",
-        "shows_held",
         "slots",
         "spec",
     )
@@ -175,6 +160,41 @@ class ShardedParam:
         self.kept: nn.Parameter | None = None
         # Digests of its value before sharding, until ranks have compared them.
         self.initial: Initial | None = None
+        self.gradients = ParamGradients(self)
+        # Attributes that users set on `sharded`: the dict itself, because torch's conversions take it from the object.
+        self.marks: dict[str, Any] = {}
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+# The gradients of one parameter on their way.
+#
+#     fresh     the full gradient of the running backward, taken from autograd; of a DTensor, this rank's part of it
+#     held      full gradients of earlier backwards that were not reduced, in the reduce dtype; `full.grad` shows them
+#     reduced   this rank's gradient shard of the running backward; becomes `sharded.grad` when the backward ends
+#     partial   this rank's shard of a sum to which the replicas have not contributed yet: flat and padded,
+#               in the reduce dtype; `fresh_partial` is its counterpart for the running backward
+#
+# Gradients move from `fresh` or `reduced` to `held` or `.grad` only at the end of a backward, so a failing backward
+# leaves the gradients of earlier micro-batches exactly as they were.
+
+
+class ParamGradients:
+    """See the table above. Belongs to one `ShardedParam`."""
+
+    __slots__ = (
+        "_param",
+        "fresh",
+        "fresh_partial",
+        "held",
+        "marker",
+        "partial",
+        "reduced",
+        "shown",
+        "shows_held",
+    )
+
+    def __init__(self, param: ShardedParam) -> None:
+        self._param = param
         self.fresh: Tensor | None = None
         self.held: Tensor | None = None
         self.reduced: Tensor | None = None
@@ -185,10 +205,6 @@ class ShardedParam:
         # What `full.grad` shows of `held`; and whether it may.
         self.shown: Tensor | None = None
         self.shows_held = False
-        # Attributes that users set on `sharded`: the dict itself, because torch's conversions take it from the object.
-        self.marks: dict[str, Any] = {}
-
-    # ---- gradients ---------------------------------------------------------------------------------------
 
     def take_fresh(self) -> None:
         """Take the gradient that autograd just accumulated. A second one in the same backward is added.
@@ -196,36 +212,36 @@ class ShardedParam:
         A DTensor's gradient is redistributed to the parameter's own placements. Partial sums are added in the reduce
         dtype, or in the gradient's if that is wider. Collective over the parameter's own mesh if the placements differ.
         """
-        gradient = self.full.grad
+        gradient = self._param.full.grad
         if gradient is None:
             return
         if self.shown is not None:
             # No hook ran, so no backward brought it: a pipeline schedule, or the user, added to what is shown.
             self._drop_cleared()
             return
-        self.full.grad = None
+        self._param.full.grad = None
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"{self.name}: expected a dense gradient, found layout {gradient.layout}; "
+                f"{self._param.name}: expected a dense gradient, found layout {gradient.layout}; "
                 f"use sparse=False in the embedding that owns this parameter"
             )
-        if self.own_spec is not None:
-            gradient = self._own_part(gradient, self.own_spec)
+        if self._param.own_spec is not None:
+            gradient = self._own_part(gradient, self._param.own_spec)
         self.fresh = gradient if self.fresh is None else self.fresh + gradient
 
     def _own_part(self, gradient: Tensor, own: Spec) -> Tensor:
         """This rank's part of a DTensor gradient, with the parameter's placements."""
         if not isinstance(gradient, DTensor):
             raise RuntimeError(
-                f"{self.name}: expected a DTensor gradient, because the parameter is a DTensor, found "
+                f"{self._param.name}: expected a DTensor gradient, because the parameter is a DTensor, found "
                 f"{type(gradient).__name__}; compute with the parameter, or with its to_local()"
             )
         if gradient.placements != own.placements:
             with torch.no_grad():
-                wider = self.reduce_dtype.itemsize > gradient.dtype.itemsize
+                wider = self._param.reduce_dtype.itemsize > gradient.dtype.itemsize
                 summands: Any = gradient
                 if wider and any(placement.is_partial() for placement in gradient.placements):
-                    summands = gradient.to(self.reduce_dtype)
+                    summands = gradient.to(self._param.reduce_dtype)
                 gradient = summands.redistribute(placements=own.placements)
         return settled(local_of(gradient))
 
@@ -243,15 +259,15 @@ class ShardedParam:
         if self.held is None and self.partial is None:
             return
         marker = self.marker
-        if self.sharded.grad is not marker or (isinstance(marker, PendingGrad) and marker.cleared):
+        if self._param.sharded.grad is not marker or (isinstance(marker, PendingGrad) and marker.cleared):
             self.hold(None)
             self.partial = self.marker = None
-        elif self.shown is not None and self.full.grad is not self.shown:
+        elif self.shown is not None and self._param.full.grad is not self.shown:
             # The user cleared or replaced the gradient on the full parameter.
-            gradient = self.full.grad
+            gradient = self._param.full.grad
             self.hold(settled(local_of(gradient)) if isinstance(gradient, DTensor) else gradient)
             if gradient is None and self.partial is None:
-                self.sharded.grad, self.marker = None if isinstance(marker, PendingGrad) else marker, None
+                self._param.sharded.grad, self.marker = None if isinstance(marker, PendingGrad) else marker, None
 
     def hold(self, gradient: Tensor | None) -> None:
         """Keep `gradient` until a backward reduces it, and show it on `full.grad`, as torch's FSDP2 does, for programs
@@ -262,30 +278,32 @@ class ShardedParam:
         """
         self.withdraw()
         self.held = gradient
-        full = self.full
+        full = self._param.full
         if gradient is not None and self.shows_held and gradient.dtype is full.dtype and full.requires_grad:
-            self.shown = gradient if self.own_spec is None else dtensor_like(full, gradient)
+            self.shown = gradient if self._param.own_spec is None else dtensor_like(full, gradient)
             full.grad = self.shown
 
     def withdraw(self) -> None:
         """Stop showing `held`."""
         if self.shown is not None:
-            if self.full.grad is self.shown:
-                self.full.grad = None
+            if self._param.full.grad is self.shown:
+                self._param.full.grad = None
             self.shown = None
 
     def zero(self) -> Tensor:
         """A zero in place of a missing full gradient: one element of memory."""
-        return torch.zeros((), dtype=self.full.dtype, device=self.full.device).expand(self.layout.shape)
+        return torch.zeros((), dtype=self._param.full.dtype, device=self._param.full.device).expand(
+            self._param.layout.shape
+        )
 
     def sum_with_held(self) -> Tensor | None:
         """The gradients of this and of earlier backwards, in the reduce dtype; None if there are none."""
         fresh, held = self.fresh, self.live_held()
         if held is None or fresh is None:
             gradient = fresh if held is None else held
-            return None if gradient is None else gradient.to(self.reduce_dtype)
+            return None if gradient is None else gradient.to(self._param.reduce_dtype)
         # Not in place: if this backward fails later, `held` must be unchanged.
-        return held + fresh.to(self.reduce_dtype)
+        return held + fresh.to(self._param.reduce_dtype)
 
     def commit(self) -> bool:
         """Hand over the gradients of this backward, which ended. Returns whether a reduced gradient arrived."""
@@ -295,10 +313,10 @@ class ShardedParam:
             if self.held is not None:
                 self.hold(None)
             self.partial = self.marker = None
-            gradient = self.sharded.grad
+            gradient = self._param.sharded.grad
             if gradient is None or isinstance(gradient, PendingGrad):
                 # `.data` gives it its own version counter, separate from the buffer's: ranks compare it.
-                self.sharded.grad = dtensor_like(self.sharded, reduced.data)
+                self._param.sharded.grad = dtensor_like(self._param.sharded, reduced.data)
             else:
                 local_of(gradient).add_(reduced)
         if self.fresh_partial is not None:
@@ -315,10 +333,10 @@ class ShardedParam:
         `RuntimeError` for a tensor of another shape, dtype or mesh, as autograd does."""
         if self.reduced is None:
             return False
-        gradient = dtensor_like(self.sharded, self.reduced)
+        gradient = dtensor_like(self._param.sharded, self.reduced)
         given = gradient
         with torch.no_grad():
-            for hook in tensor_hooks(self.sharded):
+            for hook in tensor_hooks(self._param.sharded):
                 returned = hook(gradient)
                 if returned is not None:
                     gradient = self._returned(hook, returned)
@@ -328,9 +346,10 @@ class ShardedParam:
 
     def _returned(self, hook: Any, returned: Any) -> DTensor:
         """The result of `hook`, with the parameter's placements."""
-        sharded: Any = self.sharded
+        sharded: Any = self._param.sharded
         wanted = f"a DTensor of shape {tuple(sharded.shape)} and dtype {sharded.dtype}, as the gradient it was given"
-        said = f"{self.name}: expected the tensor hook {getattr(hook, '__name__', hook)!r} to return None or {wanted}"
+        hook_name = getattr(hook, "__name__", hook)
+        said = f"{self._param.name}: expected the tensor hook {hook_name!r} to return None or {wanted}"
         if not isinstance(returned, Tensor):
             raise TypeError(f"{said}; found {type(returned).__name__}")
         if not isinstance(returned, DTensor) or returned.device_mesh != sharded.device_mesh:
@@ -347,7 +366,7 @@ class ShardedParam:
     def standing(self) -> Callable[[], None]:
         """Remember the gradients of earlier backwards, with copies of the tensors that `commit` writes in place. The
         result restores them."""
-        gradient, marker = self.sharded.grad, self.marker
+        gradient, marker = self._param.sharded.grad, self.marker
         held, partial = self.live_held(), self.live_partial()
         written = [] if gradient is None or isinstance(gradient, PendingGrad) else [local_of(gradient)]
         written += [] if held is None else [held]
@@ -357,7 +376,7 @@ class ShardedParam:
             with torch.no_grad():
                 for tensor, copy in zip(written, copies, strict=True):
                     tensor.copy_(copy)
-            self.sharded.grad, self.marker = gradient, marker
+            self._param.sharded.grad, self.marker = gradient, marker
             self.hold(held)
             self.partial = partial
 
@@ -366,17 +385,17 @@ class ShardedParam:
     def run_hooks(self) -> bool:
         """Run the hooks that see `sharded.grad` whenever it was written. Returns whether they changed the gradient or
         the parameter in a way that every rank does alike; writes to this rank's local tensors do not count."""
-        hooks = post_accumulate_grad_hooks(self.sharded)
+        hooks = post_accumulate_grad_hooks(self._param.sharded)
         if not hooks:
             return False
-        gradient, written = self.sharded.grad, self._versions()
+        gradient, written = self._param.sharded.grad, self._versions()
         for hook in list(hooks.values()):
-            hook(self.sharded)
-        return self.sharded.grad is not gradient or self._versions() != written
+            hook(self._param.sharded)
+        return self._param.sharded.grad is not gradient or self._versions() != written
 
     def _versions(self) -> tuple[int, int]:
-        gradient = self.sharded.grad
-        return version_of(self.sharded), -1 if gradient is None else version_of(gradient)
+        gradient = self._param.sharded.grad
+        return version_of(self._param.sharded), -1 if gradient is None else version_of(gradient)
 
     def _commit_held(self, fresh: Tensor) -> None:
         """Without a reduction `fresh` joins `held`, and `.grad` shows it."""
@@ -385,7 +404,7 @@ class ShardedParam:
         if held is not None:
             self.hold(held.add_(fresh))
             return
-        self.hold(fresh.to(self.reduce_dtype) if fresh.dtype is not self.reduce_dtype else fresh.detach())
+        self.hold(fresh.to(self._param.reduce_dtype) if fresh.dtype is not self._param.reduce_dtype else fresh.detach())
         self._mark()
 
     def _commit_partial(self, partial: Tensor) -> None:
@@ -396,14 +415,14 @@ class ShardedParam:
         self._mark()
 
     def _mark(self) -> None:
-        if self.sharded.grad is None or isinstance(self.sharded.grad, PendingGrad):
-            self.sharded.grad = PendingGrad(self.sharded, self.name)
-        self.marker = self.sharded.grad
+        if self._param.sharded.grad is None or isinstance(self._param.sharded.grad, PendingGrad):
+            self._param.sharded.grad = PendingGrad(self._param.sharded, self._param.name)
+        self.marker = self._param.sharded.grad
 
     def discard(self) -> None:
         """Forget the gradients of the running backward; `held`, `partial` and `.grad` stay."""
         if self.shown is None:
-            self.full.grad = None
+            self._param.full.grad = None
             if self.held is not None:
                 self.hold(self.held)
         self.fresh = self.reduced = self.fresh_partial = None
@@ -442,18 +461,18 @@ class KeptGradients:
 
     def __init__(self, param: ShardedParam) -> None:
         self._param = param
-        self._held = KeptTensor(param.live_held())
-        self._partial = KeptTensor(param.live_partial())
-        self._marker = param.marker
+        self._held = KeptTensor(param.gradients.live_held())
+        self._partial = KeptTensor(param.gradients.live_partial())
+        self._marker = param.gradients.marker
         self._grad = KeptTensor(param.sharded.grad)
 
     def restore(self) -> None:
         """Call it outside of a backward, with no gradients in flight."""
-        param = self._param
-        param.hold(self._held.restore())
-        param.partial = self._partial.restore()
-        param.marker = self._marker
-        param.sharded.grad = self._grad.restore()
+        gradients = self._param.gradients
+        gradients.hold(self._held.restore())
+        gradients.partial = self._partial.restore()
+        gradients.marker = self._marker
+        self._param.sharded.grad = self._grad.restore()
 
 
 # ---- pending ---------------------------------------------------------------------------------------------------------

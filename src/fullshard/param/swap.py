@@ -116,10 +116,11 @@ class Slot(NamedTuple):
 class Swap:
     """The slots of a group's parameters, flat, so that a swap is one loop without a call per parameter.
 
-    `owners[i]` says which parameter, by position, belongs into the i-th slot.
+    `owners[i]` says which parameter, by position, belongs into the i-th slot. `shards` and `fulls` are the group's
+    parameters, one for each slot.
     """
 
-    __slots__ = ("_places", "owners", "registered")
+    __slots__ = ("_places", "fulls", "owners", "registered", "shards")
 
     def __init__(self, slots: Iterable[tuple[int, Slot]]) -> None:
         pairs = list(slots)
@@ -129,6 +130,8 @@ class Swap:
         registries, names = [registry for registry, _ in self._places], [name for _, name in self._places]
         # What is in the slots now, one after the other. No Python per slot: asked at each all-gather.
         self.registered = partial(map, dict.get, registries, names)
+        self.shards: list[nn.Parameter] = []
+        self.fulls: list[nn.Parameter] = []
 
     def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """One entry per slot, from one per parameter."""

@@ -15,6 +15,7 @@ from .events import parse_command as parse_command
 from .events import parse_event as parse_event
 from .record import NOWHERE as NOWHERE
 from .record import Full as Full
+from .record import Owed as Owed
 from .record import Phase as Phase
 from .record import RunRecord as RunRecord
 from .record import UnitRecord as UnitRecord

@@ -107,15 +107,15 @@ UNKNOWN = Use(-1, -1)
 
 def begin_use(run: RunRecord, unit: UnitRecord) -> None:
     """A forward of `unit` begins."""
-    unit.sending.begins.append(run.clock)
+    unit.sending.begins.append(run.owed.clock)
 
 
 def end_use(run: RunRecord, unit: UnitRecord) -> None:
     """The forward ended: its backward may come from now on."""
     sending = unit.sending
-    begin = sending.begins.pop() if sending.begins else run.clock
-    sending.open.append(Use(begin, run.clock))
-    run.clock += 1
+    begin = sending.begins.pop() if sending.begins else run.owed.clock
+    sending.open.append(Use(begin, run.owed.clock))
+    run.owed.clock += 1
 
 
 def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]:
@@ -123,12 +123,12 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
     sending = unit.sending
     if use is None:
         # Reported by another module of the unit or by a saved weight, perhaps after a report with the use.
-        use = sending.visited if unit in run.owing else sending.open[-1] if sending.open else UNKNOWN
+        use = sending.visited if unit in run.owed.units else sending.open[-1] if sending.open else UNKNOWN
     due: list[UnitRecord] = []
     if use is not UNKNOWN:
-        if run.owing:
-            due = [other for other in run.owing if other.sending.first.begin > use.end]
-        run.frontier = min(run.frontier, use.end)
+        if run.owed.units:
+            due = [other for other in run.owed.units if other.sending.first.begin > use.end]
+        run.owed.frontier = min(run.owed.frontier, use.end)
         if use in sending.open:
             sending.open.remove(use)
     for other in due:
@@ -136,11 +136,11 @@ def visit(run: RunRecord, unit: UnitRecord, use: Use | None) -> list[UnitRecord]
     sending.visited, sending.settled = use, False
     if unit.plan.trainable:
         # An older forward of the unit may belong to this backward; then its gradients come last.
-        sending.first = min((use, *sending.open, *((sending.first,) if unit in run.owing else ())))
-        if unit not in run.owing:
-            run.owing.append(unit)
-        if len(run.owing) > 1:
-            run.owing.sort(key=_rank)
+        sending.first = min((use, *sending.open, *((sending.first,) if unit in run.owed.units else ())))
+        if unit not in run.owed.units:
+            run.owed.units.append(unit)
+        if len(run.owed.units) > 1:
+            run.owed.units.sort(key=_rank)
     return due
 
 
@@ -148,8 +148,8 @@ def settle(run: RunRecord, unit: UnitRecord) -> list[UnitRecord]:
     """`unit` has all of its gradients on this rank. Returns the units to send now."""
     unit.sending.settled = True
     early: list[UnitRecord] = []
-    for other in run.owing:
-        if not other.sending.settled or run.frontier > other.sending.first.begin:
+    for other in run.owed.units:
+        if not other.sending.settled or run.owed.frontier > other.sending.first.begin:
             break
         early.append(other)
     for other in early:
@@ -159,15 +159,15 @@ def settle(run: RunRecord, unit: UnitRecord) -> list[UnitRecord]:
 
 def end_sending(run: RunRecord) -> list[UnitRecord]:
     """The backward is over. Returns the units that still owe a message, in order."""
-    left = list(run.owing)
+    left = list(run.owed.units)
     for unit in left:
         _sent(run, unit)
-    run.frontier = NOWHERE
+    run.owed.frontier = NOWHERE
     return left
 
 
 def _sent(run: RunRecord, unit: UnitRecord) -> None:
-    run.owing.remove(unit)
+    run.owed.units.remove(unit)
     unit.sending.settled = False
 
 

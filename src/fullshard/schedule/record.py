@@ -177,16 +177,26 @@ class UnitRecord:
         return f"<unit {self.name} {self.full.name} {self.phase.name}>"
 
 
+class Owed:
+    """Messages of gradients that were not sent yet (order.py)."""
+
+    __slots__ = ("clock", "frontier", "units")
+
+    def __init__(self) -> None:
+        # Number of ended forwards; end of the last use that backward visited; units that owe a message, in order.
+        self.clock = 0
+        self.frontier = NOWHERE
+        self.units: list[UnitRecord] = []
+
+
 class RunRecord:
     """The state of all units of one root."""
 
     __slots__ = (
-        "clock",
         "forward_log",
         "forward_plan",
         "forward_plans",
         "forward_root",
-        "frontier",
         "generation",
         "in_backward",
         "is_last_backward",
@@ -194,7 +204,7 @@ class RunRecord:
         "open_passes",
         "order",
         "order_mark",
-        "owing",
+        "owed",
         "prefetch_depth",
         "prefetch_nbytes",
         "units",
@@ -220,10 +230,7 @@ class RunRecord:
         self.forward_log: list[UnitRecord] = []
         self.forward_plan: list[UnitRecord] = []
         self.forward_plans: dict[int, list[UnitRecord]] = {}
-        # Number of ended forwards; end of the last use that backward visited; units that owe a message, in order.
-        self.clock = 0
-        self.frontier = NOWHERE
-        self.owing: list[UnitRecord] = []
+        self.owed = Owed()
         self.in_backward = False
         # False: a later backward of the same step will use the leftovers of this one.
         self.is_last_backward = True

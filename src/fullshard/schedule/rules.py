@@ -22,7 +22,7 @@ from .order import (
     settle,
     visit,
 )
-from .record import NOWHERE, Full, Phase, Pins, RunRecord, Sending, UnitRecord, Use, is_held, pin, settle_pins
+from .record import Full, Owed, Phase, Pins, RunRecord, Sending, UnitRecord, Use, is_held, pin, settle_pins
 
 Commands = list[Command]
 # Instead of a rule, for commands that a call of the user's asked for.
@@ -290,9 +290,7 @@ def reset(run: RunRecord, root: UnitRecord) -> Commands:
         unit.sending = Sending()
     run.order.clear()
     run.order_mark = 0
-    run.clock = 0
-    run.frontier = NOWHERE
-    run.owing.clear()
+    run.owed = Owed()
     run.forward_root = None
     run.forward_log = []
     # [R15] A half-recorded order is no plan.
