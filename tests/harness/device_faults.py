@@ -251,8 +251,8 @@ FAULTS: dict[str, SeededFault] = {
     # ---- memory that goes too early, or is written meanwhile ----
     "full parameters are freed while they arrive": SeededFault(
         f"{_GATHER}.send",
-        "    if staging is not None:\n        packed",
-        "    self._full.release()\n    if staging is not None:\n        packed",
+        "    if staging is not None and",
+        "    self._full.release()\n    if staging is not None and",
         _ALONE,
     ),
     "full parameters are freed before they are used": SeededFault(
@@ -310,14 +310,14 @@ FAULTS: dict[str, SeededFault] = {
     ),
     "shards are written while they are sent": SeededFault(
         f"{_GATHER}.send",
-        "    if staging is not None:\n",
-        "    self._flat.mul_(1)\n    if staging is not None:\n",
+        "    if staging is not None and",
+        "    [own.mul_(1) for own in direct.own]\n    if staging is not None and",
         _ALONE,
     ),
     "staged parameters are overwritten while they arrive": SeededFault(
         f"{_GATHER}.send",
-        "        self._works.append(self._group.gather_into(staging.tensor, packed))\n",
-        "        self._works.append(self._group.gather_into(staging.tensor, packed))\n        staging.tensor.zero_()\n",
+        "self._group.gather_into(staging.tensor, leaving)",
+        "[self._group.gather_into(staging.tensor, leaving), staging.tensor.zero_()][0]",
         _TRANSFORMER,
     ),
     # ---- the wrong bytes ----

@@ -127,6 +127,7 @@ class Case(NamedTuple):
 
 _RECEIVE = "param.group:ParamGroup.receive"
 _TAKE = "param.group:ParamGroup.take_gradients"
+_EACH = "gradients = self.params[i].gradients"
 _FRESH, _REDUCED = "else gradients.fresh)", "gradients.reduced = part if"
 _THEN = "vars(self).setdefault('then', [view.clone() for view in staging.views[: len(destinations)]])"
 _RANK = "__import__('torch').distributed.get_rank()"
@@ -182,19 +183,19 @@ FAULTS: dict[str, Case] = {
         4,
     ),
     "random numbers are drawn": Case(
-        SeededFault(_RECEIVE, "param = self.params[i]", "param = self.params[i]; __import__('torch').rand(1)"),
+        SeededFault(_RECEIVE, _EACH, f"{_EACH}; __import__('torch').rand(1)"),
         "zero3",
         "generators",
         "other random numbers, of torch",
     ),
     "random numbers of Python are drawn": Case(
-        SeededFault(_RECEIVE, "param = self.params[i]", "param = self.params[i]; __import__('random').random()"),
+        SeededFault(_RECEIVE, _EACH, f"{_EACH}; __import__('random').random()"),
         "zero3",
         "generators",
         "other random numbers, of Python",
     ),
     "random numbers of numpy are drawn": Case(
-        SeededFault(_RECEIVE, "param = self.params[i]", "param = self.params[i]; __import__('numpy').random.rand()"),
+        SeededFault(_RECEIVE, _EACH, f"{_EACH}; __import__('numpy').random.rand()"),
         "zero3",
         "generators",
         "other random numbers, of numpy",
