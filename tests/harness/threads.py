@@ -16,10 +16,12 @@ done here:
   (tests/conftest.py), and finds nothing of later runs: `_start_coll` below refuses it their collectives, and it neither
   releases their ranks nor destroys their groups when it ends.
 * It has no asynchronous works: what it returns is done. Overlap is a matter for the `procs` tier.
+* Threads that used DTensors must have ended before the interpreter does: `_end_idle` below.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
@@ -285,6 +287,18 @@ class _Thread(threading.Thread):
             self.rank, self.name = rank, rank.name
             rank.main()
             self.rank = None
+
+
+@atexit.register
+def _end_idle() -> None:
+    """End the threads that wait for another rank, before the interpreter does. Where one of them still exists then, its
+    cache of DTensors is freed twice at a time, by the interpreter and by the thread that ends: a crash in C++."""
+    threads = list(_IDLE.values())
+    _IDLE.clear()
+    for thread in threads:
+        thread.ranks.put(None)
+    for thread in threads:
+        thread.join(5.0)
 
 
 def _store_barrier(

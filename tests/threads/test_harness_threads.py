@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.harness.errors import RanksFailed
 from tests.harness.threads import run_ranks, running
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.threads_only(reason="what is tested here is the threads")
 
@@ -154,3 +158,22 @@ def test_the_group_of_the_ranks_is_torch_s_own() -> None:
 
     for found in run_ranks(2, rank_main):
         assert found == ["_start_coll"]
+
+
+def test_no_thread_of_a_rank_outlives_the_interpreter() -> None:
+    """One that does is freed twice in C++, and one process in eight that used DTensors crashed when it ended."""
+    program = """
+import atexit, threading
+
+@atexit.register
+def last() -> None:
+    print([type(one).__name__ for one in threading.enumerate()])
+
+from tests.harness.threads import run_ranks
+run_ranks(2, int)
+print([type(one).__name__ for one in threading.enumerate()])
+"""
+    child = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert child.returncode == 0, child.stderr
+    running, at_the_end = child.stdout.splitlines()
+    assert running == "['_MainThread', '_Thread', '_Thread']" and at_the_end == "['_MainThread']"
