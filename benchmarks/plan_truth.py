@@ -137,8 +137,8 @@ def timed(repeats: int = 3) -> list[dict[str, object]]:
 
 
 def _describe(programs: Callable[[int | None], Program]) -> Describe:
-    return lambda samples, sequence, compute, alone: describe(
-        programs(sequence), "model", samples=samples, compute=compute, alone=alone
+    return lambda samples, sequence, compute, alone, recompute: describe(
+        programs(sequence), "model", samples=samples, compute=compute, alone=alone, recompute=recompute
     )
 
 

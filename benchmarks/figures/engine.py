@@ -361,9 +361,10 @@ def _planner() -> Any:
     from fullshard.plan.facts import describe
     from fullshard.train import shapes
 
-    def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Any:
+    def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Any) -> Any:
         program = shapes.named("llama-8b", sequence)
-        return describe(program, "llama-8b", samples=samples, compute=compute, alone=alone)
+        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone}
+        return describe(program, "llama-8b", recompute=recompute, **sizes)
 
     return Planner(described, find_hardware("h100-80g"), sequence=4096)
 

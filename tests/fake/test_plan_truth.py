@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fullshard.plan import Strategy
-from tests.harness.planned import MODELS, count, predict
+from fullshard.plan.strategy import OPTIMIZERS as PLANNED
+from tests.harness.planned import MODELS, OPTIMIZERS, count, predict, step_of
 
 # Of what the library holds, and of activations: the planner's promise.
 LIBRARY, ACTIVATIONS = 0.02, 0.05
@@ -21,6 +22,9 @@ STRATEGIES = {
     "selective recomputation": Strategy(ranks=2, recompute="selective"),
     "every second product kept": Strategy(ranks=2, recompute="alternate"),
     "named results kept": Strategy(ranks=2, recompute="keep:aten.mm,aten.bmm"),
+    "activations on the host": Strategy(ranks=2, recompute="none+host"),
+    "inputs on the host": Strategy(ranks=2, recompute="whole+host"),
+    "inputs on the host, some results kept": Strategy(ranks=2, recompute="keep:aten.mm,aten.bmm+host"),
     "micro-batches": Strategy(ranks=2, accumulate=2),
     "micro-batches, bf16": Strategy(ranks=2, accumulate=3, compute="bfloat16", reduce="float32"),
     "micro-batches, each reduced": Strategy(ranks=2, accumulate=2, send_each=True),
@@ -43,6 +47,8 @@ QUICK = {
     ("mixed dtypes", "one rank"),
     ("mlp, tanh", "replicated"),
     ("mlp, relu", "micro-batches, each reduced"),
+    ("written-out attention", "activations on the host"),
+    ("llama", "inputs on the host"),
 }
 
 
@@ -72,3 +78,21 @@ def test_bytes_of_a_step_are_what_is_counted(name: str, strategy: str) -> None:
             f"{size} samples: counted {peak:,}, predicted {simulation.found.peak.total:,.0f} in "
             f"{simulation.found.peak.phase}: {there}"
         )
+        assert step_of(model, chosen, size).hosted == counted.host
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["llama", "frozen base", "mixed dtypes"])
+def test_state_and_temporaries_of_an_optimizer_are_what_is_counted(name: str, optimizer: str) -> None:
+    strategy = Strategy(ranks=2, optimizer=optimizer, backend="fake")
+    counted, simulation = count(MODELS[name], strategy, 2), predict(MODELS[name], strategy, 2)
+    moments = [moment for moment in simulation.found.moments if moment.phase == "optimizer"]
+    there = dict(zip(simulation.bytes.kinds, max(moments, key=lambda moment: moment.total).nbytes, strict=True))
+    assert there["optimizer"] == counted.state
+    # Beside the gradients; what is left is the batch, and numbers of steps that become floats.
+    made = counted.optimizer - there["gradients of shards"] - there["batch"]
+    assert abs(made - there["optimizer step"]) <= 1024
+
+
+def test_every_optimizer_that_is_said_to_be_counted_is() -> None:
+    assert {name for name, optimizer in PLANNED.items() if optimizer.counted} == {*OPTIMIZERS, "none"}

@@ -81,6 +81,13 @@ def test_the_plan_has_the_settings() -> None:
     assert (found.offload, found.reshard, found.root_reshard) == (True, 2, None)
     found = strategy_of(load_config(None, ["training.recompute=block", 'training.recompute_save=["aten.mm"]']), 2, "")
     assert (found.recompute, found.reshard, found.root_reshard, found.offload) == ("keep:aten.mm", True, None, False)
+    host = "training.offload_activations=true"
+    ways = {(): "none+host", ("training.recompute=block",): "whole+host"}
+    assert {given: strategy_of(load_config(None, [host, *given]), 2, "").recompute for given in ways} == ways
+    every = strategy_of(load_config(None, [*BOTH, host]), 4, "gloo").recompute
+    assert every == ("none", "none", "whole+host", "none", "whole+host", "none")
+    # The trainer steps all parameters in one call.
+    assert found.optimizer == "adamw-foreach"
     words = {"never": (False, False), "always": (True, True)}
     for word, (blocks, root) in words.items():
         found = strategy_of(load_config(None, [f"parallelism.reshard_after_forward={word}"]), 2, "gloo")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.counting import ByteCounter, MemoryCounter
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from fullshard.engine import unit_of
+from fullshard.migrate import activations
 from fullshard.observe import record
 from fullshard.plan import Strategy, find_hardware, units_of
+from fullshard.plan.description import Model
 from fullshard.plan.facts import describe
+from fullshard.plan.recomputation import is_on_host, without_host
 from fullshard.plan.simulation import Simulation
-from fullshard.plan.spans import steps_of
+from fullshard.plan.spans import Step, steps_of
 from fullshard.program import Program
 from fullshard.train.model import Llama, LlamaShape
 from tests.harness.fake import fake_world
@@ -256,7 +262,8 @@ def _first_frozen(model: nn.Module) -> nn.Module:
 
 class Counted(NamedTuple):
     """Bytes of rank 0: at rest of shards and buffers, of state, of kept message buffers; and the most in a step.
-    `messages`: bytes of collectives of a step by kind; `commands`: of a step."""
+    `messages`: bytes of collectives of a step by kind; `commands`: of a step; `host`: bytes of activations that were on
+    the host at once."""
 
     shards: int
     state: int
@@ -265,6 +272,7 @@ class Counted(NamedTuple):
     optimizer: int
     messages: dict[str, int]
     commands: list[str]
+    host: int = 0
 
 
 class _Real(MemoryCounter):
@@ -279,11 +287,13 @@ class _Real(MemoryCounter):
 
 
 def _locals(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those that have memory: none on the meta device, which is asked for shapes."""
     for value in values:
         if isinstance(value, DTensor):
             yield value.to_local()
         elif isinstance(value, Tensor):
-            yield value
+            if not value.is_meta:
+                yield value
         elif isinstance(value, list | tuple):
             yield from _locals(value)
 
@@ -291,9 +301,9 @@ def _locals(values: Iterable[Any]) -> Iterator[Tensor]:
 def count(model: Planned, strategy: Strategy, size: int, *, trace: bool = False) -> Counted:
     """Three steps; what the third holds, and what the fourth sends and commands."""
     model = model.computed_in(strategy.compute)
-    with fake_world(strategy.ranks):
+    with fake_world(strategy.ranks), _elsewhere() as host:
         made: Any = _sharded(model, strategy)
-        optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad])
+        optimizer = OPTIMIZERS[strategy.optimizer]([p for p in made.parameters() if p.requires_grad])
 
         def take(step: int, before_optimizer: Callable[[], None] = lambda: None) -> None:
             for window in range(strategy.accumulate):
@@ -323,7 +333,60 @@ def count(model: Planned, strategy: Strategy, size: int, *, trace: bool = False)
             with ByteCounter() as sent, record(made) as seen:
                 take(3)
             messages, commands = dict(sent.messages), [" ".join(command) for command in seen.commands]
-        return Counted(shards, state, kept, counter.peak("step"), counter.peak("optimizer"), messages, commands)
+        peaks = counter.peak("step"), counter.peak("optimizer")
+        return Counted(shards, state, kept, *peaks, messages, commands, host.peak)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-foreach": partial(torch.optim.AdamW, foreach=True),
+    "adam": torch.optim.Adam,
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+class _Elsewhere:
+    """A host for a device that is this CPU: what is on it is not counted as the device's."""
+
+    def __init__(self) -> None:
+        self.there = self.peak = 0
+
+    def to_host(self, tensor: Tensor) -> Any:
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return tensor
+        self.there += tensor.nbytes
+        self.peak = max(self.peak, self.there)
+        packed = _Packed(tensor.shape, torch.empty_like(tensor, device="meta").stride(), tensor.dtype)
+        weakref.finalize(packed, self._gone, tensor.nbytes)
+        return packed
+
+    def to_device(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype).zero_()
+
+    def _gone(self, nbytes: int) -> None:
+        self.there -= nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@contextmanager
+def _elsewhere() -> Iterator[_Elsewhere]:
+    """Activations that `checkpoint_activations` moves to the host leave this CPU, as they leave a device."""
+    host = _Elsewhere()
+    with (
+        mock.patch.object(activations, "_to_host", host.to_host),
+        mock.patch.object(activations, "_to_device", host.to_device),
+        mock.patch.object(activations, "_on_device", lambda *_: True),
+    ):
+        yield host
 
 
 _PRODUCTS = {
@@ -361,8 +424,14 @@ _SELECTIONS = {
 
 def _sharded(model: Planned, strategy: Strategy) -> nn.Module:
     made = seeded(model.make)
-    if strategy.recompute != "none":
-        assert isinstance(strategy.recompute, str)
+    assert isinstance(strategy.recompute, str)
+    if is_on_host(strategy.recompute) and model.units:
+        way = without_host(strategy.recompute)
+        save = way.removeprefix("keep:").split(",") if way.startswith("keep:") else ()
+        checkpoint_activations(
+            made, where=lambda name, _: name in model.units, recompute=way != "none", save=save, offload=True
+        )
+    elif strategy.recompute != "none" and model.units:
         selects = {} if strategy.recompute == "whole" else {"context_fn": _SELECTIONS[strategy.recompute]}
         for name in model.units:
             module = made.get_submodule(name)
@@ -380,7 +449,17 @@ def _sharded(model: Planned, strategy: Strategy) -> nn.Module:
 
 def predict(model: Planned, strategy: Strategy, size: int) -> Simulation:
     """The same by the planner, run: its bytes are those after the step."""
-    described = describe(model.computed_in(strategy.compute).program(size), "model", compute=strategy.compute)
+    described = _described(model, strategy, size)
     simulation = Simulation(units_of(described, strategy), strategy, FAKE, described.buffer_nbytes)
     simulation.run(steps_of(described, strategy.recompute))
     return simulation
+
+
+def step_of(model: Planned, strategy: Strategy, size: int) -> Step:
+    """The step that the planner simulates."""
+    return steps_of(_described(model, strategy, size), strategy.recompute)
+
+
+def _described(model: Planned, strategy: Strategy, size: int) -> Model:
+    program = model.computed_in(strategy.compute).program(size)
+    return describe(program, "model", compute=strategy.compute, recompute=strategy.recompute)

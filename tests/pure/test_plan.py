@@ -18,9 +18,11 @@ from fullshard.plan.machine import PROFILES, Hardware
 from fullshard.plan.page import page, svg
 from fullshard.plan.questions import QUESTIONS, explain
 from fullshard.plan.recomputation import ALTERNATE, NONE, SELECTIVE, WHOLE, keeping
-from fullshard.plan.result import padding_of
+from fullshard.plan.result import padding_of, table
+from fullshard.plan.search import Change, candidates
 from fullshard.plan.simulation import simulate
 from fullshard.plan.spans import Event, Span, Step, Work, scaled, steps_of
+from fullshard.plan.strategy import OPTIMIZERS
 
 # A byte is a byte and a second a second: nothing is added.
 PLAIN = replace(
@@ -126,6 +128,52 @@ def test_kept_results_are_named_or_are_those_of_products() -> None:
     held = {way: _activations(steps_of(model, way))[1] for way in (SELECTIVE, ALTERNATE, keeping(["aten.mm"]), WHOLE)}
     assert held[SELECTIVE] == held[ALTERNATE] == held["keep:aten.mm"] > held[WHOLE]
     assert steps_of(model, keeping(["aten.bmm"])) == steps_of(model, WHOLE)
+
+
+def test_inputs_on_the_host_leave_the_device_and_come_back() -> None:
+    model = _model(depth=3)
+    known = replace(model, tape=replace(model.tape, last_read={2: 3, 12: 6, 22: 9}))
+    whole, hosted = (steps_of(known, way) for way in (WHOLE, "whole+host"))
+    # The outputs of the first and of the second block are inputs; that of the last one is nobody's.
+    assert [_activations(step)[1] for step in (whole, hosted)] == [30, 10]
+    assert hosted.hosted == 20 and whole.hosted == 0
+    copied = hosted.work
+    assert (copied.copied, copied.copies) == (40, 4) and copied._replace(copied=0, copies=0, kernels=0) == (
+        whole.work._replace(kernels=0)
+    )
+    # Nothing of it is left after the backward.
+    assert hosted.spans[-1].end == whole.spans[-1].end == 0
+    with pytest.raises(ValueError, match="recompute: expected one of"):
+        steps_of(model, "half+host")
+
+
+def test_copies_of_activations_take_time_and_are_named() -> None:
+    model = _model(depth=3)
+    hosted = steps_of(model, "whole+host")
+    strategy, hardware = Strategy(ranks=1, recompute="whole+host"), replace(PLAIN, host=10.0)
+    plain = plan_of(model, steps_of(model, WHOLE), replace(strategy, recompute=WHOLE), hardware)
+    plan = plan_of(model, hosted, strategy, hardware)
+    assert plan.seconds == plain.seconds + 40 / 10.0
+    assert {wait.what for wait in plan.simulated.exposed} == {"copies of activations"}
+    found = plan.as_json()
+    assert found["host_bytes"] == {"activations": 20} and found["bytes_sent"]["host"] == 40
+    assert found["messages"]["host"] == 4
+    assert (found["strategy"]["recompute"], found["strategy"]["offload_activations"]) == ("whole", True)
+    assert "on the host, of this rank: 20 B" in table(plan) and "activations on the host" in table(plan)
+    assert any("page-locked" in text for text in found["assumptions"])
+    offloaded = plan_of(model, hosted, replace(strategy, offload=True), hardware).as_json()["host_bytes"]
+    weight = 3 * 8000 * 4
+    assert offloaded == {
+        "parameters": weight, "optimizer": 2 * weight + 3 * 4, "gradients of shards": weight, "activations": 20
+    }  # fmt: skip
+
+
+def test_optimizers_that_were_not_counted_are_named_as_assumptions() -> None:
+    model = _model()
+    for name, optimizer in OPTIMIZERS.items():
+        plan = plan_of(model, steps_of(model), Strategy(optimizer=name), PLAIN)
+        (said,) = [text for text in plan.as_json()["assumptions"] if "optimizer is torch's" in text or name in text]
+        assert ("was not run here" in said) == (not optimizer.counted)
 
 
 def test_units_may_be_recomputed_one_by_one() -> None:
@@ -313,7 +361,7 @@ def test_contradictory_strategies_are_refused(given: dict[str, object], says: st
 
 
 def _planner(budget: float = 1e6, describe: Callable[..., Model] | None = None) -> Planner:
-    def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Model:
+    def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: object) -> Model:
         return _model(samples, depth=4)
 
     return Planner(describe or described, PLAIN, budget=budget)
@@ -339,6 +387,49 @@ def test_offload_is_tried_when_nothing_else_fits() -> None:
     found = _planner(budget=least - 1).search(asked)
     assert found and all(change.plan.strategy.offload for change in found)
     assert _planner(budget=1000).search(asked) == []
+
+
+def test_activations_go_to_the_host_when_nothing_fits_without() -> None:
+    def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: object) -> Model:
+        model = _model(1000 * samples, depth=4, rows=10)  # activations are far more than weights
+        return replace(model, samples=samples, tokens=samples)
+
+    def least(changes: Sequence[Change]) -> float:
+        return min(change.plan.peak_nbytes for change in changes)
+
+    asked, planner = Strategy(ranks=2), _planner(describe=described)
+    on_device = least(planner.search(asked))
+    hosted = _planner(on_device - 1, described).search(asked)
+    assert hosted and all(c.plan.strategy.hosts_activations for c in hosted)
+    assert not any(c.plan.strategy.offload for c in hosted) and "activations on the host" in hosted[0].says
+    # Where the host is the device there is nothing to move.
+    cpu = Planner(planner.describe, replace(PLAIN, blocking=True), budget=on_device - 1)
+    assert not any(c.plan.strategy.hosts_activations for c in cpu.search(asked))
+    assert not cpu.plan(replace(asked, recompute="none+host")).strategy.hosts_activations
+
+
+def test_the_search_tries_all_shapes_that_respect_a_node_and_plain_replication() -> None:
+    asked = Strategy(ranks=48)
+    tried = {(c.replicas, c.shard) for c in candidates(asked, 8)}
+    assert tried == {(48, 1), (24, 2), (12, 4), (6, 8), (3, 16), (2, 24), (1, 48)}
+    says = {c.plan.strategy.shard: c.says for c in _planner().search(Strategy(ranks=16))}
+    assert "replicate everything (DDP)" in says[1] and "HSDP 4 x 4" in says[4]
+    # A shape that is asked for stays among them.
+    assert (16, 3) in {(c.replicas, c.shard) for c in candidates(replace(asked, replicas=16), 8)}
+
+
+def test_a_shape_whose_state_does_not_fit_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = _planner(budget=200_000)
+    simulated: list[int] = []
+    estimate = planner.estimate
+    monkeypatch.setattr(planner, "estimate", lambda s: simulated.append(s.shard) or estimate(s))
+    found = planner.search(Strategy(ranks=16))
+    # Four weights of 32,000 bytes with two moments: 384,000 bytes for one rank, 192,000 for each of two.
+    assert found and 1 not in simulated and 2 in simulated
+    assert planner.least_nbytes(Strategy(ranks=16, replicas=16)) > planner.budget
+    # The bound is below every plan, so that it leaves none out that fits.
+    for change in found:
+        assert planner.least_nbytes(change.plan.strategy) <= change.plan.peak_nbytes
 
 
 def test_every_question_has_an_answer() -> None:

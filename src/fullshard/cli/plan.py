@@ -58,7 +58,11 @@ def add_command(commands: Any) -> None:
     plan.add_argument("--param-dtype", metavar="DTYPE", help="of computation (default: bfloat16; on a CPU as stored)")
     plan.add_argument("--reduce-dtype", metavar="DTYPE", help="of reductions (default: float32)")
     plan.add_argument("--offload", action="store_true", help="shards, gradients and state on the host")
-    plan.add_argument("--optimizer", help="adamw, adam, adamw8bit, sgd, sgd-momentum or none (default: adamw)")
+    plan.add_argument("--offload-activations", action="store_true", help="what units keep for backward on the host")
+    plan.add_argument(
+        "--optimizer",
+        help="adamw (default), adamw-foreach (of a config), adam, adamw8bit, sgd, sgd-momentum or none",
+    )
     plan.add_argument("--failures", type=float, metavar="HOURS", help="between two failures of one device")
     plan.add_argument("--search", action="store_true", help="try every combination of the dials")
     plan.add_argument("--explain", metavar="QUESTION", help="answer one question")
@@ -99,10 +103,11 @@ def _run(arguments: argparse.Namespace) -> int:
     programs, strategy = _source(arguments, hardware.backend)
     made: dict[int | None, Program] = {}
 
-    def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Any:
+    def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Any) -> Any:
         if sequence not in made:
             made[sequence] = programs(sequence)
-        return describe(made[sequence], arguments.source, samples=samples, compute=compute, alone=alone)
+        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone}
+        return describe(made[sequence], arguments.source, recompute=recompute, **sizes)
 
     planner = Planner(
         described,
@@ -221,6 +226,8 @@ def _source(arguments: argparse.Namespace, backend: str) -> tuple[Callable[[int 
 
 def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
     """`strategy` with what the command line says."""
+    from fullshard.plan.recomputation import on_host
+
     changes: dict[str, Any] = {}
     if arguments.replicas is not None:
         changes["replicas"] = arguments.replicas
@@ -234,10 +241,17 @@ def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
     for name, value in (("recompute", arguments.recompute), ("optimizer", arguments.optimizer)):
         if value is not None:
             changes[name] = value
+    if arguments.recompute is not None and strategy.hosts_activations:
+        changes["recompute"] = on_host(arguments.recompute)
     for name, value in (("compute", arguments.param_dtype), ("reduce", arguments.reduce_dtype)):
         if value is not None:
             changes[name] = _dtype(value)
-    return replace(strategy, offload=arguments.offload, **changes)
+    strategy = replace(strategy, offload=arguments.offload or strategy.offload, **changes)
+    if arguments.offload_activations:
+        ways = strategy.recompute
+        moved = on_host(ways) if isinstance(ways, str) else (ways[0], *map(on_host, ways[1:]))
+        strategy = replace(strategy, recompute=moved)
+    return strategy
 
 
 def _reshard(text: str) -> bool | int:

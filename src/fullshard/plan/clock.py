@@ -74,12 +74,12 @@ class Clock:
         traffic.seconds += seconds
         return start + seconds
 
-    def upload(self, nbytes: float) -> float:
+    def upload(self, nbytes: float, calls: int = 1) -> float:
         """Copy to or from the host, beside compute; when it is there."""
         start = max(self.free["host"], self.now)
         self.free["host"] = start + nbytes / self.hardware.host
         traffic = self.found.traffic["host"]
-        traffic.calls += 1
+        traffic.calls += calls
         traffic.nbytes += nbytes
         traffic.seconds += nbytes / self.hardware.host
         return self.free["host"]

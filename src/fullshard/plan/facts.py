@@ -5,7 +5,7 @@ shapes and no memory, so that a model of any size does. Also what this machine r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..program import Program, ProgramError, to_device
 from .description import Model, Parameter, UnitShape
 from .machine import Hardware
+from .recomputation import NONE, recorded_on_host
 from .tape import META, record, tensors_in
 
 
@@ -27,13 +28,20 @@ class _Call(NamedTuple):
 
 
 def describe(
-    program: Program, name: str, *, samples: int | None = None, compute: str = "", alone: bool = False
+    program: Program,
+    name: str,
+    *,
+    samples: int | None = None,
+    compute: str = "",
+    alone: bool = False,
+    recompute: str | Sequence[str] = NONE,
 ) -> Model:
     """The model of `program` as data, with the tape of a step on batch 0.
 
     samples: the size of the batch, None for that of `program`: its tensors get another first dim. compute: the dtype
-    of full parameters (`param_dtype`), "" for their own. alone: nothing but the model is a unit. Raises `ProgramError`
-    for a model that cannot be built on the meta device, and for a step that needs the values of data.
+    of full parameters (`param_dtype`), "" for their own. alone: nothing but the model is a unit. recompute: ways
+    (`recomputation`), of which those with everything on the host are part of the tape. Raises `ProgramError` for a
+    model that cannot be built on the meta device, and for a step that needs the values of data.
     """
     dtype: torch.dtype | None = getattr(torch, compute) if compute else None
     torch.manual_seed(0)
@@ -69,7 +77,9 @@ def describe(
         batch = to_device(program.batch(0), META)
         if samples is not None:
             batch = _resized(batch, _sizes(batch)[0], samples)
-        tape = record(program, model, batch, place, {id(new): unit_of.get(old, 0) for old, new in parameters}, dtype)
+        unit_of_new = {id(new): unit_of.get(old, 0) for old, new in parameters}
+        on_host = {number for number in range(len(units)) if recorded_on_host(recompute, number)}
+        tape = record(program, model, batch, place, unit_of_new, dtype, on_host)
     except ProgramError:
         raise
     except Exception as error:

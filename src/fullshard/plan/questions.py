@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from .description import OUTSIDE
-from .recomputation import NONE, RECOMPUTATIONS, SELECTIVE, WHOLE
+from .recomputation import NONE, RECOMPUTATIONS, SELECTIVE, WHOLE, on_host, without_host
 from .result import Plan, duration, gigabytes
-from .search import Change, Planner
+from .search import Change, Planner, sharing
 from .strategy import OPTIMIZERS, Strategy
 
 Answer = list[str]
@@ -108,9 +108,21 @@ def _ranks(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _offload(planner: Planner, asked: Strategy) -> Answer:
-    return _rows(
-        planner, [("on the device", replace(asked, offload=False)), ("on the host", replace(asked, offload=True))]
+    ways = asked.recompute
+    kept = without_host(ways) if isinstance(ways, str) else tuple(map(without_host, ways))
+    hosted = on_host(ways) if isinstance(ways, str) else (kept[0], *map(on_host, kept[1:]))
+    variants = (
+        ("on the device", replace(asked, offload=False, recompute=kept)),
+        ("shards and state on the host", replace(asked, offload=True, recompute=kept)),
+        ("activations on the host", replace(asked, offload=False, recompute=hosted)),
+        ("both on the host", replace(asked, offload=True, recompute=hosted)),
     )
+    found = []
+    for label, strategy in variants:
+        plan = planner.plan(strategy)
+        there = sum(nbytes for _, nbytes in plan.host_terms)
+        found.append(_row(label, plan) + (f", {gigabytes(there)} of the host" if there else ""))
+    return found
 
 
 def _optimizer(planner: Planner, asked: Strategy) -> Answer:
@@ -162,7 +174,7 @@ def _precision(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _hsdp(planner: Planner, asked: Strategy) -> Answer:
-    degrees = [1 << i for i in range(asked.ranks.bit_length()) if asked.ranks % (1 << i) == 0]
+    degrees = [asked.ranks // n for n in reversed(sharing(asked.ranks, planner.hardware.node))]
     reshard = asked.reshard if isinstance(asked.reshard, bool) else True
     variants = [(n, replace(asked, replicas=n, reshard=reshard)) for n in degrees]
     return _rows(planner, [(f"{n} replicas of {asked.ranks // n} ranks", strategy) for n, strategy in variants])

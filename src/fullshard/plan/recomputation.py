@@ -11,6 +11,11 @@ What is kept is a way, and a word of it:
     alternate   the same without every second `aten.mm`: torchtitan's policy for single operations
     whole       nothing
     keep:A,B    what these operations made, as in `checkpoint_activations(save=[A, B])`
+    ...+host    what autograd saves is on the host: with "none" everything, else the inputs of the forward that runs
+                again (`checkpoint_activations(offload=True)`)
+
+Everything on the host is recorded on the tape (`tape`); inputs on the host are a change of it. The copies are
+operations, `TO_HOST` and `FROM_HOST`.
 
 Torch holds a kept result until the forward that runs again comes to it, whether backward reads it or not. In the first
 forward nothing else holds what is not kept: it is taken to go after its last read, and in truth goes when the forward's
@@ -26,8 +31,11 @@ from typing import NamedTuple
 from .description import OUTSIDE, Kind, Line, Tape
 
 NONE, SELECTIVE, ALTERNATE, WHOLE = "none", "selective", "alternate", "whole"
+ALL_ON_HOST = "none+host"
 RECOMPUTATIONS = (NONE, SELECTIVE, ALTERNATE, WHOLE)
 _KEEP = "keep:"
+_HOST = "+host"
+TO_HOST, FROM_HOST = "to host", "from host"  # names of the copies
 AGAIN = "again"  # name of operations that recomputation adds, before their own
 
 _MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "attention", "linear", "conv")
@@ -54,10 +62,42 @@ def keeping(operations: Iterable[str]) -> str:
 
 def is_way(text: str) -> bool:
     """
-    >>> [is_way(text) for text in ("whole", "keep:aten.mm", "half")]
-    [True, True, False]
+    >>> [is_way(text) for text in ("whole", "keep:aten.mm", "none+host", "half")]
+    [True, True, True, False]
     """
-    return text in RECOMPUTATIONS or text.startswith(_KEEP)
+    kept = without_host(text)
+    return kept in RECOMPUTATIONS or kept.startswith(_KEEP)
+
+
+def on_host(way: str) -> str:
+    """The way that keeps the same, on the host.
+
+    >>> on_host("whole"), on_host("none+host")
+    ('whole+host', 'none+host')
+    """
+    return without_host(way) + _HOST
+
+
+def is_on_host(way: str) -> bool:
+    return way.endswith(_HOST)
+
+
+def without_host(way: str) -> str:
+    """
+    >>> without_host("whole+host"), without_host("none")
+    ('whole', 'none')
+    """
+    return way.removesuffix(_HOST)
+
+
+def recorded_on_host(ways: str | Sequence[str], number: int) -> bool:
+    """Whether the tape has to be recorded with all that autograd saves in unit `number` on the host. `ways`: as in
+    `spans.steps_of`: one for all units but the root, or one for each.
+
+    >>> [recorded_on_host("none+host", n) for n in (0, 1)], recorded_on_host(["none", "whole+host"], 1)
+    ([False, True], False)
+    """
+    return number > 0 and ways == ALL_ON_HOST if isinstance(ways, str) else ways[number] == ALL_ON_HOST
 
 
 def kept_by(way: str) -> Callable[[str, int], bool]:
@@ -68,6 +108,7 @@ def kept_by(way: str) -> Callable[[str, int], bool]:
     >>> kept_by("keep:aten.mm.default")("aten.mm", 1), kept_by("keep:aten.mm")("aten.bmm", 0)
     (True, False)
     """
+    way = without_host(way)
     if way == SELECTIVE:
         return lambda name, number: is_matmul(name)
     if way == ALTERNATE:
@@ -82,9 +123,12 @@ def kept_by(way: str) -> Callable[[str, int], bool]:
 
 def recomputed(tape: Tape, ways: Sequence[str]) -> tuple[Line, ...]:
     """The lines of the tape with recomputation, in the way that each unit has."""
+    ways = [NONE if way == ALL_ON_HOST else way for way in ways]
     chosen, units = _chosen_uses(tape, ways)
     born = {line.a: line.use for line in tape.lines if line.kind is Kind.ALLOCATE}
-    until = _stay_until(tape, chosen)
+    hosted = {use for use in chosen if is_on_host(ways[units[use]])}
+    until = _stay_until(tape, chosen - hosted)
+    inputs = _inputs_on_host(tape, chosen, hosted, set(until))
     begins = {line.use: i for i, line in enumerate(tape.lines) if line.kind is Kind.BACKWARD}
     freed = {line.a: i for i, line in enumerate(tape.lines) if line.kind is Kind.FREE}
     segments: dict[int, _Segment] = {}
@@ -105,13 +149,15 @@ def recomputed(tape: Tape, ways: Sequence[str]) -> tuple[Line, ...]:
             due.setdefault(tape.last_read.get(sid, -1), []).append(sid)
     gone: set[int] = set()
     ran = 0
-    for line in tape.lines:
+    for place, line in enumerate(tape.lines):
+        out += inputs.before.get(place, ())
         if line.kind is Kind.FREE and line.a in until:
             late.setdefault(until[line.a], []).append(line)
             continue
-        if line.kind is Kind.FREE and line.a in consumed:
+        if line.kind is Kind.FREE and (line.a in consumed or line.a in inputs.leave):
             continue
         out.append(line)
+        out += inputs.after.get(place, ())
         if line.kind is Kind.OP:
             gone.update(due.get(ran, ()))
             out += [Line(Kind.FREE, born[sid], sid) for sid in due.get(ran, ())]
@@ -169,6 +215,60 @@ def _stay_until(tape: Tape, chosen: set[int]) -> dict[int, int]:
                 if sid not in until or ends[until[sid]] < ends[use]:
                     until[sid] = use
     return until
+
+
+class _OnHost(NamedTuple):
+    """Inputs on the host: lines that come before and after those of the tape, by place, and the storages that leave the
+    device earlier than the tape says."""
+
+    before: dict[int, list[Line]]
+    after: dict[int, list[Line]]
+    leave: set[int]
+
+
+def _inputs_on_host(tape: Tape, chosen: set[int], hosted: set[int], stay: set[int]) -> _OnHost:
+    """Each use of `hosted` copies its inputs to the host when it begins, and back when its backward does. On the device
+    they go with the last such use, unless others hold them: uses in `stay`, or an operation outside of `chosen`."""
+    found = _OnHost({}, {}, set())
+    if not hosted:
+        return found
+    places = {(line.kind, line.use): i for i, line in enumerate(tape.lines)}
+    sizes = {line.a: line.b for line in tape.lines if line.kind is Kind.ALLOCATE}
+    freed = {line.a: i for i, line in enumerate(tape.lines) if line.kind is Kind.FREE}
+    ran, counted = [], 0  # operations before each place
+    for line in tape.lines:
+        ran.append(counted)
+        counted += line.kind is Kind.OP
+    recomputes = {
+        line.a
+        for use, inside in _inside(tape, chosen).items()
+        for line in inside
+        if line.kind is Kind.ALLOCATE and use in chosen
+    }
+    number = max(sizes, default=0)
+    leaving: dict[int, int] = {}  # storage -> the place after which it goes
+    for use in sorted(hosted):
+        enters, exits, begins, ends = (
+            places[kind, use] for kind in (Kind.ENTER, Kind.EXIT, Kind.BACKWARD, Kind.BACKWARD_END)
+        )
+        for sid in sorted(tape.inputs[use]):
+            number += 1
+            copied = Line(Kind.OP, use, 0, sizes[sid], TO_HOST)
+            found.after.setdefault(enters, []).append(copied)
+            again = [Line(Kind.ALLOCATE, use, number, sizes[sid]), copied._replace(name=FROM_HOST)]
+            found.after.setdefault(begins, []).extend(again)
+            # The copy goes when the operation that needed the input last has run.
+            last = freed.get(sid, ends)
+            inside = begins < last < ends
+            found.before.setdefault(last if inside else ends, []).append(Line(Kind.FREE, use, number))
+            if sid in stay or last < begins or (last > ends and sid not in recomputes):
+                continue  # somebody else holds it
+            read_later = tape.last_read.get(sid, -1) >= ran[exits]
+            leaving[sid] = max(leaving.get(sid, -1), begins if read_later else exits)
+    for sid, place in leaving.items():
+        found.leave.add(sid)
+        found.after.setdefault(place, []).append(Line(Kind.FREE, OUTSIDE, sid))
+    return found
 
 
 class _Segment(NamedTuple):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
 from .account import KINDS, Simulated
 from .description import OUTSIDE, Model
 from .machine import Hardware
+from .recomputation import without_host
 from .simulation import simulate
 from .spans import Step
-from .strategy import Strategy, Unit, units_of
+from .strategy import OPTIMIZERS, Strategy, Unit, units_of
 
 # NCCL's documented defaults, as in `observe/expected.py`: bytes of a channel's buffer, channels of a communicator.
 COMMUNICATOR_NBYTES = (4 << 20) * 32
@@ -46,7 +47,7 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Plan:
     """One strategy on one hardware. `terms`: bytes at the peak by name, allowances included; their sum is
-    `peak_nbytes`."""
+    `peak_nbytes`. `host_terms`: bytes of the rank's part of the host's memory, with offload."""
 
     model: Model
     strategy: Strategy
@@ -58,6 +59,7 @@ class Plan:
     terms: tuple[tuple[str, float], ...]
     padding: tuple[Padding, ...]
     checkpoints: Checkpoints
+    host_terms: tuple[tuple[str, float], ...] = ()
 
     @property
     def peak_nbytes(self) -> float:
@@ -111,6 +113,7 @@ class Plan:
             "peak_bytes": int(self.peak_nbytes),
             "peak_moment": found.peak.phase,
             "terms": {name: int(nbytes) for name, nbytes in self.terms},
+            "host_bytes": {name: int(nbytes) for name, nbytes in self.host_terms},
             "largest": [{"name": name, "bytes": int(nbytes)} for name, nbytes in self.largest],
             "phases": {phase: dict(zip(KINDS, map(int, row), strict=True)) for phase, row in self.phases().items()},
             "units": [_unit_row(unit, self.held(i)) for i, unit in enumerate(self.units)],
@@ -182,7 +185,22 @@ def plan_of(
         tuple((name, float(nbytes)) for name, nbytes in terms if nbytes),
         padding_of(units),
         checkpoints_of(units, strategy, hardware, failure_hours),
+        tuple((name, nbytes) for name, nbytes in _on_host(units, step, strategy) if nbytes),
     )
+
+
+def _on_host(units: Sequence[Unit], step: Step, strategy: Strategy) -> list[tuple[str, float]]:
+    """What is in host memory instead, at most."""
+    found = [("activations", step.hosted)]
+    if strategy.offload:
+        groups = [group for unit in units for group in unit.groups]
+        found = [
+            ("parameters", float(sum(g.memory.shard_nbytes for g in groups))),
+            ("optimizer", float(sum(g.state_nbytes for g in groups))),
+            ("gradients of shards", float(sum(g.sent.reduced_nbytes for g in groups if g.sent is not None))),
+            *found,
+        ]
+    return found
 
 
 def padding_of(units: Sequence[Unit], least: float = 0.01) -> tuple[Padding, ...]:
@@ -236,7 +254,8 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "reduce_dtype": strategy.reduce or None,
         "micro_batch": strategy.micro,
         "accumulate": strategy.accumulate,
-        "recompute": strategy.recompute,
+        "recompute": _kept(strategy.recompute),
+        "offload_activations": strategy.hosts_activations,
         "offload": strategy.offload,
         "optimizer": strategy.optimizer,
     }
@@ -295,6 +314,10 @@ def table(plan: Plan) -> str:
     verdict = "fits" if plan.fits else "does not fit"
     lines.append(f"{verdict}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}")
     lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in sorted(plan.terms, key=lambda t: -t[1])]
+    if plan.host_terms:
+        held = sum(nbytes for _, nbytes in plan.host_terms)
+        lines.append(f"on the host, of this rank: {gigabytes(held)}")
+        lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in plan.host_terms]
     lines += ["", "the five largest of these, by unit"]
     lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in plan.largest]
     lines += ["", f"{'most in':<10}" + "".join(f"{_short(kind):>13}" for kind in KINDS[:13])]
@@ -387,8 +410,39 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         "the forward of a recomputed unit holds what it does not keep until its last read, not as long as its local "
         "variables",
         "figures of another micro-batch in a search are linear in its size",
+        *_assumed_of_optimizer(plan.strategy),
+        *_assumed_of_host(plan),
     )
 
 
-def with_budget(plan: Plan, budget: float) -> Plan:
-    return replace(plan, budget=budget)
+def _assumed_of_optimizer(strategy: Strategy) -> list[str]:
+    optimizer = OPTIMIZERS[strategy.optimizer]
+    if optimizer.counted:
+        return [f"the optimizer is torch's, as for DTensors by default: {_SAYS[strategy.optimizer]}"]
+    return [
+        f"{strategy.optimizer} was not run here: its state is taken to be 2 bytes for each element and 8 for each "
+        f"block of 256, and its step to make what Adam's makes"
+    ]
+
+
+_SAYS = {
+    "adamw": "one parameter after the other, without amsgrad",
+    "adam": "one parameter after the other, without amsgrad and weight_decay",
+    "adamw-foreach": "foreach=True, all parameters in one call, without amsgrad",
+    "sgd": "without momentum and weight_decay",
+    "sgd-momentum": "with momentum, without weight_decay",
+    "none": "there is none",
+}
+
+
+def _assumed_of_host(plan: Plan) -> list[str]:
+    if not plan.host_terms:
+        return []
+    return [
+        f"copies between host and device move {gigabytes(plan.hardware.host)}/s for each rank, those of activations "
+        f"on the stream of compute; what the allocator of page-locked memory rounds up is not counted",
+    ]
+
+
+def _kept(ways: str | tuple[str, ...]) -> str | list[str]:
+    return without_host(ways) if isinstance(ways, str) else [without_host(way) for way in ways]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 from .description import Model
 from .machine import Hardware
-from .recomputation import NONE, SELECTIVE, WHOLE
+from .recomputation import ALL_ON_HOST, NONE, SELECTIVE, WHOLE, on_host, without_host
 from .result import FAILURE_HOURS, Plan, plan_of
 from .spans import Step, scaled, steps_of
-from .strategy import Strategy
+from .strategy import Strategy, units_of
 
-# (samples, sequence length or None, compute dtype, whether the model is one unit) -> the model as data
-Describe = Callable[[int, int | None, str, bool], Model]
+Ways = str | tuple[str, ...]
+# (samples, sequence length or None, compute dtype, whether the model is one unit, ways of recomputation that the tape
+# has to know) -> the model as data
+Describe = Callable[[int, int | None, str, bool, Ways], Model]
 
 
 @dataclass(frozen=True)
@@ -44,32 +46,46 @@ class Planner:
         self.budget = hardware.memory if budget is None else budget
         self.sequence = sequence
         self.failure_hours = failure_hours
-        self._models: dict[tuple[int, int | None, str, bool], Model] = {}
+        self._models: dict[tuple[int, int | None, str, bool, Ways], Model] = {}
         self._steps: dict[tuple[object, ...], Step] = {}
 
-    def model(self, samples: int, compute: str, *, sequence: int | None = None, alone: bool = False) -> Model:
-        key = (samples, sequence or self.sequence, compute, alone)
+    def model(
+        self,
+        samples: int,
+        compute: str,
+        *,
+        sequence: int | None = None,
+        alone: bool = False,
+        recompute: Ways = NONE,
+    ) -> Model:
+        """`recompute`: of a strategy; the model differs where everything is on the host."""
+        ways = (recompute,) if isinstance(recompute, str) else recompute
+        key = (samples, sequence or self.sequence, compute, alone, recompute if ALL_ON_HOST in ways else NONE)
         if key not in self._models:
             self._models[key] = self.describe(*key)
         return self._models[key]
 
     def plan(self, strategy: Strategy, *, sequence: int | None = None, alone: bool = False) -> Plan:
         """The plan of a strategy, with the model described at its own micro-batch."""
-        model = self.model(strategy.micro, strategy.compute, sequence=sequence, alone=alone)
-        ways = strategy.recompute if isinstance(strategy.recompute, str) else list(strategy.recompute)
-        return self._planned(model, steps_of(model, ways), strategy)
+        ways = self._ways(strategy)
+        model = self.model(strategy.micro, strategy.compute, sequence=sequence, alone=alone, recompute=ways)
+        return self._planned(model, steps_of(model, ways), replace(strategy, recompute=ways))
 
     def estimate(self, strategy: Strategy) -> Plan:
         """The same from the model at one and two samples: every figure is taken to be linear in them."""
-        one, two = (self.model(n, strategy.compute) for n in (1, 2))
+        ways = self._ways(strategy)
+        one, two = (self.model(n, strategy.compute, recompute=ways) for n in (1, 2))
         steps = []
         for model in (one, two):
-            key = (model.samples, strategy.compute, strategy.recompute)
+            key = (model.samples, strategy.compute, ways)
             if key not in self._steps:
-                ways = strategy.recompute if isinstance(strategy.recompute, str) else list(strategy.recompute)
                 self._steps[key] = steps_of(model, ways)
             steps.append(self._steps[key])
-        return self._planned(one, scaled(steps[0], steps[1], strategy.micro), strategy)
+        return self._planned(one, scaled(steps[0], steps[1], strategy.micro), replace(strategy, recompute=ways))
+
+    def _ways(self, strategy: Strategy) -> Ways:
+        """Where the host is the device, nothing goes to it."""
+        return _kept(strategy.recompute) if self.hardware.blocking else strategy.recompute
 
     def _planned(self, model: Model, step: Step, strategy: Strategy) -> Plan:
         return plan_of(model, step, strategy, self.hardware, budget=self.budget, failure_hours=self.failure_hours)
@@ -78,18 +94,25 @@ class Planner:
 
     def search(self, asked: Strategy) -> list[Change]:
         """Everything that fits, the fastest first; among plans within one percent of each other, that with the fewest
-        changes. Samples of a step stay the same. With offload only if nothing fits without."""
-        for offload in (False, True) if not asked.offload else (True,):
-            found = self._fitting(asked, offload)
+        changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
+        activations, then for shards and state, then for both."""
+        hosts = not self.hardware.blocking and not asked.hosts_activations
+        for offload, moved in product((asked.offload,) if asked.offload else (False, True), (False, True)[: 1 + hosts]):
+            found = self._fitting(asked, offload, moved or asked.hosts_activations)
             if found:
                 return found
         return []
 
-    def _fitting(self, asked: Strategy, offload: bool) -> list[Change]:
+    def _fitting(self, asked: Strategy, offload: bool, hosted: bool) -> list[Change]:
         found = []
         for strategy in candidates(asked, self.hardware.node):
+            ways = strategy.recompute
+            assert isinstance(ways, str)
+            tried = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
             try:
-                plan = self.estimate(replace(strategy, offload=offload))
+                if self.least_nbytes(tried) > self.budget:
+                    continue
+                plan = self.estimate(tried)
             except ValueError:
                 continue  # a degree that does not divide
             if plan.fits:
@@ -100,12 +123,20 @@ class Planner:
         best = min(change.plan.seconds for change in found)
         return sorted(found, key=lambda c: (round(c.plan.seconds / best / 0.01), c.count, c.plan.peak_nbytes))
 
+    def least_nbytes(self, strategy: Strategy) -> float:
+        """Bytes that a rank has at least: of shards, state and buffers, and what the device keeps for itself."""
+        if strategy.offload:
+            return self.hardware.reserved
+        model = self.model(1, strategy.compute)
+        at_rest = sum(g.memory.shard_nbytes + g.state_nbytes for u in units_of(model, strategy) for g in u.groups)
+        return at_rest + model.buffer_nbytes + self.hardware.reserved
+
 
 def candidates(asked: Strategy, node: int) -> Iterator[Strategy]:
     """Strategies with the same ranks and the same samples of a step."""
     samples = asked.micro * asked.accumulate
     micros = [n for n in range(1, samples + 1) if samples % n == 0]
-    replicas = sorted({1, asked.replicas, *(n for n in _replicas(asked.ranks, node))})
+    replicas = sorted({1, asked.replicas, *(asked.ranks // n for n in sharing(asked.ranks, node))})
     for copies, recompute, micro in product(replicas, (NONE, SELECTIVE, WHOLE), micros):
         shard = asked.ranks // copies
         # Gradients of several micro-batches stay whole on every rank, unless each is reduced.
@@ -121,9 +152,16 @@ def candidates(asked: Strategy, node: int) -> Iterator[Strategy]:
             )
 
 
-def _replicas(ranks: int, node: int) -> Iterable[int]:
-    """A node, and eight nodes, that share."""
-    return [ranks // n for n in (node, 8 * node) if n < ranks and ranks % n == 0]
+def sharing(ranks: int, node: int) -> list[int]:
+    """How many ranks may share the parameters: a part of a node, or whole nodes. 1: every rank has all of them.
+
+    >>> sharing(16, 8), sharing(24, 8), sharing(6, 8)
+    ([1, 2, 4, 8, 16], [1, 2, 4, 8, 24], [1, 2, 3, 6])
+    """
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    if ranks <= node or ranks % node:
+        return divisors  # one node, or nodes that are not full
+    return [n for n in divisors if (node % n == 0 if n < node else n % node == 0)]
 
 
 def _reshards(shard: int, node: int) -> list[bool | int]:
@@ -133,6 +171,10 @@ def _reshards(shard: int, node: int) -> list[bool | int]:
     return [True, False, *kept]
 
 
+def _kept(ways: Ways) -> Ways:
+    return without_host(ways) if isinstance(ways, str) else tuple(map(without_host, ways))
+
+
 def differences(asked: Strategy, other: Strategy) -> list[str]:
     """What another strategy changes, in words."""
     found = []
@@ -140,14 +182,18 @@ def differences(asked: Strategy, other: Strategy) -> list[str]:
         found.append(f"micro-batch {other.micro} x {other.accumulate}")
     if other.accumulate > 1 and other.send_each != asked.send_each:
         found.append("reduce each" if other.send_each else "reduce the last alone")
-    if other.recompute != asked.recompute:
-        found.append("no recomputation" if other.recompute == NONE else f"recompute {other.recompute}")
-    if other.reshard != asked.reshard:
+    ways = [_kept(each.recompute) for each in (other, asked)]
+    if ways[0] != ways[1]:
+        found.append("no recomputation" if ways[0] == NONE else f"recompute {ways[0]}")
+    if other.hosts_activations != asked.hosts_activations:
+        found.append("activations on the host" if other.hosts_activations else "activations on the device")
+    if other.reshard != asked.reshard and other.shard > 1:
         says = {True: "reshard after forward", False: "keep parameters after forward (ZeRO-2)"}
         kept = f"reshard_after_forward={other.reshard}"
         found.append(says[other.reshard] if isinstance(other.reshard, bool) else kept)
     if other.replicas != asked.replicas:
-        found.append(f"HSDP {other.replicas} x {other.shard}" if other.replicas > 1 else "no replicas")
+        shape = f"HSDP {other.replicas} x {other.shard}" if other.shard > 1 else "replicate everything (DDP)"
+        found.append(shape if other.replicas > 1 else "no replicas")
     if other.offload != asked.offload:
         found.append("offload to the host" if other.offload else "no offload")
     return found

@@ -16,7 +16,7 @@ from .clock import AXES, Clock
 from .machine import Hardware
 from .reductions import Reductions
 from .spans import Span, Step
-from .strategy import STEP_RESULTS, Group, Strategy, Unit
+from .strategy import OPTIMIZERS, Group, Optimizer, Strategy, Unit
 
 
 def simulate(
@@ -136,6 +136,10 @@ class Simulation:
     def _span(self, span: Span) -> None:
         """Compute until the next event."""
         self.clock.compute(span.work)
+        if span.work.copied:
+            # On the stream of compute: nothing runs beside them.
+            arrives = self.clock.upload(span.work.copied, round(span.work.copies))
+            self.clock.wait(arrives, self.phase.partition(" ")[2] or self.phase, "copies of activations")
         for there, share in ((span.peak, span.ready), (span.end, 1.0 - span.ready)):
             # What goes first makes room for what comes.
             self.bytes.set("loss", "", 0.0)
@@ -306,7 +310,7 @@ class Simulation:
             read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
             rate = hardware.host if offload else hardware.bandwidth * hardware.stream
             if not offload:
-                self.bytes.add("optimizer step", "", _step_nbytes(groups, STEP_RESULTS[self.strategy.optimizer]))
+                self.bytes.add("optimizer step", "", _step_nbytes(groups, OPTIMIZERS[self.strategy.optimizer]))
                 self._note()
                 self.bytes.clear("optimizer step", "")
             seconds = (2 * written + read) / rate
@@ -340,9 +344,9 @@ def _staging_key(group: Group, *, kept: bool = False) -> Hashable:
     return "staging", group.names, memory.kept if kept else memory.pack, memory.plan, memory.compute_itemsize
 
 
-def _step_nbytes(groups: Iterable[Group], results: int) -> int:
+def _step_nbytes(groups: Iterable[Group], optimizer: Optimizer) -> int:
     """The most that an optimizer's step makes. torch's default for DTensors steps one parameter after the other, in the
-    order of the model; of each it makes `results` of the size of its shard, and the last one of the parameter before is
+    order of the model; of each it makes results of the size of its shard, and the last one of the parameter before is
     still there."""
     shards: list[tuple[int, int]] = []
     for group in groups:
@@ -352,6 +356,7 @@ def _step_nbytes(groups: Iterable[Group], results: int) -> int:
         for parameter, segment in zip(trained, sent.pack.segments, strict=True):
             shards.append((parameter.place, segment.layout.local_numel(0) * sent.storage_itemsize))
     sizes = [nbytes for _, nbytes in sorted(shards)]
-    if not results:
-        return 0
-    return max((results * now + before for before, now in zip([0, *sizes], sizes, strict=False)), default=0)
+    if optimizer.lists or not optimizer.results:
+        return optimizer.results * sum(sizes)
+    pairs = zip([0, *sizes], sizes, strict=False)
+    return max((optimizer.results * now + before for before, now in pairs), default=0)

@@ -11,18 +11,21 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .description import OUTSIDE, Kind, Line, Model, Tape
-from .recomputation import AGAIN, NONE, RECOMPUTATIONS, is_matmul, is_way, recomputed
+from .recomputation import AGAIN, ALL_ON_HOST, FROM_HOST, NONE, RECOMPUTATIONS, TO_HOST, is_matmul, is_way, recomputed
 
 
 class Work(NamedTuple):
     """What a span computes. `matmul`: operations of matrix products and convolutions; `attention`: of attention;
-    `matmul_nbytes`: bytes that these read and write; `nbytes`: bytes of all others; `kernels`: how many operations."""
+    `matmul_nbytes`: bytes that these read and write; `nbytes`: bytes of all others; `kernels`: how many operations;
+    `copied`: bytes that go to the host or come from there, in `copies`."""
 
     matmul: float = 0.0
     matmul_nbytes: float = 0.0
     nbytes: float = 0.0
     kernels: float = 0.0
     attention: float = 0.0
+    copied: float = 0.0
+    copies: float = 0.0
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
         return Work(*(a + b * times for a, b in zip(self, other, strict=True)))
@@ -54,12 +57,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The spans of a forward and backward. `held`: by unit, bytes of activations at the end of the forward."""
+    """The spans of a forward and backward. `held`: by unit, bytes of activations at the end of the forward; `hosted`:
+    bytes of activations on the host then."""
 
     spans: tuple[Span, ...]
     held: tuple[tuple[int, float], ...]
     batch_nbytes: float
     samples: float
+    hosted: float = 0.0
 
     @property
     def work(self) -> Work:
@@ -79,13 +84,11 @@ def steps_of(model: Model, recompute: str | Sequence[str] = NONE) -> Step:
     for way in ways:
         if not is_way(way):
             raise ValueError(f"recompute: expected one of {', '.join(RECOMPUTATIONS)}, found {way!r}")
-    if not isinstance(recompute, str) or recompute == NONE:
-        pass
-    else:
+    if isinstance(recompute, str):
         # The loss follows the root: nothing would be freed.
         ways[0] = NONE
     tape = model.tape
-    lines = tape.lines if all(way == NONE for way in ways) else recomputed(tape, ways)
+    lines = tape.lines if all(way in (NONE, ALL_ON_HOST) for way in ways) else recomputed(tape, ways)
     return _spans(tape, lines, model.samples)
 
 
@@ -111,7 +114,7 @@ def scaled(one: Step, two: Step, samples: int) -> Step:
     ]
     other = dict(two.held)
     held = tuple((unit, at(nbytes, other.get(unit, nbytes))) for unit, nbytes in one.held)
-    return Step(tuple(spans), held, at(one.batch_nbytes, two.batch_nbytes), samples)
+    return Step(tuple(spans), held, at(one.batch_nbytes, two.batch_nbytes), samples, at(one.hosted, two.hosted))
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------------
@@ -164,12 +167,13 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     units: dict[int, int] = {}
     sizes: dict[int, tuple[int, int]] = {}  # storage -> bytes, use
     held: Counter[int] = Counter()
-    matmul, matmul_nbytes, nbytes, kernels, attention = 0.0, 0.0, 0.0, 0.0, 0.0
+    matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    hosted = 0.0
 
     def flush() -> None:
-        nonlocal matmul, matmul_nbytes, nbytes, kernels, attention
-        running.work = Work(matmul, matmul_nbytes, nbytes, kernels, attention)
-        matmul = matmul_nbytes = nbytes = kernels = attention = 0.0
+        nonlocal matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies
+        running.work = Work(matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies)
+        matmul = matmul_nbytes = nbytes = kernels = attention = copied = copies = 0.0
 
     for line in lines:
         kind = line.kind
@@ -181,6 +185,10 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
                 else:
                     matmul += line.a
                 matmul_nbytes += line.b
+            elif line.name in (TO_HOST, FROM_HOST):
+                copied += line.b
+                copies += 1
+                hosted += line.b * (line.name == TO_HOST)
             else:
                 nbytes += line.b
             if line.name.startswith(AGAIN):
@@ -214,4 +222,4 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     flush()
     running.close(None)
     by_unit = tuple(sorted((unit, float(size)) for unit, size in held.items()))
-    return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples))
+    return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples), hosted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..layout import (
     FlatLayout,
@@ -20,23 +21,36 @@ from ..layout import (
     secondary_layout,
 )
 from .description import Model, Parameter, UnitShape
-from .recomputation import NONE, RECOMPUTATIONS, is_way
+from .recomputation import NONE, RECOMPUTATIONS, is_on_host, is_way, without_host
 
 # As `api/fully_shard.py` has it: full parameters of this many bytes travel by themselves where messages are grouped.
 DIRECT_GATHER_NBYTES = 1 << 20
-# Bytes of state for each element of a parameter: copies in the dtype of the parameter, and bytes beside them. 8-bit
-# Adam has two bytes of state, and two numbers of 4 bytes for each block of 256 elements.
-OPTIMIZERS: dict[str, tuple[int, float]] = {
-    "adamw": (2, 0.0),
-    "adam": (2, 0.0),
-    "adamw8bit": (0, 2.0 + 2 * 4 / 256),
-    "sgd": (0, 0.0),
-    "sgd-momentum": (1, 0.0),
-    "none": (0, 0.0),
+
+
+class Optimizer(NamedTuple):
+    """What an optimizer has and makes. Of each parameter: `copies` in its dtype, `nbytes` more for each element, and
+    `counter` bytes for the number of its steps. A step makes `results` of the size of a shard, for one parameter after
+    the other, or of all shards where `lists`. `counted`: a test compares it with what torch's class holds."""
+
+    copies: int
+    nbytes: float = 0.0
+    counter: int = 0
+    results: int = 0
+    lists: bool = False
+    counted: bool = True
+
+
+# 8-bit Adam has two bytes of state for each element, and two numbers of 4 bytes for each block of 256 elements. Adam
+# makes the square root of the second moment and its quotient, as a list the root alone.
+OPTIMIZERS = {
+    "adamw": Optimizer(2, counter=4, results=2),
+    "adamw-foreach": Optimizer(2, counter=4, results=1, lists=True),
+    "adam": Optimizer(2, counter=4, results=2),
+    "adamw8bit": Optimizer(0, 2.0 + 2 * 4 / 256, counter=4, results=2, counted=False),
+    "sgd": Optimizer(0),
+    "sgd-momentum": Optimizer(1),
+    "none": Optimizer(0),
 }
-# Results of the size of a shard that a step makes for each parameter: Adam the square root of the second moment, and
-# its quotient.
-STEP_RESULTS = {"adamw": 2, "adam": 2, "adamw8bit": 2, "sgd": 0, "sgd-momentum": 0, "none": 0}
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Strategy:
     `reshard_after_forward`; `root_reshard`: of the root, None as without an argument. `compute`, `reduce`: dtypes, ""
     for that of the parameters. `micro`: samples of one forward of a rank; `accumulate`: forwards and backwards of a
     step, of which the last sends gradients (`send_each`: each does). `recompute`: a way (`recomputation`), or one for
-    each unit.
+    each unit; with `+host` what it keeps is on the host.
 
     >>> Strategy(ranks=16, replicas=2).shard
     8
@@ -88,6 +102,11 @@ class Strategy:
         """How many ranks share the parameters."""
         return self.ranks // self.replicas
 
+    @property
+    def hosts_activations(self) -> bool:
+        """Whether some unit keeps its activations, or its inputs, on the host."""
+        return any(map(is_on_host, [self.recompute] if isinstance(self.recompute, str) else self.recompute))
+
     def __str__(self) -> str:
         kept = "" if isinstance(self.reshard, bool) else f" keeping 1/{self.reshard}"
         name = "ZeRO-3" if self.reshard else "ZeRO-2"
@@ -95,8 +114,12 @@ class Strategy:
         if self.replicas > 1 and self.shard > 1:
             words.append(f"HSDP {self.replicas} x {self.shard}")
         words.append(f"micro-batch {self.micro}" + (f" x {self.accumulate}" if self.accumulate > 1 else ""))
-        if self.recompute != NONE:
-            words.append(f"recompute {self.recompute if isinstance(self.recompute, str) else 'by unit'}")
+        if isinstance(self.recompute, str):
+            kept = without_host(self.recompute)
+            words += [f"recompute {kept}"] * (kept != NONE)
+        else:
+            words.append("recompute by unit")
+        words += ["activations on the host"] * self.hosts_activations
         words += ["each reduced"] * (self.send_each and self.accumulate > 1) + ["offload"] * self.offload
         return ", ".join(words)
 
@@ -222,14 +245,14 @@ def _group(
 ) -> Group:
     shapes = tuple((p.shape, p.placed, p.trainable) for p in parameters)
     memory, sent = _layouts(shapes, dtype, keeps, part, outer, replace(strategy, micro=1, optimizer="none"))
-    copies, beside = OPTIMIZERS[strategy.optimizer]
+    optimizer = OPTIMIZERS[strategy.optimizer]
     state = 0
     if sent is not None:
         for parameter in parameters:
             if parameter.trainable:
                 layout = ShardLayout(parameter.shape, parameter.placed, strategy.shard)
                 numel = layout.local_numel(0)
-                state += copies * numel * itemsize(dtype) + int(beside * numel) + 4 * (strategy.optimizer != "none")
+                state += optimizer.copies * numel * itemsize(dtype) + int(optimizer.nbytes * numel) + optimizer.counter
     return Group(replace(memory, name=name), None if sent is None else replace(sent, name=name), parameters, state)
 
 

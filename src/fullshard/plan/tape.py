@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from .._torch import (
     TorchDispatchMode,
     attention_for_cpu,
+    base_of,
     current_node,
     is_write,
     next_node_number,
@@ -32,6 +33,7 @@ from .._torch import (
 )
 from ..program import Program
 from .description import OUTSIDE, Kind, Line, Tape
+from .recomputation import FROM_HOST, TO_HOST
 
 META = torch.device("meta")
 
@@ -43,9 +45,12 @@ def record(
     place: dict[int, int],
     unit_of: dict[int, int],
     compute: torch.dtype | None,
+    on_host: Container[int] = (),
 ) -> Tape:
+    """`place`, `unit_of`: the unit of a module, and of a parameter, by id. `on_host`: units whose forwards keep on the
+    host what autograd saves."""
     recorder = _Recorder([*model.parameters(), *model.buffers(), *tensors_in([batch])])
-    with _wrapped(model, place, recorder, compute), recorder, _FlashAttention():
+    with _wrapped(model, place, recorder, compute, on_host), recorder, _FlashAttention():
         loss = program.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -101,6 +106,14 @@ def _attend(
     return attention_for_cpu(query, key, value, is_causal, attn_mask, scale)
 
 
+class _Packed(NamedTuple):
+    """A tensor that is on the host."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class _Recorder(TorchDispatchMode):
     """Writes the tape. Storages are numbered in the order in which they come."""
 
@@ -122,10 +135,34 @@ class _Recorder(TorchDispatchMode):
         self._ran = 0
         self._now = OUTSIDE
         self._is_closed = False
+        self._pauses = False
         self._results = _Results()
 
     def write(self, line: Line) -> None:
         self._lines.append(line)
+
+    def to_host(self, tensor: Tensor) -> _Packed:
+        """A copy of `tensor` goes to the host; nothing here holds it."""
+        self._copied(tensor, TO_HOST)
+        self._pauses = True
+        packed = _Packed(tensor.shape, torch.empty_like(tensor).stride(), tensor.dtype)
+        self._pauses = False
+        return packed
+
+    def from_host(self, packed: _Packed) -> Tensor:
+        """It is on the device again."""
+        if self.backward:
+            self._switch()
+        self._pauses = True
+        tensor = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=META)
+        self._pauses = False
+        self._born(tensor.untyped_storage(), self._use)
+        self._copied(tensor, FROM_HOST)
+        return tensor
+
+    def _copied(self, tensor: Tensor, name: str) -> None:
+        self.write(Line(Kind.OP, self._use, 0, _nbytes(tensor), name))
+        self._ran += 1
 
     def number(self, tensor: Tensor) -> int:
         """The number of the tensor's storage; -1 if it was there before."""
@@ -151,6 +188,8 @@ class _Recorder(TorchDispatchMode):
         return self._lines
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._pauses:
+            return func(*args, **(kwargs or {}))
         if self.backward:
             self._switch()
         given = {storage_key(t.untyped_storage()) for t in tensors_in([*args, *(kwargs or {}).values()])}
@@ -264,14 +303,35 @@ def _are_new(results: list[Any], given: set[int]) -> bool:
     )
 
 
+class _OnHost(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd saves inside is on the host, as with `migrate.activations.OnHost`: parameters stay, each tensor is
+    copied each time that it is saved, and comes back for the operation that needs it."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        def to_host(tensor: Tensor) -> Tensor | _Packed:
+            base = base_of(tensor)
+            stays = isinstance(tensor if base is None else base, nn.Parameter)
+            return tensor if stays else recorder.to_host(tensor)
+
+        def from_host(packed: Tensor | _Packed) -> Tensor:
+            return packed if isinstance(packed, Tensor) else recorder.from_host(packed)
+
+        super().__init__(to_host, from_host)
+
+
 @contextmanager
 def _wrapped(
-    model: nn.Module, place: dict[int, int], recorder: _Recorder, compute: torch.dtype | None
+    model: nn.Module,
+    place: dict[int, int],
+    recorder: _Recorder,
+    compute: torch.dtype | None,
+    on_host: Container[int],
 ) -> Iterator[None]:
     """The forwards of the units tell the recorder when they begin and end, and cast as mixed precision does."""
     modules = [module for module in model.modules() if id(module) in place]
     for module in modules:
-        module.forward = partial(_forward, module.forward, place[id(module)], recorder, compute)
+        unit = place[id(module)]
+        module.forward = partial(_forward, module.forward, unit, recorder, compute, unit in on_host)
     gc.collect()
     try:
         yield
@@ -281,12 +341,19 @@ def _wrapped(
 
 
 def _forward(
-    forward: Callable[..., Any], unit: int, recorder: _Recorder, compute: torch.dtype | None, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    unit: int,
+    recorder: _Recorder,
+    compute: torch.dtype | None,
+    on_host: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     use = recorder.enter(unit, list(tensors_in([args, kwargs])))
     if compute is not None:
         args, kwargs = _cast(args, compute), _cast(kwargs, compute)
-    out = forward(*args, **kwargs)
+    with _OnHost(recorder) if on_host else nullcontext():
+        out = forward(*args, **kwargs)
     recorder.leave(use, list(tensors_in([out])))
     return out
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -13,8 +14,9 @@ from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.description import Model
 from fullshard.plan.facts import describe, measured_cpu
 from fullshard.plan.machine import PROFILES
-from fullshard.plan.recomputation import keeping
+from fullshard.plan.recomputation import keeping, on_host
 from fullshard.plan.result import duration, gigabytes
+from fullshard.plan.search import Ways
 from fullshard.program import Program
 from fullshard.train.config import Config
 from fullshard.train.data import ByteTokenizer
@@ -49,6 +51,7 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
         send_each=keys.accumulate == "reduce",
         recompute=_recomputed(config),
         offload=config.parallelism.cpu_offload,
+        optimizer="adamw-foreach",
         backend=backend,
     )
 
@@ -56,9 +59,13 @@ def strategy_of(config: Config, world: int, backend: str) -> Strategy:
 def _recomputed(config: Config) -> str | tuple[str, ...]:
     """For one or each unit, the root first."""
     keys = config.training
-    if keys.recompute == "none":
-        return "none"
-    way = keeping(keys.recompute_save) if keys.recompute_save else "whole"
+    way = "none"
+    if keys.recompute != "none":
+        way = keeping(keys.recompute_save) if keys.recompute_save else "whole"
+    if keys.offload_activations:
+        way = on_host(way)
+    if way == "none":
+        return way
     if keys.recompute_every == 1:
         return way
     blocks = range(1, config.model.layers + 1)
@@ -86,8 +93,9 @@ def plan_here(config: Config, world: int) -> Plan:
         hardware = replace(hardware, name=name, memory=float(torch.cuda.get_device_properties(0).total_memory))
     programs = programs_of(config)
 
-    def described(samples: int, sequence: int | None, compute: str, alone: bool) -> Model:
-        return describe(programs(sequence), "the trainer's model", samples=samples, compute=compute, alone=alone)
+    def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Ways) -> Model:
+        sizes: dict[str, Any] = {"samples": samples, "compute": compute, "alone": alone}
+        return describe(programs(sequence), "the trainer's model", recompute=recompute, **sizes)
 
     return Planner(described, hardware).plan(strategy_of(config, world, hardware.backend))
 
