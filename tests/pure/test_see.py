@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fullshard.cli import main
-from fullshard.see import causes, chrome, compare, page, story, timeline
+from fullshard.see import causes, chrome, compare, page, picture, story, timeline
 from fullshard.see.record import Event, Level, Message, RecordError, Run, read_run
 from tests.harness import records
 from tests.harness.records import MS, detail, header, step, two_ranks, write
@@ -394,7 +394,43 @@ def test_two_runs_are_shown_beside_each_other_with_what_changed(tmp_path: Path, 
     document = _Document(target.read_text())
     assert {each["data-run"] for each in document.all("section", class_="shown")} == {"0", "1"}
     assert len(document.all("table", class_="changes")) == 1
+    assert [each["href"] for each in document.all("a")] == ["#run0", "#run1"]
+    # Both in one picture (loss, norm, time), then each by itself with a time for each of two ranks.
+    drawn = [document.all(shape, class_="curve") for shape in ("polyline", "circle")]
+    assert sum(map(len, drawn)) == 2 * 3 + 2 * (2 + 2)
+    assert "A: first" in document.text and "B: second" in document.text
     assert capsys.readouterr().out.count(": step 4 took") == 2
+
+
+def test_units_that_differ_alike_are_one_line(tmp_path: Path) -> None:
+    runs = [two_ranks(tmp_path / "first"), tmp_path / "second"]
+    units = header().units
+    kept = [unit if unit.name == "root" else replace(unit, reshard_after_forward=False) for unit in units]
+    other = tuple(replace(unit, dtypes="float32 bfloat16 float32") for unit in kept)
+    write(runs[1] / "see", header(world=1, units=other), [step(n, detail()) for n in (2, 4)])
+    found = {change.what: change for change in compare.changes(*map(read_run, runs))}
+    alike = found["dtypes (stored, computed, reduced) of layers.0, layers.1"]
+    assert (alike.before, alike.after) == (units[1].dtypes, "float32 bfloat16 float32")
+    assert found["reshard_after_forward of layers.0, layers.1"].after == "False"
+    assert sum("reshard_after_forward" in what for what in found) == 1
+
+
+def test_bytes_are_drawn_to_the_end_of_the_step_on_a_longer_axis(tmp_path: Path) -> None:
+    run = read_run(two_ranks(tmp_path / "one"))
+    rank, shown = run.ranks[0], run.ranks[0].steps[3]
+    end = picture.Axis(2 * shown.nanoseconds).x(shown.nanoseconds)
+    for text in (
+        picture.bytes_by_kind(rank, shown, end=2 * shown.nanoseconds),
+        picture.bytes_by_unit(rank, shown, 2 * shown.nanoseconds),
+    ):
+        areas = [corner.split(",")[0] for points in re.findall(r'points="([^"]*)"', text) for corner in points.split()]
+        boxes = re.findall(r'class="bytes"[^>]*', text)
+        reached = [float(x) for x in areas]
+        for box in boxes:
+            x, width = (re.search(rf'\b{name}="([0-9.]+)"', box) for name in ("x", "width"))
+            if x is not None and width is not None:
+                reached.append(float(x[1]) + float(width[1]))
+        assert reached and max(reached) <= end + 0.2
 
 
 def test_a_run_without_a_message_or_a_finite_loss_has_a_page(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from .causes import exposures
-from .record import RankRecord, Run
+from .record import Header, RankRecord, Run
 from .timeline import Memory, human, milliseconds, shares
 
 
@@ -60,15 +60,40 @@ def _settings(before: Run, after: Run) -> list[Change]:
         (f"version of {name}", one.versions.get(name), two.versions.get(name)) for name in one.versions | two.versions
     ]
     pairs += [(name, one.options.get(name), two.options.get(name)) for name in one.options | two.options]
-    units = {unit.name: unit for unit in one.units}
+    found = [Change(what, _shown(a), _shown(b), "differs") for what, a, b in pairs if a != b]
+    return found + _unit_settings(one, two)
+
+
+_OF_UNITS = {
+    "dtypes": "dtypes (stored, computed, reduced)",
+    "reshard_after_forward": "reshard_after_forward",
+    "numel": "parameters",
+}
+
+
+def _unit_settings(one: Header, two: Header) -> list[Change]:
+    """A line for all units that differ in the same way: models have many that are alike."""
+    others = {unit.name: unit for unit in one.units}
+    alike: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for unit in two.units:
-        if unit.name in units:
-            other = units[unit.name]
-            pairs += [
-                (f"{what} of {unit.name}", getattr(other, what), getattr(unit, what))
-                for what in ("dtypes", "reshard_after_forward", "numel")
-            ]
-    return [Change(what, _shown(a), _shown(b), "differs") for what, a, b in pairs if a != b]
+        for what, words in _OF_UNITS.items() if unit.name in others else ():
+            before, after = getattr(others[unit.name], what), getattr(unit, what)
+            if before != after:
+                alike[words, _shown(before), _shown(after)].append(unit.name)
+    return [
+        Change(f"{words} of {_listed(names, len(two.units))}", before, after, "differs")
+        for (words, before, after), names in alike.items()
+    ]
+
+
+def _listed(names: list[str], whole: int) -> str:
+    """
+    >>> _listed(["a", "b"], 2), _listed(["a", "b"], 5), _listed(["a", "b", "c", "d"], 5)
+    ('all 2 units', 'a, b', 'a .. d (4 units)')
+    """
+    if len(names) == whole > 1:
+        return f"all {whole} units"
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-1]} ({len(names)} units)"
 
 
 def _shown(value: object) -> str:
@@ -81,7 +106,13 @@ def _median(rank: RankRecord) -> int:
 
 
 def _change(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else ""
+    """
+    >>> _change(100, 95), _change(2, 90), _change(0, 7), _change(0, 0)
+    ('-5.0 %', '45 times', 'new', '')
+    """
+    if not before:
+        return "new" if after else ""
+    return f"{after / before:,.0f} times" if after >= 10 * before else f"{100 * (after / before - 1):+.1f} %"
 
 
 def _times(what: str, before: int, after: int) -> Change:
@@ -116,5 +147,9 @@ def _losses(one: RankRecord, two: RankRecord) -> list[Change]:
     for name in first.figures:
         a, b = first.figures[name], second.figures.get(name)
         if a is not None and b is not None:
-            found.append(Change(f"{name} of step {first.number}", f"{a:.6g}", f"{b:.6g}", f"{b - a:+.3g}"))
+            found.append(
+                Change(
+                    f"{name} of step {first.number}", f"{a:.6g}", f"{b:.6g}", f"{b - a:+.3g}" if a != b else "the same"
+                )
+            )
     return found

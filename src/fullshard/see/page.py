@@ -79,7 +79,7 @@ def page(runs: Sequence[Run], step: int | None = None, rank: int | None = None) 
         f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",
     ]
     if len(runs) == 2:
-        parts += _changed(changes(runs[0], runs[1], step))
+        parts += _changed(changes(runs[0], runs[1], step), runs) + _both(runs)
     for number, run in enumerate(runs):
         if len(runs) > 1:
             parts.append(f'<h1 id="run{number}">{"AB"[number]}: {html.escape(run.name)}</h1>')
@@ -131,7 +131,7 @@ def _run(run: Run, number: int, step: int | None, rank: int | None, runs: Sequen
                 f"{_step(record, found, *same_scale)}"
                 f"{'' if is_told else _ranked(record, exposures(run, record, shown), found)}</section>"
             )
-    return parts + _curves(run) + _ranks(run, chosen) + _checkpoints(run.ranks[0])
+    return parts + _curves(run, runs) + _ranks(run, chosen) + _checkpoints(run.ranks[0])
 
 
 def _scale(runs: Sequence[Run], step: int | None) -> tuple[int, int]:
@@ -228,27 +228,38 @@ def _step(rank: RankRecord, step: Step, end: int, most: int) -> str:
             f"{html.escape(kinds)}. Its five largest: {html.escape('; '.join(held))}.",
         )
         + _figure(
-            picture.bytes_by_unit(rank, step),
+            picture.bytes_by_unit(rank, step, end),
             "The same by unit, without shards and optimizer; all rows have one scale.",
         )
     )
 
 
-def _curves(run: Run) -> list[str]:
-    steps = run.ranks[0].steps
-    figures = list(dict.fromkeys(name for step in steps for name in step.figures))
+def _curves(run: Run, runs: Sequence[Run]) -> list[str]:
     parts = ["<h2>Loss, norms and times</h2>"]
-    for name in figures:
-        points = [(step.number, _number(step.figures.get(name))) for step in steps if name in step.figures]
+    for name in _figures([run]):
+        points = _points(run, name)
         lost = [str(x) for x, y in points if not math.isfinite(y)]
         caption = html.escape(name) + (f"; not finite in step {', '.join(lost[:5])}" if lost else "")
-        parts.append(_figure(picture.curve([(name, "#1d4ed8", points)], name), caption))
+        parts.append(_figure(picture.curve([(name, _RUN_COLORS[runs.index(run)], points)], name), caption))
     times = [
         (f"rank {rank.header.rank}", picture.unit_color(rank.header.rank, "backward"), _times(rank))
         for rank in run.ranks[:DRAWN_RANKS]
     ]
     parts.append(_figure(picture.curve(times, "time of each step"), "Milliseconds of each step but the first."))
     return parts
+
+
+_RUN_COLORS = ("#1d4ed8", "#c2410c")
+
+
+def _figures(runs: Sequence[Run]) -> list[str]:
+    """The names of figures that steps of all of the runs have."""
+    each = [dict.fromkeys(name for step in run.ranks[0].steps for name in step.figures) for run in runs]
+    return [name for name in each[0] if all(name in others for others in each)]
+
+
+def _points(run: Run, name: str) -> list[tuple[int, float]]:
+    return [(step.number, _number(step.figures.get(name))) for step in run.ranks[0].steps if name in step.figures]
 
 
 def _times(rank: RankRecord) -> list[tuple[int, float]]:
@@ -304,14 +315,29 @@ def _checkpoints(rank: RankRecord) -> list[str]:
 # ---- two runs --------------------------------------------------------------------------------------------------------
 
 
-def _changed(found: Sequence[Change]) -> list[str]:
+def _changed(found: Sequence[Change], runs: Sequence[Run]) -> list[str]:
     rows = [(item.what, item.before, item.after, item.change) for item in found]
     marked = {i for i, item in enumerate(found) if item.worse}
+    links = " and ".join(f'<a href="#run{i}">{"AB"[i]}: {html.escape(run.name)}</a>' for i, run in enumerate(runs))
+    head = ("", *(f"{letter}: {run.name}" for letter, run in zip("AB", runs, strict=True)), "change")
     return [
-        "<h2>What changed from A to B</h2>",
-        _table(("", "A", "B", "change"), rows, right=(1, 2, 3), marked=marked, name="changes"),
-        '<p class="small">Red: worse by more than a twentieth.</p>',
+        f"<h2>What changed from A to B</h2><p>Each by itself: {links}.</p>",
+        _table(head, rows, right=(1, 2, 3), marked=marked, name="changes"),
+        '<p class="small">Red: worse by more than a twentieth. Times are of rank 0.</p>',
     ]
+
+
+def _both(runs: Sequence[Run]) -> list[str]:
+    """What both runs have by step, in one picture each."""
+    names = [f"{letter}: {run.name}" for letter, run in zip("AB", runs, strict=True)]
+    lines = list(zip(names, _RUN_COLORS, runs, strict=True))
+    parts = ["<h2>Step by step</h2>"]
+    for figure in _figures(runs):
+        series = [(name, color, _points(run, figure)) for name, color, run in lines]
+        parts.append(_figure(picture.curve(series, f"{figure} of both"), html.escape(figure)))
+    times = [(name, color, _times(run.ranks[0])) for name, color, run in lines]
+    parts.append(_figure(picture.curve(times, "times of both"), "Milliseconds of each step but the first, of rank 0."))
+    return parts
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def bytes_by_kind(rank: RankRecord, step: Step, *, end: int = 0, most: int = 0) 
     height, top, base = 220.0, 12.0, 190.0
     scale = (base - top) / max(most or peak, 1)
     moments = [(at, {kind: sum(n for (_, k), n in now.items() if k == kind) for kind in KINDS}) for at, now in memory]
-    moments.append((axis.end, moments[-1][1] if moments else dict.fromkeys(KINDS, 0)))
+    moments.append((step.nanoseconds, moments[-1][1] if moments else dict.fromkeys(KINDS, 0)))
     parts = [axis.ticks(height)]
     below = [0.0] * len(moments)
     for kind in KINDS:
@@ -224,10 +224,11 @@ def _steps(
     return found
 
 
-def bytes_by_unit(rank: RankRecord, step: Step) -> str:
-    """A row for each unit, as high as its bytes beyond shards and optimizer; all rows have the same scale."""
+def bytes_by_unit(rank: RankRecord, step: Step, end: int = 0) -> str:
+    """A row for each unit, as high as its bytes beyond shards and optimizer; all rows have the same scale. `end`: of
+    the axis, if it is not the step's own."""
     assert step.detail is not None
-    axis = Axis(step.nanoseconds)
+    axis = Axis(end or step.nanoseconds)
     moving = [kind for kind in KINDS if kind not in ("shards", "optimizer", "sharded gradients", "staging")]
     rows: list[tuple[str, list[tuple[int, dict[str, int]]]]] = []
     memory = Memory(step.detail)
@@ -248,7 +249,7 @@ def bytes_by_unit(rank: RankRecord, step: Step) -> str:
         base = 8 + (position + 1) * line - 3
         short = name if len(name) <= 14 else "…" + name[-13:]
         parts.append(_text(4, base, short))
-        for (at, now), (until, _) in zip(changes, [*changes[1:], (axis.end, {})], strict=True):
+        for (at, now), (until, _) in zip(changes, [*changes[1:], (step.nanoseconds, {})], strict=True):
             low = base
             x, width = axis.x(at), axis.x(until) - axis.x(at)
             for kind in moving:
@@ -279,8 +280,8 @@ def curve(series: Sequence[tuple[str, str, Sequence[tuple[int, float]]]], label:
         return across, base - (base - top) * (y - low) / ((high - low) or 1.0)
 
     parts = [
-        _text(LEFT - 6, top + 4, f"{high:.4g}", "end"),
-        _text(LEFT - 6, base, f"{low:.4g}", "end"),
+        _text(LEFT - 6, top + 4, _short(high), "end"),
+        _text(LEFT - 6, base, _short(low), "end"),
         _text(LEFT, height - 12, f"step {first}"),
         _text(WIDTH - RIGHT, height - 12, f"step {last}", "end"),
     ]
@@ -295,6 +296,14 @@ def curve(series: Sequence[tuple[str, str, Sequence[tuple[int, float]]]], label:
         parts.append(f'<rect x="{x:.1f}" y="{height - 20}" width="14" height="4" fill="{color}"/>')
         parts.append(_text(x + 18, height - 14, name))
     return _svg("curves", height, parts, label)
+
+
+def _short(value: float) -> str:
+    """
+    >>> _short(11490.4), _short(0.0012), _short(5.59374)
+    ('11,490', '0.0012', '5.594')
+    """
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, str, int]]]], label: str) -> str:
