@@ -488,6 +488,16 @@ def test_the_picture_has_every_kind_and_the_page_needs_nothing_else() -> None:
     assert picture in text and "does not fit" in text
 
 
+def test_the_picture_has_the_peak_for_as_long_as_its_span_takes() -> None:
+    model = _model(1000, rows=10)
+    plan = plan_of(model, steps_of(model), Strategy(ranks=1), PLAIN)
+    moments, peak = plan.simulated.moments, plan.simulated.peak
+    place = moments.index(peak)
+    assert peak.total == max(moment.total for moment in moments)
+    assert moments[place + 1].seconds > peak.seconds, "a band without a width is not seen"
+    assert [moment.seconds for moment in moments] == sorted(moment.seconds for moment in moments)
+
+
 def _moments(found: Simulated) -> Sequence[tuple[float, ...]]:
     return [moment.nbytes for moment in found.moments]
 

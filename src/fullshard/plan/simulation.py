@@ -134,13 +134,14 @@ class Simulation:
         self._note()
 
     def _span(self, span: Span) -> None:
-        """Compute until the next event."""
+        """Compute until the next event. From its begin on the picture has the most that it holds."""
+        begun = self.clock.now
         self.clock.compute(span.work)
         if span.work.copied:
             # On the stream of compute: nothing runs beside them.
             arrives = self.clock.upload(span.work.copied, round(span.work.copies))
             self.clock.wait(arrives, self.phase.partition(" ")[2] or self.phase, "copies of activations")
-        for there, share in ((span.peak, span.ready), (span.end, 1.0 - span.ready)):
+        for there, share, when in ((span.peak, span.ready, begun), (span.end, 1.0 - span.ready, self.clock.now)):
             # What goes first makes room for what comes.
             self.bytes.set("loss", "", 0.0)
             self.bytes.set("activations", "", min(there, self.bytes.nbytes("activations", "")))
@@ -150,14 +151,15 @@ class Simulation:
             loss = min(span.loss, there)
             self.bytes.set("activations", "", there - loss)
             self.bytes.set("loss", "", loss)
-            self._note()
+            self._note(when)
 
-    def _note(self) -> None:
-        """A moment for the picture; and the peak, if it came since the last one."""
+    def _note(self, when: float | None = None) -> None:
+        """A moment for the picture, `when` or now; and the peak, if it came since the last one."""
         if self.measured:
-            self.found.moments.append(Moment(self.clock.now, self.phase, tuple(self.bytes.kinds.values())))
+            when = self.clock.now if when is None else when
+            self.found.moments.append(Moment(when, self.phase, tuple(self.bytes.kinds.values())))
             if self.bytes.is_new_peak:
-                self.found.peak = Moment(self.clock.now, self.phase, self.bytes.peak)
+                self.found.peak = Moment(when, self.phase, self.bytes.peak)
         self.bytes.is_new_peak = False
 
     # ---- full parameters -------------------------------------------------------------------------------------
