@@ -202,6 +202,9 @@ class Trainee:
     def __init__(self, name: str, model: nn.Module, *, adamw: bool) -> None:
         self.name, self.model = name, model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4) if adamw else None
+        # Says that a step is over, where no optimizer does; it finds no gradients. Without it all steps are one growing
+        # window of micro-batches, and ranks of fullshard compare each message of one that is longer than the last.
+        self._end = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward, backward, optimizer step if there is one; gradients are dropped. The loss, 0-dim."""
@@ -210,6 +213,8 @@ class Trainee:
         if self.optimizer is not None:
             self.optimizer.step()
         self.model.zero_grad()
+        if self.optimizer is None:
+            self._end.step()
         return loss.detach()
 
 

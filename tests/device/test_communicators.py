@@ -29,7 +29,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("clip", "HSDP") else name for name in CASES]
+)
 def test_at_most_one_communicator_more_than_fsdp2(name: str) -> None:
     setup, purposes = CASES[name]
     groups = pool(4, backend="late")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness import on_device
 from tests.harness.device_faults import FAULTS, seeded
+from tests.harness.draw import half
 from tests.harness.errors import RanksFailed
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
@@ -45,8 +46,11 @@ def _noticed(found: Found | str, setup: Setup, world: int) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    # "a fault, in another setup" runs in `make test-full`.
-    [pytest.param(name, marks=pytest.mark.slow) if ", " in name else name for name in FAULTS],
+    # "a fault, in another setup" runs in `make test-full`, and of the others a half.
+    [
+        *half(name for name in FAULTS if ", " not in name),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS if ", " in name),
+    ],
 )
 def test_a_seeded_fault_is_found(name: str) -> None:
     fault = FAULTS[name]

@@ -139,7 +139,7 @@ def test_a_first_save_is_whole_or_absent(tmp_path: Path) -> None:
     torch="none",
     reason="the same",
 )
-@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("how", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_a_rank_of_two_killed_before_some_operations(how: str, tmp_path: Path, whole: Path) -> None:
     counts = counted(tmp_path, 2, how, whole)
     assert counts[1] >= 3, "the rank that does not commit opens and writes its own file"

@@ -118,7 +118,7 @@ def _random_model(rank: int, spec: ModelSpec, world: int) -> Trained:
 
 
 @exploring
-@examples(15, 60)
+@examples(8, 60)
 @given(spec=model_specs(), world=st.sampled_from([2, 2, 1]))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) -> None:
     results = pool(world).run(_random_model, spec, world, timeout=TIMEOUT)
@@ -128,7 +128,7 @@ def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) ->
 
 @exploring
 @pytest.mark.slow
-@examples(15, 40)
+@examples(8, 40)
 @given(spec=model_specs())
 def test_any_model_on_four_ranks_twice_the_same(spec: ModelSpec) -> None:
     first, again = (pool(4).run(_random_model, spec, 4, timeout=TIMEOUT) for _ in range(2))

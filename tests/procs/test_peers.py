@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -135,9 +136,15 @@ def _failing(rank: int, who: tuple[int, ...], where: str, block: int) -> tuple[l
     return training.state(), said, _scope().renewed
 
 
-@pytest.mark.parametrize("block", [0, 2])
-@pytest.mark.parametrize("where", ["fail", "fail_backward"])
-@pytest.mark.parametrize("world", [2, 3])
+# World, place, block.
+RAISE = list(itertools.product([2, 3], ["fail", "fail_backward"], [0, 2]))
+ALWAYS = [(2, "fail", 0), (3, "fail_backward", 2)]
+
+
+@pytest.mark.parametrize(
+    ("world", "where", "block"),
+    [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in RAISE],
+)
 def test_one_rank_raises(world: int, where: str, block: int) -> None:
     expected = run_forks(world, undisturbed, (4,), 60)
     found = run_forks(world, _failing, ((1,), where, block), 60)

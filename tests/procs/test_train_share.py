@@ -82,7 +82,7 @@ def observed(rank: int, config: Config) -> Seen:
     return Seen(report(model).units, second, between, live(), held[-1], rows, shapes)
 
 
-@pytest.fixture(scope="module", params=["none", "block"])
+@pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "block"])
 def seen(request: pytest.FixtureRequest) -> list[Seen]:
     """What each of two ranks saw, with and without recomputed activations."""
     config = config_of("model.layers=4", f"training.recompute={request.param}", "training.micro_batch=2")

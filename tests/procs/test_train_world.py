@@ -136,7 +136,7 @@ def figures(records: list[StepRecord]) -> list[tuple[float, ...]]:
     return [(r.loss, r.bits_per_byte, r.grad_norm, r.lr, r.val_loss or 0, r.val_bits_per_byte or 0) for r in records]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     """Meta device, shards, `to_empty`, `init_weights` give bitwise what the unsharded model gets from the same seed."""
     model = Llama(llama_shape(config_of(), ByteTokenizer.vocab))
@@ -148,9 +148,9 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     "world, overrides",
     [
         (2, ()),
-        (4, ()),
+        pytest.param(4, (), marks=pytest.mark.slow),
         (4, ("training.micro_batch=0",)),
-        (4, ("parallelism.data_parallel_replicate_degree=2",)),
+        pytest.param(4, ("parallelism.data_parallel_replicate_degree=2",), marks=pytest.mark.slow),
         (4, ("parallelism.data_parallel_replicate_degree=4", "training.accumulate=reduce")),
         (2, ("training.accumulate=reduce", "training.recompute=block")),
     ],

@@ -244,7 +244,11 @@ LEGAL: list[Callable[[int, Meshes], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", LEGAL, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(one, marks=pytest.mark.slow) if one is built_again_and_again else one for one in LEGAL],
+    ids=lambda program: program.__name__,
+)
 def test_ranks_that_rightly_differ_are_waited_for(program: Callable[[int, Meshes], None]) -> None:
     def job(rank: int) -> None:
         meshes = Meshes()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.hang_after(7200 if EXPLORING else 120)
 TIMEOUT = 60.0
 
 
-@examples(8, 60)
+@examples(5, 60)
 @given(spec=model_specs(), world=st.integers(2, 4), threshold=st.sampled_from([0, 64]))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int, threshold: int) -> None:
     """64 bytes: small parameters are packed, and travel with the presence of all."""

@@ -94,7 +94,13 @@ def test_every_program_runs() -> None:
 # torch says so of a root that ends in a linear layer on more than two dims; nothing here edits its output.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 @pytest.mark.parametrize(
-    ("setting", "impl"), [*((setting, FULLSHARD) for setting in SETTINGS), (FOR_TORCH, TORCH)], ids=str
+    ("setting", "impl"),
+    [
+        pytest.param(setting, FULLSHARD, marks=pytest.mark.slow if setting == "2 ranks, kept full" else ())
+        for setting in SETTINGS
+    ]
+    + [pytest.param(FOR_TORCH, TORCH)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", [_named(name, *said) for name, said in BOTH.items()])
 def test_equals_the_plain_model(name: str, setting: str, impl: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
