@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.harness import on_device
-from tests.harness.device_faults import FAULTS, seeded
 from tests.harness.draw import half
 from tests.harness.errors import RanksFailed
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
 from tests.harness.pool import pool
+from tests.harness.seeded_faults import FAULTS, seeded
 
 # Enough for what is compared a step later.
 STEPS = 2

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.figures import results
 from tests.fake import test_golden_fullshard, test_plan_truth
-from tests.harness import device_faults, planned, verified
+from tests.harness import planned, seeded_faults, verified
 from tests.procs import test_checkpoint_kills, test_train_resume, test_verify_evidence
 from tests.programs import PROGRAMS
 from tests.pure.test_documents import ROOT
@@ -47,6 +47,7 @@ CLAIMS: list[tuple[str, str, Callable[[], tuple[int, ...]]]] = [
         lambda: (len(planned.MODELS), len(test_plan_truth.STRATEGIES)),
     ),
     ("verify", r"\* (\d+) faults were put into the engine", lambda: (len(verified.GRADIENT_FAULTS),)),
+    ("verify", r"\* (\d+) more faults of the engine", lambda: (len(seeded_faults.PROVEN),)),
     ("verify", r"\* (\d+) settings without a fault", lambda: (len(test_verify_evidence.SETTINGS),)),
     (
         "checkpoints",
@@ -70,7 +71,7 @@ def test_a_count_is_that_of_the_tests(page: str, words: str, counted: Callable[[
 
 def test_at_least_sixty_faults_of_the_device() -> None:
     (least,) = re.findall(r"at least (\d+) faults of the executor and the channels", PAGE["devices"])
-    assert len(device_faults.FAULTS) >= int(least)
+    assert len(seeded_faults.FAULTS) >= int(least)
 
 
 def test_the_host_time_of_the_faq_is_in_the_results() -> None:

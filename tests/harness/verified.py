@@ -1,4 +1,4 @@
-"""A program for `fullshard verify`, faults of the engine that it must find, and its parts run on the pool."""
+"""Programs for `fullshard verify`, faults of one parameter's gradients, and its parts run on the pool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fullshard.verify.comparison import Comparison, Result
 from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
 from fullshard.verify.subject import _train
-from tests.harness.device_faults import SeededFault, seeded
 from tests.harness.pool import pool
+from tests.harness.seeded_faults import RECEIVE, REDUCED, SENT_FRESH, TAKE, SeededFault, seeded
 
 ENTRY = "tests.harness.verified:program"
 
@@ -95,6 +95,85 @@ def cut() -> Program:
     return Program(Net, loss, batch, shard=shard)
 
 
+class Aliased(Counted):
+    """Updates its buffer through another reference to it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.seen = [self.mean]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen[0].lerp_(x.float().mean((0, 1)), 0.1)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def aliased() -> Program:
+    """A buffer that the model updates through a list."""
+
+    def build() -> nn.Module:
+        model = Net()
+        model.norm = Aliased(16)
+        return model
+
+    return Program(build, loss, batch)
+
+
+class Waves(nn.Module):
+    """Features of times, of any length: in bfloat16 a time of 3000 is known to the next 16, so a cast changes them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, width)
+        self.register_buffer("rates", 2.0 ** -torch.arange(width))
+
+    def forward(self, times: Tensor) -> Tensor:
+        waves = torch.sin(times.float()[..., None] * self.rates)
+        return self.project(waves.to(self.project.weight.dtype))  # type: ignore[no-any-return]
+
+
+class Timed(nn.Module):
+    """A block that hands times in float32 to a unit of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.waves = Waves(width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = 3000 + 1.3 * torch.arange(x.shape[1], dtype=torch.float32)
+        return x + self.mix(nn.functional.gelu(x)) + self.waves(times)  # type: ignore[no-any-return]
+
+
+def timed() -> Program:
+    """Blocks with a unit inside, which casts its own inputs, again where the block is computed again."""
+
+    def build() -> nn.Module:
+        model = Net(0.0)
+        model.blocks = nn.ModuleList(Timed(16) for _ in range(2))
+        return model
+
+    def shard(model: Any, fully_shard: Callable[..., Any]) -> None:
+        for block in model.blocks:
+            fully_shard(block.waves)
+            fully_shard(block)
+        fully_shard(model)
+
+    return Program(build, loss, batch, shard=shard)
+
+
+def together() -> Program:
+    """The embedding, the norm and the head are one unit."""
+
+    def shard(model: Any, fully_shard: Callable[..., Any]) -> None:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard([model.embedding, model.norm, model.head])
+        fully_shard(model)
+
+    return Program(Net, loss, batch, shard=shard)
+
+
 def drawing() -> Program:
     """The loss depends on numbers of Python's and numpy's generators."""
     import numpy
@@ -113,100 +192,6 @@ def overflowing() -> Program:
         return loss(model, tokens) * (4096.0 if index < 2 else 1.0)
 
     return Program(Net, large, lambda index: (index, batch(index)))
-
-
-class Case(NamedTuple):
-    """A fault of the engine, the strategy that runs it, and what must be said of it."""
-
-    fault: SeededFault
-    strategy: str
-    phase: str
-    cause: str
-    world: int = 2
-
-
-_RECEIVE = "param.group:ParamGroup.receive"
-_TAKE = "param.group:ParamGroup.take_gradients"
-_EACH = "gradients = self.params[i].gradients"
-_FRESH, _REDUCED = "else gradients.fresh)", "gradients.reduced = part if"
-_THEN = "vars(self).setdefault('then', [view.clone() for view in staging.views[: len(destinations)]])"
-_RANK = "__import__('torch').distributed.get_rank()"
-
-FAULTS: dict[str, Case] = {
-    "the result is doubled": Case(
-        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part * 2 if"), "zero3", "backward", "2 times too large"
-    ),
-    "the divisor is too large": Case(
-        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part / 2 if"), "zero2", "backward", "2 times too small"
-    ),
-    "the result is zero": Case(
-        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part * 0 if"), "zero3", "backward", "it is zero"
-    ),
-    "a reduction is dropped": Case(
-        SeededFault(_RECEIVE, "part is None:", "part is None or self.params[i].name.endswith('norm.norm.bias'):"),
-        "zero3",
-        "backward",
-        "no gradient: it was dropped",
-    ),
-    "a rank sends zeros": Case(
-        SeededFault(_TAKE, _FRESH, f"else gradients.fresh * (0 == {_RANK}))"),
-        "zero3",
-        "backward",
-        "the part of rank 1 is missing",
-    ),
-    "a rank sends too much": Case(
-        SeededFault(_TAKE, _FRESH, f"else gradients.fresh * (1 + {_RANK}))"),
-        "zero3+bf16",
-        "backward",
-        "the part of rank 1 was added twice",
-    ),
-    "held gradients are dropped": Case(
-        SeededFault(_TAKE, "if with_held", "if False"), "zero3+micro=2", "backward", "micro-batch 0 is missing"
-    ),
-    "held gradients are added twice": Case(
-        SeededFault(_TAKE, "gradients.sum_with_held() if", "gradients.sum_with_held() + gradients.live_held() if"),
-        "zero2+micro=2",
-        "backward",
-        "micro-batch 0 was added twice",
-    ),
-    "the result is rounded": Case(
-        SeededFault(_RECEIVE, _REDUCED, "gradients.reduced = part.bfloat16().to(part.dtype) if"),
-        "zero3+bf16",
-        "backward",
-        "numbers of bfloat16",
-    ),
-    "replicas are not summed": Case(
-        SeededFault("comm.reduction:StagedReduction._advanced", "if replicate is not None and", "if False and"),
-        "zero3+hsdp=2",
-        "backward",
-        "no all-reduce over the replicas",
-        4,
-    ),
-    "random numbers are drawn": Case(
-        SeededFault(_RECEIVE, _EACH, f"{_EACH}; __import__('torch').rand(1)"),
-        "zero3",
-        "generators",
-        "other random numbers, of torch",
-    ),
-    "random numbers of Python are drawn": Case(
-        SeededFault(_RECEIVE, _EACH, f"{_EACH}; __import__('random').random()"),
-        "zero3",
-        "generators",
-        "other random numbers, of Python",
-    ),
-    "random numbers of numpy are drawn": Case(
-        SeededFault(_RECEIVE, _EACH, f"{_EACH}; __import__('numpy').random.rand()"),
-        "zero3",
-        "generators",
-        "other random numbers, of numpy",
-    ),
-    "weights are stale": Case(
-        SeededFault("comm.gather:PlannedGather.complete", "staging.views[: len(destinations)]", _THEN),
-        "zero3",
-        "forward",
-        "stale weights",
-    ),
-}
 
 
 # ---- one parameter's gradients ---------------------------------------------------------------------------------------
@@ -270,8 +255,8 @@ def of_sent(gradient: Tensor, param: Any) -> Tensor:
 
 def _record_gradient_fault(rank: int, setting: Setting, folder: str, fault: GradientFault) -> None:
     _fault[:] = [fault]
-    result = SeededFault(_RECEIVE, _REDUCED, f"gradients.reduced = {_HERE}.of_result(part, self.params[i]) if")
-    sent = SeededFault(_TAKE, _FRESH, f"else {_HERE}.of_sent(gradients.fresh, self.params[i]))")
+    result = SeededFault(RECEIVE, REDUCED, f"gradients.reduced = {_HERE}.of_result(part, self.params[i]) if")
+    sent = SeededFault(TAKE, SENT_FRESH, f"else {_HERE}.of_sent(gradients.fresh, self.params[i]))")
     with seeded(result), seeded(sent):
         _record(rank, setting, folder, None)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli import main
+from fullshard.verify.subject import Step
 from tests.harness.verified import compare, record
 
 QUICK = [("fsdp1", "zero3+bf16+pure"), ("ddp", "zero3+micro=2")]
@@ -46,9 +47,9 @@ def test_a_fault_of_the_old_training_is_seen(tmp_path: Path, monkeypatch: pytest
 
     setting = record(tmp_path, "zero3", library="fsdp1")
     path = tmp_path / "step-0" / "rank-0.pt"
-    losses, generators, buffers, gradients, parameters, state = torch.load(path, weights_only=False)
-    gradients["blocks.0.3.weight"] *= 1.1
-    torch.save((losses, generators, buffers, gradients, parameters, state), path)
+    step = Step(*torch.load(path, weights_only=False))
+    step.gradients["blocks.0.3.weight"] *= 1.1
+    torch.save(tuple(step), path)
     result = compare(tmp_path, setting)
     assert result.difference is not None
     assert (result.difference.phase, result.difference.name) == ("backward", "blocks.0.3.weight")

@@ -21,8 +21,8 @@ from fullshard.train.config import Config
 from fullshard.train.console import Console
 from fullshard.train.loop import Outputs
 from fullshard.train.metrics import StepRecord
-from tests.harness.device_faults import SeededFault, seeded
 from tests.harness.pool import pool
+from tests.harness.seeded_faults import SeededFault, seeded
 from tests.procs.test_train_cli import TINY, environment, metrics_of
 from tests.procs.test_train_world import config_of, full, trainer_of
 

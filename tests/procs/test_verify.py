@@ -17,11 +17,14 @@ import pytest
 import torch
 
 from fullshard.cli import main
+from fullshard.program import find_program
 from fullshard.verify import page
+from fullshard.verify.comparison import Comparison
 from fullshard.verify.reference import read_before, read_step
 from fullshard.verify.setting import Setting
 from fullshard.verify.strategy import parse_strategy
-from tests.harness.verified import FAULTS, compare, record
+from tests.harness.seeded_faults import PROVEN
+from tests.harness.verified import compare, record
 
 # Many more, on one to four ranks: test_verify_evidence.py.
 SOUND = ["zero3", "zero2+bf16+micro=2", "zero3+offload+recompute", "zero3+micro=3", "zero2+fp16+micro=2"]
@@ -32,6 +35,19 @@ def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy))
     assert result.verdict == "equal", result.difference
     assert result.compared > 100 and result.noise == 0
+    # Each of the 12 places of parameters in each forward of its unit; blocks that are computed again are seen again.
+    again = 8 if "recompute" in strategy else 0
+    micro = result.setting.strategy.micro
+    assert read_step(tmp_path, 1, 0).uses == (12 * micro + again, [])
+
+
+@pytest.mark.parametrize(
+    ("program", "strategy"), [("timed", "zero3+bf16+recompute"), ("aliased", "zero3"), ("together", "zero3+bf16")]
+)
+def test_other_programs_are_equal(program: str, strategy: str, tmp_path: Path) -> None:
+    """Units inside of blocks that are computed again; a buffer with two references; a unit of several modules."""
+    result = compare(tmp_path, record(tmp_path, strategy, entry=f"tests.harness.verified:{program}"))
+    assert result.verdict == "equal", result.difference
 
 
 @pytest.mark.parametrize(
@@ -104,13 +120,43 @@ def test_torch_is_a_subject_too(strategy: str, tmp_path: Path) -> None:
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("fault", [None, "the result is rounded"])
+def test_torch_is_the_reference_too(fault: str | None, tmp_path: Path) -> None:
+    """Also of what the plain model was found to be equal to: here a comparison that the fault had passed."""
+    case = PROVEN["the result is rounded"]
+    setting = record(tmp_path / "ours", case.strategy, fault=case.fault if fault else None)
+    record(tmp_path / "theirs", case.strategy, library="torch")
+    comparison = Comparison(find_program(setting.entry), setting, tmp_path / "ours", torch.device("cpu"))
+    comparison.run()
+    comparison.result.difference = None
+    comparison.take_beside(tmp_path / "theirs")
+    compared, same = comparison.result.beside or (0, 0)
+    assert compared >= 10
+    assert (same > compared // 2) == (fault is None), (compared, same)
+    assert "of the first step are the same bits" in page.table([comparison.result])
+
+
+def test_a_gradient_that_torch_does_not_have(tmp_path: Path) -> None:
+    setting = record(tmp_path / "ours", "zero3", fault=PROVEN["the result is doubled"].fault)
+    record(tmp_path / "theirs", "zero3", library="torch")
+    comparison = Comparison(find_program(setting.entry), setting, tmp_path / "ours", torch.device("cpu"))
+    comparison.run()
+    comparison.result.difference = None
+    comparison.take_beside(tmp_path / "theirs")
+    found = comparison.result.difference
+    assert found is not None and (found.step, found.phase, found.name) == (0, "backward", "norm.norm.bias")
+    assert "torch's FSDP2, as the reference" in found.cause and comparison.result.verdict == "different"
+
+
+@pytest.mark.parametrize("name", PROVEN)
 def test_a_fault_of_the_engine_is_found_and_named(name: str, tmp_path: Path) -> None:
-    case = FAULTS[name]
-    result = compare(tmp_path, record(tmp_path, case.strategy, case.world, case.fault))
-    assert result.difference is not None
-    assert (result.difference.phase, result.verdict) == (case.phase, "different")
-    assert case.cause in result.difference.cause, result.difference
+    case = PROVEN[name]
+    entry = f"tests.harness.verified:{case.program}"
+    result = compare(tmp_path, record(tmp_path, case.strategy, case.world, case.fault, entry=entry))
+    found = result.difference
+    assert found is not None
+    assert (found.phase, found.name, result.verdict) == (case.phase, case.name, "different"), found
+    assert case.cause in found.cause, found
 
 
 # ---- records that were changed ---------------------------------------------------------------------------------------
@@ -212,6 +258,12 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str
         "forward",
         "loss",
         "the batch of rank 1",
+    ),
+    "a buffer of another name": (
+        lambda step, before: before["buffers"].update({"norm.other": before["buffers"]["norm.mean"]}),
+        "initial values",
+        "norm.other",
+        "a buffer that is not in the plain model",
     ),
     "initial values": (
         lambda step, before: before["parameters"].update(

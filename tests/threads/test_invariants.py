@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import InvariantBroken, check_invariants, fully_shard
-from tests.harness.device_faults import SeededFault, seeded
 from tests.harness.models import seeded as model_of
+from tests.harness.seeded_faults import SeededFault, seeded
 from tests.harness.threads import run_ranks
 
 

@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
     verify.add_argument("--strategies", nargs="+", metavar="STRATEGY", help="default: six of them")
     verify.add_argument("--nproc", type=int, default=2, metavar="N", help="processes (default: 2)")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each strategy (default: 3)")
-    verify.add_argument("--against", choices=("torch",), help="verify torch's FSDP2 too, with the same strategies")
+    verify.add_argument("--against", choices=("torch",), help="verify torch's FSDP2 too, and compare with it")
     verify.add_argument("--device", default="cpu", help="cpu (default); cuda, one for each process; auto")
     verify.add_argument("--json", action="store_true", help="one JSON object on stdout")
     verify.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")

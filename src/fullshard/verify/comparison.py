@@ -25,6 +25,7 @@ from torch import Tensor
 from fullshard.program import Program
 from fullshard.rounding import rows_of, sums, terms_of, unit
 
+from .causes import Causes, errors, largest
 from .reference import Expected, Reference, read_before, read_step
 from .setting import Setting
 from .subject import Step
@@ -73,6 +74,8 @@ class Result:
     same_bits: int = 0
     noise: float = 0.0
     notes: list[str] = field(default_factory=list)
+    # With torch's FSDP2 as the reference: how many values of the first step were compared, and had the same bits.
+    beside: tuple[int, int] | None = None
 
     @property
     def verdict(self) -> str:
@@ -108,10 +111,9 @@ class Comparison:
         self.reference = Reference(program, setting, device)
         self.tolerance = Tolerance.of(self.reference, setting)
         self.result = Result(setting)
-        # Rank 0's record of the step before, and the parameters from which that step began: for values that are stale.
-        self._last: tuple[Step, dict[str, Tensor]] | None = None
-        # The dim along which each parameter is cut, by its name; missing if it is not known.
-        self._cuts: dict[str, int] = {}
+        self.causes = Causes(setting, self.reference)
+        # By name: what sizes the first step's gradients are sums of.
+        self._sizes: dict[str, float] = {}
 
     def run(self) -> Result:
         for phase in self._differences():
@@ -121,16 +123,41 @@ class Comparison:
                 break
         return self.result
 
+    def take_beside(self, other: Path) -> None:
+        """Take the first step of a training by torch's FSDP2, whose records are in `other`, as the reference too. Both
+        began with the same parameters; each may be as far from the plain model as rounding explains."""
+        counted = self.result.compared, self.result.same_bits
+        computing, reducing = 2 * self.tolerance.computing, 2 * self.tolerance.reducing
+        differences: list[Difference | None] = []
+        for rank in range(self.setting.world):
+            ours, theirs = read_step(self.folder, 0, rank), read_step(other, 0, rank)
+            for loss, wanted in zip(ours.losses, theirs.losses, strict=True):
+                allowed = computing * wanted.double().abs().max().item(), 0.0
+                differences.append(self._tested(0, "forward", "loss", loss, wanted, allowed, lambda _: "", rank))
+            for name, size in self._sizes.items():
+                value, gradient = ours.gradients.get(name), theirs.gradients.get(name)
+                if value is not None and gradient is not None:
+                    both = computing * size, (reducing + 4 * unit(value.dtype)) * size
+                    differences.append(self._tested(0, "backward", name, value, gradient, both, lambda _: ""))
+        self.result.beside = self.result.compared - counted[0], self.result.same_bits - counted[1]
+        self.result.compared, self.result.same_bits = counted
+        found = [difference for difference in differences if difference is not None]
+        if found and self.result.difference is None:
+            cause = "torch's FSDP2, as the reference, has the expected value"
+            self.result.difference = replace(found[0], others=len(found) - 1, cause=cause)
+
     def _differences(self) -> Iterator[Sequence[Difference | None]]:
         """The differences of each phase, in order, None for what is equal. The first that has some ends the
         comparison."""
         setting, reference = self.setting, self.reference
         before = [read_before(self.folder, rank) for rank in range(setting.world)]
-        self._cuts = before[0].cuts
+        self.causes.cuts = before[0].cuts
         yield self._initial(before[0].parameters)
         yield self._ties([rank.ties for rank in before])
         yield [
             self._value(-1, PHASES[0], name, value, reference.initial_buffers[name], 0.0, rank)
+            if name in reference.initial_buffers
+            else self._named(-1, PHASES[0], name, "a buffer that is not in the plain model under this name", rank)
             for rank, record in enumerate(before)
             for name, value in record.buffers.items()
         ]
@@ -138,18 +165,20 @@ class Comparison:
         for step in range(setting.steps):
             found = [read_step(self.folder, step, rank) for rank in range(setting.world)]
             reference.load(parameters)
+            self.causes.step, self.causes.buffers = step, buffers
             if step == 0:
                 self._measure_noise(buffers)
             expected = reference.replay(step, buffers, found[0])
             self._note_losses(found, expected)
             yield self._generators(step, found, expected)
-            yield self._forward(step, found, expected, parameters, buffers)
+            forward = self._forward(step, found, expected, parameters, buffers)
+            yield [*self._uses(step, "forward", found, parameters), *forward]
             yield self._buffers(step, found, expected, buffers)
-            yield self._backward(step, found[0], expected)
+            yield [*self._uses(step, "backward", found, parameters), *self._backward(step, found[0], expected)]
             yield self._updates(step, found[0], expected, parameters)
             yield self._state(step, found[0], expected)
             reference.resume(found[0])
-            self._last = found[0], parameters
+            self.causes.last = found[0], parameters
             parameters, buffers = found[0].parameters, [record.buffers for record in found]
 
     # ---- phases ----------------------------------------------------------------------------------------------
@@ -161,7 +190,7 @@ class Comparison:
             has = "is not in the plain model" if name in parameters else "is missing"
             return [self._named(-1, PHASES[0], name, f"a parameter that {has}: names differ, or a tie was broken")]
         return [
-            self._value(-1, PHASES[0], name, value, expected[name], 0.0, None, partial(self._misplaced, name))
+            self._value(-1, PHASES[0], name, value, expected[name], 0.0, None, partial(self.causes.misplaced, name))
             for name, value in parameters.items()
         ]
 
@@ -186,6 +215,28 @@ class Comparison:
                     differences.append(self._named(step, "generators", f"micro-batch {micro}", text, rank))
         return differences
 
+    def _uses(
+        self, step: int, phase: str, found: list[Step], parameters: dict[str, Tensor]
+    ) -> Sequence[Difference | None]:
+        """Of full parameters: each forward must compute with what the shards hold."""
+        differences: list[Difference | None] = []
+        for rank, record in enumerate(found):
+            for used in record.uses.others:
+                if used.phase != phase:
+                    continue
+                name, value, held = used.name, used.value, parameters[used.name]
+                differences.append(
+                    self._value(
+                        step, phase, name, value, held.to(value.dtype), 0.0, rank, partial(self.causes.of_use, name)
+                    )
+                    # Its values are those of the shards.
+                    or self._named(step, phase, name, f"the forward computed with it in {value.dtype}", rank)
+                )
+            if phase == "forward":
+                self.result.compared += record.uses.looked - len(record.uses.others)
+                self.result.same_bits += record.uses.looked - len(record.uses.others)
+        return differences
+
     def _forward(
         self,
         step: int,
@@ -201,37 +252,12 @@ class Comparison:
                 name = f"loss of micro-batch {micro}" if len(record.losses) > 1 else "loss"
 
                 def causes(value: Tensor, rank: int = self.setting.data_rank(rank), micro: int = micro) -> str:
-                    return self._other_forward(step, micro, rank, value, expected, parameters, buffers)
+                    return self.causes.of_forward(step, micro, rank, value, expected, parameters, buffers)
 
                 size = wanted.double().abs().max().item()
                 allowed = self.tolerance.computing * size, 0.0
                 differences.append(self._tested(step, "forward", name, loss, wanted, allowed, causes, rank))
         return differences
-
-    def _other_forward(
-        self,
-        step: int,
-        micro: int,
-        rank: int,
-        found: Tensor,
-        expected: Expected,
-        parameters: dict[str, Tensor],
-        buffers: list[dict[str, Tensor]],
-    ) -> str:
-        """The fault that gives exactly this loss, or ""."""
-        for other, losses in enumerate(expected.losses):
-            for which, loss in enumerate(losses):
-                if (other, which) != (rank, micro) and torch.equal(loss, found):
-                    taker = other * self.setting.strategy.tensor
-                    return f"the batch of rank {taker}, micro-batch {which}: batches are split in another way"
-        if self._last is not None:
-            self.reference.load(self._last[1])
-            self.reference.put_buffers(buffers[rank * self.setting.strategy.tensor])
-            loss, _, _ = self.reference.forward(step, micro, rank)
-            self.reference.load(parameters)
-            if torch.equal(loss, found):
-                return "stale weights: the forward used the parameters from before the last step"
-        return ""
 
     def _buffers(
         self, step: int, found: list[Step], expected: Expected, before: list[dict[str, Tensor]]
@@ -250,8 +276,9 @@ class Comparison:
         return differences
 
     def _backward(self, step: int, found: Step, expected: Expected) -> Sequence[Difference | None]:
+        """The last parameters first: an error in backward spreads to those before."""
         differences: list[Difference | None] = []
-        for name, value in found.gradients.items():
+        for name, value in reversed(found.gradients.items()):
             wanted = expected.gradient(name)
             if value is None or wanted is None:
                 if value is not None and value.count_nonzero():
@@ -261,70 +288,19 @@ class Comparison:
                 continue
             sizes = expected.sizes(name)
             size = max(sizes[sizes.isfinite()].tolist(), default=0.0)
+            if step == 0:
+                self._sizes[name] = size
             stored = unit(value.dtype) * size
             allowed = self.tolerance.computing * size, self.tolerance.reducing * size + 2 * stored
 
             def causes(value: Tensor, name: str = name, wanted: Tensor = wanted, exact: float = allowed[1]) -> str:
-                return self._other_gradient(name, value.double(), wanted, expected, exact)
+                return self.causes.of_gradient(name, value.double(), wanted, expected, exact)
 
             differences.append(self._tested(step, "backward", name, value, wanted, allowed, causes))
-            error = _largest(value, wanted) / size if size else 0.0
+            error = largest(value, wanted) / size if size else 0.0
             worst = self.result.errors.get(name, (0.0, 0.0))[0]
             self.result.errors[name] = max(error, worst), allowed[0] / size if size else 0.0
         return differences
-
-    def _other_gradient(self, name: str, found: Tensor, wanted: Tensor, expected: Expected, exact: float) -> str:
-        """The fault that gives exactly this gradient, or ""."""
-        world, strategy = self.setting.data_world, self.setting.strategy
-
-        def total(use: Callable[[int, int], float]) -> Tensor:
-            result = torch.zeros_like(wanted)
-            for rank, row in enumerate(expected.parts):
-                for micro, part in enumerate(row):
-                    value = part[name]
-                    if value is not None and use(rank, micro):
-                        result += use(rank, micro) * value
-            return result
-
-        predictions: list[tuple[str, Tensor]] = [("it is zero: the result was not written", torch.zeros_like(wanted))]
-        for factor in sorted({world, strategy.micro, strategy.replicas, world // strategy.replicas, 2} - {1}):
-            predictions.append((f"a wrong divisor: it is {factor} times too large", wanted * factor))
-            predictions.append((f"a wrong divisor: it is {factor} times too small", wanted / factor))
-        for ranks in self._replicas() if strategy.replicas > 1 else ():
-            text = f"no all-reduce over the replicas: only {ranks} are in it"
-            predictions += [
-                (text, total(lambda r, _: strategy.replicas * (r in ranks))),  # noqa: B023
-                (text, total(lambda r, _: r in ranks)),  # noqa: B023
-            ]
-        # By kind, then by rank: of two ranks, one that is missing leaves the other alone.
-        kinds: list[tuple[str, Callable[[bool], float]]] = [
-            ("the part of rank {} is missing", lambda own: not own),
-            ("the part of rank {} was added twice", lambda own: 1 + own),
-            ("no reduction: it is the gradient of rank {} alone", lambda own: world * own),
-            ("no reduction: it is the part of rank {} alone", lambda own: own),
-        ]
-        for text, weight in kinds:
-            for k in range(world):
-                predictions.append((text.format(k), total(lambda r, _: weight(r == k))))  # noqa: B023
-        for k in range(strategy.micro if strategy.micro > 1 else 0):
-            predictions += [
-                (f"micro-batch {k} is missing", total(lambda _, m: m != k)),  # noqa: B023
-                (f"micro-batch {k} was added twice", total(lambda _, m: 1 + (m == k))),  # noqa: B023
-            ]
-        if self._last is not None and (last := self._last[0].gradients.get(name)) is not None:
-            predictions.append(("it is the gradient of the step before", last.double()))
-            predictions.append(
-                ("the gradient of the step before was added: it was not cleared", last.double() + wanted)
-            )
-        for text, predicted in predictions:
-            if _largest(found, predicted) <= exact < _largest(predicted, wanted):
-                return text
-        if misplaced := self._misplaced(name, found, wanted, exact):
-            return misplaced
-        narrow = found.to(torch.bfloat16).double()
-        if torch.equal(narrow, found) and not torch.equal(wanted.to(torch.bfloat16).double(), wanted.float().double()):
-            return "reduced in a narrower dtype: all of its values are numbers of bfloat16"
-        return ""
 
     def _updates(
         self, step: int, found: Step, expected: Expected, before: dict[str, Tensor]
@@ -334,32 +310,11 @@ class Comparison:
             wanted, old = expected.parameters[name], before[name]
 
             def causes(value: Tensor, name: str = name, wanted: Tensor = wanted, old: Tensor = old) -> str:
-                return self._other_update(name, value, wanted, old)
+                return self.causes.of_update(name, value, wanted, old)
 
             allowed = _update_allowed(value, wanted, old)
             differences.append(self._tested(step, "optimizer step", name, value, wanted, (allowed, allowed), causes))
         return differences
-
-    def _other_update(self, name: str, found: Tensor, wanted: Tensor, old: Tensor) -> str:
-        if torch.equal(found, old):
-            return "the parameter was not stepped"
-        if found.ndim:
-            dim = self._cuts.get(name, 0)
-            kept, due_to_stay = (found == old).movedim(dim, 0), (wanted == old).movedim(dim, 0)
-            rows = kept.flatten(1).all(1) & ~due_to_stay.flatten(1).all(1) if found.ndim > 1 else kept & ~due_to_stay
-            still = rows.nonzero().flatten().tolist()
-            if still:
-                holders = (self._rank_at(name, wanted, row) for row in still)
-                ranks = sorted({rank for rank in holders if rank is not None})
-                of = f", of rank {', '.join(map(str, ranks))}," if ranks else ""
-                return f"rows {still[0]} to {still[-1]}{_along(dim)}{of} were not stepped"
-        change, due = (found - old).double(), (wanted - old).double()
-        size = due.abs().max().item()
-        if size:
-            ratio = (change.flatten() @ due.flatten() / (due.flatten() @ due.flatten())).item()
-            if abs(ratio - 1) > 0.01 and _largest(change, ratio * due) < 0.01 * size:
-                return f"the update is {ratio:.3g} times the expected one"
-        return self._misplaced(name, found, wanted, 0.0)
 
     def _state(self, step: int, found: Step, expected: Expected) -> Sequence[Difference | None]:
         differences: list[Difference | None] = []
@@ -401,7 +356,7 @@ class Comparison:
         if torch.equal(found.to(expected.dtype), expected) or torch.equal(found, expected.to(found.dtype)):
             self.result.same_bits += 1
             return None
-        error = _errors(found, expected)
+        error = errors(found, expected)
         if bool((error <= allowed[1]).all()):
             return None
         cause = causes(found)
@@ -432,56 +387,16 @@ class Comparison:
             if torch.equal(found, expected):
                 self.result.same_bits += 1
                 return None
-        error = _errors(found, expected)
+        error = errors(found, expected)
         at = int(error.argmax())
         element = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), found.shape)) if found.ndim else ()
         text = cause(found, expected, allowed) if cause else ""
-        owner = self._rank_of(name, expected, element) if rank is None and element else rank
+        owner = self.causes.rank_of(name, expected, element) if rank is None and element else rank
         values = found.double().flatten()[at].item(), expected.double().flatten()[at].item()
         return Difference(step, phase, name, owner, element, *values, allowed, text or "unknown")
 
     def _named(self, step: int, phase: str, name: str, cause: str, rank: int | None = None) -> Difference:
         return Difference(step, phase, name, rank, (), math.nan, math.nan, 0.0, cause)
-
-    def _misplaced(self, name: str, found: Tensor, wanted: Tensor, exact: float) -> str:
-        """Whether rows, along the dim of the cut, are where others belong."""
-        if not found.ndim or found.shape != wanted.shape:
-            return ""
-        dim = self._cuts.get(name, 0)
-        found, wanted = found.movedim(dim, 0), wanted.movedim(dim, 0)
-        if found.shape[0] < 2:
-            return ""
-        parts = [part for part in torch.chunk(torch.arange(found.shape[0]), self.setting.shards) if len(part)]
-        for first in range(len(parts)):
-            for second in range(first + 1, len(parts)):
-                if len(parts[first]) == len(parts[second]):
-                    order = torch.arange(found.shape[0])
-                    order[parts[first]], order[parts[second]] = parts[second], parts[first]
-                    if _largest(found, wanted[order]) <= exact < _largest(wanted[order], wanted):
-                        return f"the shards of rank {first} and rank {second} are in each other's place{_along(dim)}"
-        for shift in (1, -1):
-            rolled = wanted.roll(shift, 0)
-            inner = slice(1, None) if shift > 0 else slice(None, -1)
-            if _largest(found[inner], rolled[inner]) <= exact < _largest(rolled[inner], wanted[inner]):
-                return f"rows are off by one{_along(dim)}"
-        return ""
-
-    def _replicas(self) -> list[list[int]]:
-        """The ranks of each group that holds the whole model."""
-        shards = self.setting.shards
-        return [list(range(first, first + shards)) for first in range(0, self.setting.data_world, shards)]
-
-    def _rank_of(self, name: str, full: Tensor, element: tuple[int, ...]) -> int | None:
-        """The first rank that holds this element of a parameter, or of a moment of it; None if that is not known."""
-        name = name if name in self._cuts else name.rpartition(".")[0]
-        dim = self._cuts.get(name, 0)
-        return self._rank_at(name, full, element[dim]) if dim < full.ndim else None
-
-    def _rank_at(self, name: str, full: Tensor, row: int) -> int | None:
-        """The same of a row, along the dim of the cut."""
-        if name not in self._cuts or self.setting.strategy.tensor > 1:
-            return None
-        return row // -(-full.shape[self._cuts[name]] // self.setting.shards)
 
     # ---- noise -----------------------------------------------------------------------------------------------
 
@@ -493,7 +408,7 @@ class Comparison:
         again, _, others = self.reference.forward(0, 0, 0)
         pairs = [(part, others[name]) for name, part in parts.items()]
         both = [(part, other) for part, other in pairs if part is not None and other is not None]
-        self.result.noise = max(_largest(first, second) for first, second in [(loss, again), *both])
+        self.result.noise = max(largest(first, second) for first, second in [(loss, again), *both])
         if self.result.noise:
             self.result.notes.append(
                 f"the plain model itself is not deterministic: two runs are {self.result.noise:.2g} apart, and faults "
@@ -505,21 +420,6 @@ class Comparison:
         plain = torch.stack([loss.double() for rank in expected.losses for loss in rank])
         self.result.losses.append(ours.mean().item())
         self.result.reference_losses.append(plain.mean().item())
-
-
-def _along(dim: int) -> str:
-    return f" along dim {dim}" if dim else ""
-
-
-def _errors(found: Tensor, expected: Tensor) -> Tensor:
-    """In float64; infinite where something is not finite on one side alone."""
-    found, expected = found.double(), expected.double()
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    return (found - expected).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
-
-
-def _largest(found: Tensor, expected: Tensor) -> float:
-    return _errors(found, expected).max().item() if found.numel() else 0.0
 
 
 def _at_least(allowed: float | Tensor, noise: float) -> float | Tensor:

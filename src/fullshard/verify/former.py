@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.program import Program, ProgramError
 
 from .setting import Setting, named
+from .weights import Weights
 
 _STRATEGIES = {
     (True, False): ShardingStrategy.FULL_SHARD,
@@ -40,6 +41,7 @@ class Replicated:
     def __init__(self, program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
         if setting.strategy.dtype is not None or setting.strategy.tensor > 1:
             raise ProgramError(f"{setting.strategy}: DDP trains in the dtype of the parameters, without other axes")
+        self.weights = Weights()
         # Each rank keeps its buffers, as in the plain model; DDP would send rank 0's.
         self.plain = model
         with warnings.catch_warnings():
@@ -69,7 +71,7 @@ class Fsdp1:
     it on the CPU."""
 
     def __init__(self, program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
-        strategy = setting.strategy
+        strategy, self.weights = setting.strategy, Weights()
         if strategy.tensor > 1 or not isinstance(strategy.reshard, bool):
             raise ProgramError(f"{strategy}: FSDP1 has neither numbers of ranks to keep nor tensor parallelism")
         units: list[nn.Module] = []

@@ -15,6 +15,8 @@ from fullshard.rounding import RISK
 
 from .comparison import Result
 
+_BESIDE = ("compared", "same_bits")
+
 
 def table(results: Sequence[Result]) -> str:
     """One line a setting; then the differences, failures and notes in full."""
@@ -30,9 +32,20 @@ def table(results: Sequence[Result]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for result in results:
-        text = [result.failure, str(result.difference) if result.difference else "", *result.notes]
-        lines += [f"{result.setting.strategy} ({result.setting.library}): {line}" for line in text if line]
+        lines += [f"{result.setting.strategy} ({result.setting.library}): {line}" for line in _texts(result)]
     return "\n".join(lines)
+
+
+def _texts(result: Result) -> list[str]:
+    """What is said of it in sentences."""
+    texts = [result.failure, str(result.difference) if result.difference else "", *result.notes]
+    if result.beside is not None:
+        compared, same = result.beside
+        texts.append(
+            f"with torch's FSDP2 as the reference, {same} of {compared} losses and gradients of the first step are the "
+            f"same bits"
+        )
+    return [text for text in texts if text]
 
 
 def as_json(entry: str, results: Sequence[Result]) -> dict[str, Any]:
@@ -53,6 +66,7 @@ def as_json(entry: str, results: Sequence[Result]) -> dict[str, Any]:
                 "compared": result.compared,
                 "same_bits": result.same_bits,
                 "noise": result.noise,
+                "beside_torch": None if result.beside is None else dict(zip(_BESIDE, result.beside, strict=True)),
                 "notes": result.notes,
                 "losses": result.losses,
                 "reference_losses": result.reference_losses,
@@ -100,13 +114,13 @@ def page(entry: str, results: Sequence[Result]) -> str:
         parts.append(
             f"<h2>{html.escape(result.setting.name)}: <span class={result.verdict}>{result.verdict}</span></h2>"
         )
-        texts = [result.failure, str(result.difference) if result.difference else "", *result.notes]
-        parts += [f"<p>{html.escape(text)}</p>" for text in texts if text]
+        parts += [f"<p>{html.escape(text)}</p>" for text in _texts(result)]
         if result.losses:
             parts.append(_figure(_losses(result), "Mean loss of each step: sharded (dots) over plain (line)."))
         if result.errors:
             text = (
-                "Largest error of each parameter's gradients, relative to the largest element; a line: what is allowed."
+                "Largest error of each parameter's gradients, relative to the largest element, on a logarithmic scale; "
+                "a line: what is allowed."
             )
             parts.append(_figure(_errors(result), text))
     return "\n".join(parts) + "\n"
@@ -163,7 +177,7 @@ def _errors(result: Result) -> str:
         parts.append(
             f'<text x="{left - 8}" y="{y + 10}" text-anchor="end">{html.escape(short)}</text>'
             f'<rect x="{left}" y="{y}" width="{max(x(error) - left, 1):.1f}" height="{line - 5}" fill="{color}"/>'
-            f'<text x="{width - 8}" y="{y + 10}" text-anchor="end">{error:.1e}</text>'
+            f'<text x="{width - 8}" y="{y + 10}" text-anchor="end">{f"{error:.1e}" if error else 0}</text>'
             f'<line x1="{x(allowed):.1f}" x2="{x(allowed):.1f}" y1="{y - 2}" y2="{y + line - 3}" stroke="#111"/>'
         )
     height = 6 + len(rows) * line

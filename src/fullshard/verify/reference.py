@@ -9,16 +9,19 @@ in bfloat16, floating inputs of each sharded module are cast, gradients are summ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from fullshard.program import Program, to_device
+from fullshard.program import Program, blocks_of, to_device
 
-from .setting import SCALE, SEED, Setting, batch_index, named, seed_generators, seed_of, ties_of
+from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
 from .subject import Before, Step, buffers_of, generators
 
 
@@ -57,22 +60,34 @@ class Reference:
         self.optimizer = program.optimizer(self.stepped.parameters())
         # Of the loss; halved after gradients that are not finite, as a GradScaler does.
         self.scale = SCALE if setting.strategy.precision == "fp16" else 1.0
+        # Whether a forward that is computed again in backward casts its inputs; only a fault does not.
+        self._casts_again, self._in_backward = True, False
         if setting.strategy.dtype is not None:
-            self._compute_in(setting.strategy.dtype)
+            self._compute_in(self.computing, setting.strategy.dtype)
 
     def _build(self) -> nn.Module:
         seed_generators(SEED)
         return self.program.model().to(self.device).train()
 
-    def _compute_in(self, dtype: torch.dtype) -> None:
-        for parameter in self.computing.parameters():
+    def _compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
 
         units: list[nn.Module] = []
-        self.program.shard(self.computing, lambda module, **_: units.append(module))
+        self.program.shard(
+            model, lambda module, **_: units.extend([module] if isinstance(module, nn.Module) else module)
+        )
         for module in units:
-            module.forward = _casting(module.forward, dtype)
+            module.forward = self._casting(module.forward, dtype)
+
+    def _casting(self, forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+        def cast_first(*args: Any, **kwargs: Any) -> Any:
+            if self._in_backward and not self._casts_again:
+                return forward(*args, **kwargs)
+            return forward(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+        return cast_first
 
     @torch.no_grad()
     def load(self, parameters: dict[str, Tensor]) -> None:
@@ -109,7 +124,11 @@ class Reference:
         batch = to_device(self.program.batch(index), self.device)
         seed_generators(seed_of(index))
         loss = self.program.loss(self.computing, batch)
-        (self.scale * (loss / self.setting.strategy.micro)).backward()
+        self._in_backward = True
+        try:
+            (self.scale * (loss / self.setting.strategy.micro)).backward()
+        finally:
+            self._in_backward = False
         state = generators(self.device)
         parts: dict[str, Tensor | None] = {}
         for name, parameter in named(self.computing):
@@ -118,6 +137,49 @@ class Reference:
             scale = self.scale * self.setting.data_world
             parts[name] = None if gradient is None else gradient.detach().cpu().double() / scale
         return loss.detach().cpu(), state, parts
+
+    # ---- with a fault, to predict what it gives --------------------------------------------------------------
+
+    def parts(self, step: int, buffers: list[dict[str, Tensor]]) -> list[list[dict[str, Tensor | None]]]:
+        """`Expected.parts` of `step` from the loaded parameters."""
+        found = []
+        for rank in range(self.setting.data_world):
+            self.put_buffers(buffers[rank * self.setting.strategy.tensor])
+            found.append([self.forward(step, micro, rank)[2] for micro in range(self.setting.strategy.micro)])
+        return found
+
+    @contextmanager
+    def without_use(self, alias: str) -> Iterator[None]:
+        """The parameter that has the name `alias`, and others, gets no gradient of its use under that name."""
+        for path, module in self.computing.named_modules(remove_duplicate=False):
+            for key, tied in module.named_parameters(recurse=False, remove_duplicate=False):
+                if clean(f"{path}.{key}" if path else key) == alias:
+                    setattr(module, key, nn.Parameter(tied.detach()))
+                    try:
+                        yield
+                    finally:
+                        setattr(module, key, tied)
+                    return
+        raise KeyError(alias)
+
+    @contextmanager
+    def without_casts_again(self) -> Iterator[None]:
+        """Blocks are computed again in backward, where units do not cast their inputs. In mixed precision only."""
+        sound, dtype = self.computing, self.setting.strategy.dtype
+        assert dtype is not None
+        self.computing = self._build()
+        for block in blocks_of(self.computing) if self.setting.strategy.recompute else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        self._compute_in(self.computing, dtype)
+        values = dict(named(sound))
+        with torch.no_grad():
+            for name, parameter in named(self.computing):
+                parameter.copy_(values[name])
+        self._casts_again = False
+        try:
+            yield
+        finally:
+            self.computing, self._casts_again = sound, True
 
     @torch.no_grad()
     def put_buffers(self, buffers: dict[str, Tensor]) -> None:
@@ -144,10 +206,6 @@ def read_before(folder: Path, rank: int) -> Before:
 
 def read_step(folder: Path, step: int, rank: int) -> Step:
     return Step(*torch.load(folder / f"step-{step}" / f"rank-{rank}.pt", weights_only=False))
-
-
-def _casting(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda *args, **kwargs: forward(*_cast(args, dtype), **_cast(kwargs, dtype))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

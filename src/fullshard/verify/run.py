@@ -59,6 +59,8 @@ def verify(
                 f"Program(parallelize=lambda model, mesh: parallelize_module(model, mesh, plan))"
             )
     results: list[Result] = []
+    with_torch = {"fullshard", "torch"} <= {*libraries}
+    compared: dict[tuple[str, Strategy], Comparison] = {}
     with tempfile.TemporaryDirectory(prefix="fullshard-verify-") as folder:
         while len(results) < len(settings):
             left = settings[len(results) :]
@@ -73,7 +75,13 @@ def verify(
                     results.append(Result(setting, failure=_told(failed, ended)))
                     break  # the processes ended there: the rest is started anew
                 tell(f"comparing {setting.name}")
-                results.append(Comparison(program, setting, records, _reference_device(device)).run())
+                comparison = Comparison(program, setting, records, _reference_device(device))
+                results.append(comparison.run())
+                if with_torch:
+                    compared[setting.library, setting.strategy] = comparison
+        for (library, strategy), comparison in compared.items():
+            if library == "fullshard" and (other := compared.get(("torch", strategy))) is not None:
+                comparison.take_beside(other.folder)
     return results
 
 

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.program import Program, blocks_of, find_program, to_device
 
 from .setting import SCALE, SEED, Setting, batch_index, clean, named, seed_generators, seed_of, ties_of
+from .weights import Uses, Weights
 
 
 class Before(NamedTuple):
@@ -47,11 +48,13 @@ class Before(NamedTuple):
 
 class Step(NamedTuple):
     """Of one rank in one step. Of each micro-batch: the loss and digests of the generators' states afterwards.
-    `buffers`: after the step. The rest: full tensors on rank 0, None of absent gradients; empty elsewhere."""
+    `buffers`: after the step. `uses`: of full parameters. The rest: full tensors on rank 0, None of absent gradients;
+    empty elsewhere."""
 
     losses: list[Tensor]
     generators: list[dict[str, str]]
     buffers: dict[str, Tensor]
+    uses: Uses
     gradients: dict[str, Tensor | None]
     parameters: dict[str, Tensor]
     state: dict[str, dict[str, Any]]
@@ -103,20 +106,21 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
     seed_generators(SEED)
     model: Any = program.model().to(device)
     model.train()
-    if strategy.recompute:
-        for block in blocks_of(model):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    blocks = blocks_of(model) if strategy.recompute else []
     mesh = _mesh(setting, device)
     if strategy.tensor > 1:
         assert program.parallelize is not None
         program.parallelize(model, mesh["tp"])
     inner = mesh["replicate", "shard"] if strategy.replicas > 1 else mesh["shard"]
     trained = Sharded(program, model, setting, inner) if setting.is_fsdp2 else former(program, model, setting, inner)
-    model = trained.model
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    model, weights = trained.model, trained.weights
     optimizer = program.optimizer(model.parameters())
     scaler = _scaler(setting, device)
-    before = Before(buffers_of(trained.plain), ties_of(trained.plain), trained.parameters(), _cuts(model))
-    _write(folder / "before", rank, before)
+    weights.held = trained.parameters()
+    held = weights.held if rank == 0 else {}
+    _write(folder / "before", rank, Before(buffers_of(trained.plain), ties_of(trained.plain), held, _cuts(model)))
     for step in range(setting.steps):
         losses, states = [], []
         for micro in range(strategy.micro):
@@ -124,7 +128,9 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
             batch = to_device(program.batch(index), device)
             with trained.window(last=micro == strategy.micro - 1):
                 seed_generators(seed_of(index))
+                weights.phase = "forward"
                 loss = program.loss(model, batch)
+                weights.phase = "backward"
                 scaler.scale(loss / strategy.micro).backward()
             losses.append(_host(loss))
             states.append(generators(device))
@@ -132,9 +138,10 @@ def _train(program: Program, setting: Setting, device: torch.device, folder: Pat
         gradients = trained.gradients()
         scaler.step(optimizer)
         scaler.update()
-        parameters, state = trained.parameters(), trained.state(optimizer)
-        made = (gradients, parameters, state) if rank == 0 else ({}, {}, {})
-        _write(folder / f"step-{step}", rank, Step(losses, states, buffers_of(trained.plain), *made))
+        uses, weights.held = weights.take(), trained.parameters()
+        state = trained.state(optimizer)
+        made = (gradients, weights.held, state) if rank == 0 else ({}, {}, {})
+        _write(folder / f"step-{step}", rank, Step(losses, states, buffers_of(trained.plain), uses, *made))
         optimizer.zero_grad()
 
 
@@ -142,7 +149,8 @@ class Sharded:
     """A model that `fully_shard` of either library sharded, and what it is read by."""
 
     def __init__(self, program: Program, model: Any, setting: Setting, mesh: DeviceMesh) -> None:
-        shard(program, model, setting, mesh)
+        self.weights = Weights(setting.strategy.dtype)
+        self.weights.watch(model, shard(program, model, setting, mesh))
         self.model = self.plain = model
         self._full = _full if dist.get_rank() == 0 else _taking_part
 
@@ -153,7 +161,8 @@ class Sharded:
         yield
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: self._full(p) for name, p in named(self.model)}
+        """On every rank."""
+        return {name: _full(p) for name, p in named(self.model)}
 
     def gradients(self) -> dict[str, Tensor | None]:
         return {name: None if p.grad is None else self._full(p.grad) for name, p in named(self.model)}
@@ -185,8 +194,9 @@ def former(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMes
     return (Fsdp1 if setting.library == "fsdp1" else Replicated)(program, model, setting, mesh)
 
 
-def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
-    """Apply the program's `shard` with `fully_shard` of the library, under the strategy's options."""
+def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh) -> list[nn.Module]:
+    """Apply the program's `shard` with `fully_shard` of the library, under the strategy's options; the modules that it
+    was called with, in order."""
     library: Any
     if setting.library == "torch":
         import torch.distributed.fsdp as library
@@ -197,7 +207,14 @@ def shard(program: Program, model: nn.Module, setting: Setting, mesh: DeviceMesh
         options["mp_policy"] = library.MixedPrecisionPolicy(setting.strategy.dtype, setting.strategy.reduce_dtype)
     if setting.strategy.offload:
         options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=setting.device != "cpu")
-    program.shard(model, lambda module, **given: library.fully_shard(module, **{**options, **given}))
+    units: list[nn.Module] = []
+
+    def fully_shard(module: Any, **given: Any) -> Any:
+        units.extend([module] if isinstance(module, nn.Module) else module)
+        return library.fully_shard(module, **{**options, **given})
+
+    program.shard(model, fully_shard)
+    return units
 
 
 def _mesh(setting: Setting, device: torch.device) -> DeviceMesh:

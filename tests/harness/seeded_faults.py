@@ -1,25 +1,30 @@
-"""Faults of the executor and the channels that only a device shows: each changes one line of one method.
+"""Faults of the engine: each changes one line of one method.
 
-    FAULTS["a gather's wait is dropped"]     what it changes, and the setup that runs it
+    FAULTS["a gather's wait is dropped"]     only a device shows it: what it changes, and the setup that runs it
+    PROVEN["a tie is lost"]                  wrong numbers: what it changes, and what `fullshard verify` must say
     with seeded(fault):                      the method is as the fault makes it
         ...
 
-The tier of devices must find every one of them, by an unordered access, a message that ran into changed memory, wrong
-numbers or an error (tests/device/test_seeded_faults.py). `side()` in the new text is another stream.
+The tier of devices must find every one of FAULTS, by an unordered access, a message that ran into changed memory, wrong
+numbers or an error (tests/device/test_seeded_faults.py). `side()` in the new text is another stream. `fullshard verify`
+must find and name every one of PROVEN (tests/procs/test_verify.py); `here` in their text is this module.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
+from fullshard._torch import current_backward
 from tests.harness.on_device import Setup
 
 
@@ -50,7 +55,7 @@ def seeded(fault: SeededFault) -> Iterator[None]:
             f"{fault.where}: expected {fault.old!r} once, found it {text.count(fault.old)} times; adapt it"
         )
     made: dict[str, Any] = {}
-    names = {**function.__globals__, "side": _side}
+    names = {**function.__globals__, "side": _side, "here": sys.modules[__name__]}
     text = "from __future__ import annotations\n" + text.replace(fault.old, fault.new)
     exec(compile(text, fault.where, "exec"), names, made)
     setattr(owner, name, made[name])
@@ -328,5 +333,305 @@ FAULTS: dict[str, SeededFault] = {
         "        self._link.upload(self._shard.flat, self._host)\n        self._inner.send()",
         "        self._inner.send()\n        self._link.upload(self._shard.flat, self._host)",
         _OFFLOAD,
+    ),
+}
+
+
+# ---- wrong numbers ---------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A fault, the strategy that runs it, and what `fullshard verify` must say: phase, name and cause. `program`: a
+    function of tests/harness/verified.py."""
+
+    fault: SeededFault
+    strategy: str
+    phase: str
+    name: str
+    cause: str
+    world: int = 2
+    program: str = "program"
+
+
+RECEIVE, REDUCED = "param.group:ParamGroup.receive", "gradients.reduced = part if"
+_EACH = "gradients = self.params[i].gradients"
+TAKE, SENT_FRESH = "param.group:ParamGroup.take_gradients", "else gradients.fresh)"
+_FILL, _ROWS = "comm.reduction:MessageReduce.fill", "gradient.reshape(*rows)"
+_ARRIVED = "staging.views[: len(destinations)]"
+_RANK = "torch.distributed.get_rank()"
+# Each rank's part of embedding.weight, as messages have it: 19 rows of 16.
+_EMBEDDING = (2, 19 * 16)
+
+
+def swapped(view: Tensor) -> Tensor:
+    """The two ranks' parts of embedding.weight in each other's place."""
+    return view.flip(0) if view.shape == _EMBEDDING else view
+
+
+def off_by_one(view: Tensor) -> Tensor:
+    """embedding.weight with each row where the next belongs."""
+    return view.reshape(38, 16).roll(1, 0).reshape(_EMBEDDING) if view.shape == _EMBEDDING else view
+
+
+def first(owner: Any, value: Any) -> Any:
+    """What `value` was when this was first called for `owner`."""
+    return vars(owner).setdefault("first", [v.clone() for v in value] if isinstance(value, list) else value.clone())
+
+
+def half_new(owner: Any, value: Tensor) -> Tensor:
+    """The first half of `value`, and the second half of what it was at first."""
+    half = value.numel() // 2
+    return torch.cat([value[:half], first(owner, value)[half:]])
+
+
+def untied(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """One entry per slot: for the second slot of a tie another parameter on the same memory."""
+    seen: set[int] = set()
+    found = []
+    for parameter in parameters:
+        found.append(nn.Parameter(parameter.detach()) if id(parameter) in seen else parameter)
+        seen.add(id(parameter))
+    return found
+
+
+def parted(parameter: nn.Parameter, slots: list[Any]) -> list[tuple[nn.Parameter, str, tuple[Any, ...]]]:
+    """A parameter of its own for each slot."""
+    places = [(parameter, slots[0]), *((nn.Parameter(parameter.detach().clone()), slot) for slot in slots[1:])]
+    return [(each, slot.name, (slot,)) for each, slot in places]
+
+
+def buffers_put_back(module: nn.Module) -> None:
+    """The module's buffers are again what they were after its first forward."""
+    for buffer in module.buffers():
+        buffer.copy_(first(buffer, buffer))
+
+
+def in_backward() -> bool:
+    """Whether a backward runs."""
+    return current_backward() != -1
+
+
+PROVEN: dict[str, Case] = {
+    # ---- reductions ----
+    "the result is doubled": Case(
+        SeededFault(RECEIVE, REDUCED, "gradients.reduced = part * 2 if"),
+        "zero3",
+        "backward",
+        "norm.norm.bias",
+        "2 times too large",
+    ),
+    "the divisor is too large": Case(
+        SeededFault(RECEIVE, REDUCED, "gradients.reduced = part / 2 if"),
+        "zero2",
+        "backward",
+        "norm.norm.bias",
+        "2 times too small",
+    ),
+    "the result is zero": Case(
+        SeededFault(RECEIVE, REDUCED, "gradients.reduced = part * 0 if"),
+        "zero3",
+        "backward",
+        "norm.norm.bias",
+        "it is zero",
+    ),
+    "a reduction is dropped": Case(
+        SeededFault(RECEIVE, "part is None:", "part is None or self.params[i].name.endswith('norm.norm.bias'):"),
+        "zero3",
+        "backward",
+        "norm.norm.bias",
+        "no gradient: it was dropped",
+    ),
+    "a rank sends zeros": Case(
+        SeededFault(TAKE, SENT_FRESH, f"else gradients.fresh * (0 == {_RANK}))"),
+        "zero3",
+        "backward",
+        "norm.norm.bias",
+        "the part of rank 1 is missing",
+    ),
+    "a rank sends too much": Case(
+        SeededFault(TAKE, SENT_FRESH, f"else gradients.fresh * (1 + {_RANK}))"),
+        "zero3+bf16",
+        "backward",
+        "norm.norm.bias",
+        "the part of rank 1 was added twice",
+    ),
+    "held gradients are dropped": Case(
+        SeededFault(TAKE, "if with_held", "if False"),
+        "zero3+micro=2",
+        "backward",
+        "norm.norm.bias",
+        "micro-batch 0 is missing",
+    ),
+    "held gradients are added twice": Case(
+        SeededFault(TAKE, "gradients.sum_with_held() if", "gradients.sum_with_held() + gradients.live_held() if"),
+        "zero2+micro=2",
+        "backward",
+        "norm.norm.bias",
+        "micro-batch 0 was added twice",
+    ),
+    "the result is rounded": Case(
+        SeededFault(RECEIVE, REDUCED, "gradients.reduced = part.bfloat16().to(part.dtype) if"),
+        "zero3+bf16",
+        "backward",
+        "norm.norm.bias",
+        "numbers of bfloat16",
+    ),
+    "replicas are not summed": Case(
+        SeededFault("comm.reduction:StagedReduction._advanced", "if replicate is not None and", "if False and"),
+        "zero3+hsdp=2",
+        "backward",
+        "norm.norm.bias",
+        "no all-reduce over the replicas",
+        4,
+    ),
+    "shards are sent in each other's place": Case(
+        SeededFault(_FILL, _ROWS, f"here.swapped({_ROWS})"),
+        "zero3",
+        "backward",
+        "embedding.weight",
+        "the shards of rank 0 and rank 1 are in each other's place",
+    ),
+    "rows are sent off by one": Case(
+        SeededFault(_FILL, _ROWS, f"here.off_by_one({_ROWS})"),
+        "zero2",
+        "backward",
+        "embedding.weight",
+        "rows are off by one",
+    ),
+    # ---- gathers ----
+    "weights are stale": Case(
+        SeededFault("comm.gather:PlannedGather.complete", _ARRIVED, f"here.first(self, {_ARRIVED})"),
+        "zero3",
+        "forward",
+        "embedding.weight",
+        "stale weights",
+    ),
+    "a rank sends stale shards": Case(
+        SeededFault(
+            "comm.gather:PlannedGather.send",
+            "else packed.own\n",
+            f"else packed.own\n    leaving = here.first(self, leaving) if packed and {_RANK} else leaving\n",
+        ),
+        "zero3",
+        "forward",
+        "embedding.weight",
+        "half-updated weights: rows 19 to 37, of rank 1, have the values from before the last step",
+    ),
+    "half of the shards are sent before the step": Case(
+        SeededFault(
+            "comm.gather:PlannedGather.send",
+            "else packed.own\n",
+            "else packed.own\n    leaving = None if leaving is None else here.half_new(self, leaving)\n",
+        ),
+        "zero3+offload",
+        "forward",
+        "embedding.weight",
+        "half-updated weights: rows 10 to 37, of rank 0, 1, have the values from before the last step",
+    ),
+    "shards arrive in each other's place": Case(
+        SeededFault("comm.gather:PlannedGather.complete", _ARRIVED, f"[here.swapped(view) for view in {_ARRIVED}]"),
+        "zero3",
+        "forward",
+        "embedding.weight",
+        "the shards of rank 0 and rank 1 are in each other's place",
+    ),
+    "rows arrive off by one": Case(
+        SeededFault("comm.gather:PlannedGather.complete", _ARRIVED, f"[here.off_by_one(view) for view in {_ARRIVED}]"),
+        "zero3+bf16",
+        "forward",
+        "embedding.weight",
+        "rows are off by one",
+    ),
+    "shards are not cast for backward": Case(
+        SeededFault(
+            "comm.gather:PlannedGather.send",
+            "torch._foreach_copy_(places, own)",
+            "here.in_backward() or torch._foreach_copy_(places, own)",
+        ),
+        "zero3+bf16+recompute",
+        "backward",
+        "blocks.0.0.weight",
+        "unknown",
+    ),
+    # ---- forwards, ties, buffers ----
+    "a cast of inputs is skipped in recomputation": Case(
+        SeededFault(
+            "engine.hooks:UnitHooks._forward_begins",
+            "if policy.cast_forward_inputs and",
+            "if policy.cast_forward_inputs and not here.in_backward() and",
+        ),
+        "zero3+bf16+recompute",
+        "backward",
+        "blocks.1.waves.project.weight",
+        "a forward that was computed again in backward did not cast its inputs",
+        program="timed",
+    ),
+    "a tie is lost in the modules": Case(
+        SeededFault(
+            "param.group:ParamGroup._make_full",
+            "self.swap.fulls = self.swap.spread(self.fulls)",
+            "self.swap.fulls = here.untied(self.swap.spread(self.fulls))",
+        ),
+        "zero3",
+        "backward",
+        "embedding.weight",
+        "a tie was broken: the gradient of its use as head.weight is missing",
+    ),
+    "a tie is lost where parameters are found": Case(
+        SeededFault(
+            "api.fully_shard:managed_parameters",
+            "Found(parameter, name, tuple(slots)) for parameter, name, slots in found.values()",
+            "Found(*each) for parameter, name, slots in found.values() for each in here.parted(parameter, slots)",
+        ),
+        "zero3",
+        "initial values",
+        "head.weight",
+        "a tie was broken",
+    ),
+    "a buffer is moved where nothing is to move": Case(
+        SeededFault(
+            "api.fully_shard:move_unsharded",
+            "if not buffer.is_meta and buffer.device != device:\n"
+            "                setattr(module, name, buffer.to(device))",
+            "if not buffer.is_meta:\n                setattr(module, name, buffer.to(device, copy=True))",
+        ),
+        "zero3",
+        "buffers",
+        "norm.mean",
+        "a stale buffer",
+        program="aliased",
+    ),
+    "buffers are put back after a forward": Case(
+        SeededFault(
+            "engine.hooks:UnitHooks._forward_ends",
+            "    return output\n",
+            "    here.buffers_put_back(module)\n    return output\n",
+        ),
+        "zero2",
+        "buffers",
+        "norm.mean",
+        "a stale buffer",
+    ),
+    # ---- generators ----
+    "random numbers are drawn": Case(
+        SeededFault(RECEIVE, _EACH, f"{_EACH}; torch.rand(1)"),
+        "zero3",
+        "generators",
+        "micro-batch 0",
+        "other random numbers, of torch",
+    ),
+    "random numbers of Python are drawn": Case(
+        SeededFault(RECEIVE, _EACH, f"{_EACH}; __import__('random').random()"),
+        "zero3",
+        "generators",
+        "micro-batch 0",
+        "other random numbers, of Python",
+    ),
+    "random numbers of numpy are drawn": Case(
+        SeededFault(RECEIVE, _EACH, f"{_EACH}; __import__('numpy').random.rand()"),
+        "zero3",
+        "generators",
+        "micro-batch 0",
+        "other random numbers, of numpy",
     ),
 }

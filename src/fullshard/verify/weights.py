@@ -1,0 +1,105 @@
+"""The full parameters that a sharded model computes with: bit by bit what its shards hold, or kept for the comparison.
+
+They are looked at inside of the forward of each unit, after the library gathered them, also where activations are
+computed again in backward. `forward` is wrapped, so no hook comes between those of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .setting import named
+
+
+class Used(NamedTuple):
+    """A full parameter as a unit's forward found it. `phase`: "backward" if that forward was computed again."""
+
+    phase: str
+    name: str
+    value: Tensor
+
+
+class Uses(NamedTuple):
+    """The uses of full parameters in one step: how many were looked at, and those that shards did not hold."""
+
+    looked: int
+    others: list[Used]
+
+
+class Weights:
+    """Looks at the full parameters in each forward of a unit. Those that are not `held`, bit by bit, it keeps."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: in which units compute; None for that of the parameters."""
+        self._dtype = dtype
+        # By name, what the shards hold.
+        self.held: dict[str, Tensor] = {}
+        # Which phase runs: a forward that is computed again runs in the backward.
+        self.phase = "forward"
+        # The modules of each unit whose parameters are its own, and the names of these.
+        self._places: dict[nn.Module, list[tuple[nn.Module, dict[str, str]]]] = {}
+        self._count, self._others = 0, dict[tuple[str, str], Used]()
+
+    def watch(self, model: nn.Module, units: list[nn.Module]) -> None:
+        """Look whenever one of `units` (inner ones first) runs its forward."""
+        names = {id(parameter): name for name, parameter in named(model) if isinstance(parameter, DTensor)}
+        seen = set[nn.Module]()
+        for unit in units:
+            inner = [module for module in unit.modules() if module not in seen]
+            seen.update(inner)
+            self._places[unit] = [
+                (module, {key: names[id(p)] for key, p in _own_parameters(module).items() if id(p) in names})
+                for module in inner
+            ]
+            unit.forward = self._looking(unit, unit.forward)
+
+    def _looking(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        look: Any = torch.compiler.disable(self.look)  # its comparisons are none of the model's
+
+        @wraps(forward)
+        def looks_first(*args: Any, **kwargs: Any) -> Any:
+            look(unit)
+            return forward(*args, **kwargs)
+
+        return looks_first
+
+    @torch.no_grad()
+    def look(self, unit: nn.Module) -> None:
+        """`unit` begins its forward."""
+        for module, names in self._places[unit]:
+            found = _own_parameters(module)
+            for key, name in names.items():
+                value: Tensor = found[key]
+                if isinstance(value, DTensor):
+                    if "shard" in (value.device_mesh.mesh_dim_names or ()):
+                        continue  # the program uses shards here, or a unit's forward that fully_shard does not know
+                    value = value.full_tensor()  # over the axis of tensor parallelism
+                self._count += 1
+                if not self._is_held(value, self.held[name]):
+                    copy = value.detach().to("cpu", copy=True)
+                    self._others.setdefault((self.phase, name), Used(self.phase, name, copy))
+
+    def _is_held(self, value: Tensor, held: Tensor) -> bool:
+        # Of a floating dtype that only says how large packed values are, nothing is cast; these are not trained.
+        wanted = self._dtype if self._dtype is not None and held.is_floating_point() else held.dtype
+        if value.shape != held.shape or (value.requires_grad and value.dtype is not wanted):
+            return False
+        held = held.to(value.device, value.dtype)
+        return torch.equal(value, held) or bool(((value == held) | (value.isnan() & held.isnan())).all())
+
+    def take(self) -> Uses:
+        """What was seen since the last call."""
+        found = Uses(self._count, [*self._others.values()])
+        self._count = 0
+        self._others.clear()
+        return found
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
