@@ -128,7 +128,8 @@ def _collect(forks: list[tuple[int, Connection]], timeout: float) -> tuple[list[
             try:
                 good, payload = pickle.loads(conn.recv_bytes())
             except EOFError:
-                reports.append(RankReport(rank, "died", "the process ended without an answer", at=time.monotonic()))
+                text = f"the process ended without an answer: {_exit_text(forks[rank][0])}"
+                reports.append(RankReport(rank, "died", text, at=time.monotonic()))
                 good, payload = True, None
             if good:
                 results[rank] = payload
@@ -141,6 +142,18 @@ def _collect(forks: list[tuple[int, Connection]], timeout: float) -> tuple[list[
     for rank in waiting.values():
         reports.append(RankReport(rank, kind, "did not answer in time", at=time.monotonic()))  # type: ignore[arg-type]
     return results, reports
+
+
+def _exit_text(pid: int) -> str:
+    """How the process ended, which is left for `_end`."""
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is not None:
+            by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            return signal.Signals(ended.si_status).name if by_signal else f"exit code {ended.si_status}"
+        time.sleep(0.002)
+    return "it closed its connection and goes on"
 
 
 def _end(pid: int, conn: Connection) -> None:

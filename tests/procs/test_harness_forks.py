@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -41,8 +42,14 @@ def test_failures_are_told_by_rank() -> None:
     def dies(rank: int) -> None:
         os._exit(3)
 
-    with pytest.raises(RanksFailed, match="rank 0 died"):
+    with pytest.raises(RanksFailed, match="rank 0 died(.|\n)*without an answer: exit code 3"):
         run_forks(1, dies, (), 30.0)
+
+    def is_killed(rank: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RanksFailed, match="rank 0 died(.|\n)*without an answer: SIGKILL"):
+        run_forks(1, is_killed, (), 30.0)
 
     def hangs(rank: int) -> None:
         import time
