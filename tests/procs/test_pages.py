@@ -9,10 +9,6 @@ import pytest
 from tests.harness import pages
 from tests.harness.errors import RanksFailed
 
-# Commands start processes, and packages are imported, which takes long. `make test` runs these pages,
-# `make test-full` a third of the others each day.
-IN_MAKE_TEST = {"docs/tutorials/first-sharded-training.md"}
-
 
 def _cases() -> list[object]:
     cases = []
@@ -20,11 +16,11 @@ def _cases() -> list[object]:
         steps = pages.steps(path.read_text())
         if not steps:
             continue
+        # Commands start processes, and packages are imported: `make test-full` runs a third of these pages each day, as
+        # all of them are half an hour of a core.
         long = any(block.step == "shell" or "on_pages_packages" in block.code for block in steps)
-        slow = long and pages.name(path) not in IN_MAKE_TEST
-        # A third of the long ones each day: all of them are half an hour of a core.
         long_marks = [pytest.mark.slow, pytest.mark.drawn(3), pytest.mark.hang_after(1800)]
-        marks = long_marks if slow else [pytest.mark.hang_after(300)]
+        marks = long_marks if long else [pytest.mark.hang_after(300)]
         cases.append(pytest.param(path, id=pages.name(path), marks=marks))
     return cases
 
