@@ -487,13 +487,17 @@ def test_a_rank_that_is_killed_or_raises_is_a_failure_with_a_name(
 
 @pytest.mark.slow
 @pytest.mark.hang_after(240)
-def test_a_signal_ends_the_command_with_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "while_it"), [("100000", "training"), ("3", "comparing")])
+def test_a_signal_ends_the_command_with_a_line(steps: str, while_it: str, tmp_path: Path) -> None:
     (tmp_path / "programs_here.py").write_text(PROGRAMS)
-    command = [sys.executable, "-m", "fullshard", "verify", "programs_here:program", "--steps", "100000"]
+    command = [sys.executable, "-m", "fullshard", "verify", "programs_here:program", "--steps", steps]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "training 6 setting(s) on 2 processes" in process.stderr.readline()
-    time.sleep(2)
+    if while_it == "training":
+        time.sleep(2)
+    else:
+        assert while_it in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")

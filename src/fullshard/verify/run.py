@@ -47,6 +47,21 @@ def verify(
     it; `ValueError` for a strategy that does not fit
     `world`.
     """
+    try:
+        return _results(entry, strategies, world, steps, libraries, device, tell)
+    except SignalException as error:  # torch's launcher raises it for as long as this process lives
+        raise ProgramError(f"stopped by {signal.Signals(error.sigval).name}") from error
+
+
+def _results(
+    entry: str,
+    strategies: Sequence[Strategy],
+    world: int,
+    steps: int,
+    libraries: Sequence[str],
+    device: str,
+    tell: Callable[[str], object],
+) -> list[Result]:
     device = _kind(device, world)
     program = find_program(entry)
     _try(program, entry)
@@ -156,8 +171,6 @@ def _launch(settings: list[Setting], folders: list[Path], folder: Path) -> str:
     )
     try:
         elastic_launch(config, run_rank)(settings, [str(each) for each in folders], "numpy" in sys.modules)
-    except SignalException as error:
-        raise ProgramError(f"stopped by {signal.Signals(error.sigval).name}") from error
     except ChildFailedError as error:
         # SIGTERM is the agent's, for those that were left.
         killed = [(f.timestamp, rank, -f.exitcode) for rank, f in error.failures.items() if f.exitcode < 0]
