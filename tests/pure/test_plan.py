@@ -414,6 +414,12 @@ def test_the_search_tries_all_shapes_that_respect_a_node_and_plain_replication()
     assert tried == {(48, 1), (24, 2), (12, 4), (6, 8), (3, 16), (2, 24), (1, 48)}
     says = {c.plan.strategy.shard: c.says for c in _planner().search(Strategy(ranks=16))}
     assert "replicate everything (DDP)" in says[1] and "HSDP 4 x 4" in says[4]
+    # What is told without being asked for comes from three of them.
+    assert {(c.replicas, c.shard) for c in candidates(replace(asked, replicas=3), 8, meshes=False)} == {
+        *[(1, 48), (3, 16), (6, 8)]
+    }
+    few = {c.plan.strategy.shard for c in _planner().search(Strategy(ranks=16), meshes=False)}
+    assert few == {8, 16} and few < set(says)
     # A shape that is asked for stays among them.
     assert (16, 3) in {(c.replicas, c.shard) for c in candidates(replace(asked, replicas=16), 8)}
 

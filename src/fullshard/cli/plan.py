@@ -64,7 +64,7 @@ def add_command(commands: Any) -> None:
         help="adamw (default), adamw-foreach (of a config), adam, adamw8bit, sgd, sgd-momentum or none",
     )
     plan.add_argument("--failures", type=float, metavar="HOURS", help="between two failures of one device")
-    plan.add_argument("--search", action="store_true", help="try every combination of the dials")
+    plan.add_argument("--search", action="store_true", help="try every combination of the dials, on every mesh")
     plan.add_argument("--explain", metavar="QUESTION", help="answer one question")
     plan.add_argument("--rough", action="store_true", help="the rule of thumb of the guide, and the plan beside it")
     plan.add_argument("--assumptions", action="store_true", help="print everything that is assumed")
@@ -121,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"question": arguments.explain, "answer": lines}) if arguments.json else "\n".join(lines))
         return 0
     plan = planner.plan(strategy)
-    changes = planner.search(strategy) if arguments.search or not plan.fits else []
+    changes = planner.search(strategy, meshes=arguments.search) if arguments.search or not plan.fits else []
     for path, text in ((arguments.svg, svg), (arguments.html, page)):
         if path is not None:
             path.write_text(text(plan), encoding="utf-8")

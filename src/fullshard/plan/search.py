@@ -92,20 +92,21 @@ class Planner:
 
     # ---- search ------------------------------------------------------------------------------------------------
 
-    def search(self, asked: Strategy) -> list[Change]:
+    def search(self, asked: Strategy, *, meshes: bool = True) -> list[Change]:
         """Everything that fits, the fastest first; among plans within one percent of each other, that with the fewest
         changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
-        activations, then for shards and state, then for both."""
+        activations, then for shards and state, then for both. `meshes`: on every mesh, and not on three alone
+        (`candidates`), which takes a third of the time."""
         hosts = not self.hardware.blocking and not asked.hosts_activations
         for offload, moved in product((asked.offload,) if asked.offload else (False, True), (False, True)[: 1 + hosts]):
-            found = self._fitting(asked, offload, moved or asked.hosts_activations)
+            found = self._fitting(asked, offload, moved or asked.hosts_activations, meshes)
             if found:
                 return found
         return []
 
-    def _fitting(self, asked: Strategy, offload: bool, hosted: bool) -> list[Change]:
+    def _fitting(self, asked: Strategy, offload: bool, hosted: bool, meshes: bool) -> list[Change]:
         found = []
-        for strategy in candidates(asked, self.hardware.node):
+        for strategy in candidates(asked, self.hardware.node, meshes=meshes):
             ways = strategy.recompute
             assert isinstance(ways, str)
             tried = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
@@ -132,11 +133,14 @@ class Planner:
         return at_rest + model.buffer_nbytes + self.hardware.reserved
 
 
-def candidates(asked: Strategy, node: int) -> Iterator[Strategy]:
-    """Strategies with the same ranks and the same samples of a step."""
+def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[Strategy]:
+    """Strategies with the same ranks and the same samples of a step. `meshes`: on every mesh; otherwise on that of
+    `asked`, without replicas, and with the parameters in each node."""
     samples = asked.micro * asked.accumulate
     micros = [n for n in range(1, samples + 1) if samples % n == 0]
-    replicas = sorted({1, asked.replicas, *(asked.ranks // n for n in sharing(asked.ranks, node))})
+    few = [node] if asked.ranks % node == 0 else []
+    shared = sharing(asked.ranks, node) if meshes else few
+    replicas = sorted({1, asked.replicas, *(asked.ranks // n for n in shared)})
     for copies, recompute, micro in product(replicas, (NONE, SELECTIVE, WHOLE), micros):
         shard = asked.ranks // copies
         # Gradients of several micro-batches stay whole on every rank, unless each is reduced.
