@@ -131,6 +131,11 @@ def test_a_config_of_the_trainer(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert main(["plan", str(file), "--ranks", "4", "--hardware", "cpu", "--explain", "recompute"]) == 0
     said = capsys.readouterr().out
     assert all(f"recompute {way}" in said for way in ("none", "selective", "alternate", "whole"))
+    # The command line, which does not name it, leaves what the config puts on the host.
+    file.write_text(file.read_text() + "[parallelism]\ncpu_offload = true\n")
+    assert main(["plan", str(file), "--ranks", "4", "--hardware", "h100-80g", "--offload-activations", "--json"]) == 0
+    strategy = json.loads(capsys.readouterr().out)["strategy"]
+    assert (strategy["offload"], strategy["recompute"], strategy["offload_activations"]) == (True, "whole", True)
 
 
 def test_what_the_trainer_saves_is_what_the_planner_keeps(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def _exit_text(pid: int) -> str:
             by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
             return signal.Signals(ended.si_status).name if by_signal else f"exit code {ended.si_status}"
         time.sleep(0.002)
-    return "it closed its connection and goes on"
+    return "it closed its connection and continues"
 
 
 def _end(pid: int, conn: Connection) -> None:

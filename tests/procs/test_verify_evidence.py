@@ -178,7 +178,7 @@ def test_a_fault_of_the_engine_moves_what_it_is_found_by(
     assert _apart(sound, by_torch, case.world, dtype) == set()
     record(tmp_path, case.strategy, case.world, case.fault, entry=f"tests.harness.verified:{case.program}")
     moved = _apart(tmp_path, by_torch, case.world, dtype)
-    # Full parameters are in no record of torch's; they show in what the model computes.
+    # No record of torch has full parameters; they show in what the model computes.
     shows = {"forward": "loss", "initial values": "ties", "generators": "states"}.get(case.phase, case.name)
     assert (case.phase, shows) in moved, moved
 

@@ -414,7 +414,7 @@ def test_the_search_tries_all_shapes_that_respect_a_node_and_plain_replication()
     assert tried == {(48, 1), (24, 2), (12, 4), (6, 8), (3, 16), (2, 24), (1, 48)}
     says = {c.plan.strategy.shard: c.says for c in _planner().search(Strategy(ranks=16))}
     assert "replicate everything (DDP)" in says[1] and "HSDP 4 x 4" in says[4]
-    # What is told without being asked for comes from three of them.
+    # Without --search three of them are tried.
     assert {(c.replicas, c.shard) for c in candidates(replace(asked, replicas=3), 8, meshes=False)} == {
         *[(1, 48), (3, 16), (6, 8)]
     }

@@ -248,9 +248,7 @@ def _with_dials(strategy: Strategy, arguments: argparse.Namespace) -> Strategy:
             changes[name] = _dtype(value)
     strategy = replace(strategy, offload=arguments.offload or strategy.offload, **changes)
     if arguments.offload_activations:
-        ways = strategy.recompute
-        moved = on_host(ways) if isinstance(ways, str) else (ways[0], *map(on_host, ways[1:]))
-        strategy = replace(strategy, recompute=moved)
+        strategy = strategy.with_activations(hosted=True)
     return strategy
 
 

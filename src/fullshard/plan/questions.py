@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from .description import OUTSIDE
-from .recomputation import NONE, RECOMPUTATIONS, SELECTIVE, WHOLE, on_host, without_host
+from .recomputation import NONE, RECOMPUTATIONS, SELECTIVE, WHOLE
 from .result import Plan, duration, gigabytes
 from .search import Change, Planner, sharing
 from .strategy import OPTIMIZERS, Strategy
@@ -108,20 +108,18 @@ def _ranks(planner: Planner, asked: Strategy) -> Answer:
 
 
 def _offload(planner: Planner, asked: Strategy) -> Answer:
-    ways = asked.recompute
-    kept = without_host(ways) if isinstance(ways, str) else tuple(map(without_host, ways))
-    hosted = on_host(ways) if isinstance(ways, str) else (kept[0], *map(on_host, kept[1:]))
+    here, there = (asked.with_activations(hosted=hosted) for hosted in (False, True))
     variants = (
-        ("on the device", replace(asked, offload=False, recompute=kept)),
-        ("shards and state on the host", replace(asked, offload=True, recompute=kept)),
-        ("activations on the host", replace(asked, offload=False, recompute=hosted)),
-        ("both on the host", replace(asked, offload=True, recompute=hosted)),
+        ("on the device", replace(here, offload=False)),
+        ("shards and state on the host", replace(here, offload=True)),
+        ("activations on the host", replace(there, offload=False)),
+        ("both on the host", replace(there, offload=True)),
     )
     found = []
     for label, strategy in variants:
         plan = planner.plan(strategy)
-        there = sum(nbytes for _, nbytes in plan.host_terms)
-        found.append(_row(label, plan) + (f", {gigabytes(there)} of the host" if there else ""))
+        nbytes = sum(size for _, size in plan.host_terms)
+        found.append(_row(label, plan) + (f", {gigabytes(nbytes)} of the host" if nbytes else ""))
     return found
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from .description import Model
 from .machine import Hardware
-from .recomputation import ALL_ON_HOST, NONE, SELECTIVE, WHOLE, on_host, without_host
+from .recomputation import ALL_ON_HOST, NONE, SELECTIVE, WHOLE, on_host
 from .result import FAILURE_HOURS, Plan, plan_of
 from .spans import Step, scaled, steps_of
 from .strategy import Strategy, units_of
@@ -85,7 +85,7 @@ class Planner:
 
     def _ways(self, strategy: Strategy) -> Ways:
         """Where the host is the device, nothing goes to it."""
-        return _kept(strategy.recompute) if self.hardware.blocking else strategy.recompute
+        return (strategy.with_activations(hosted=False) if self.hardware.blocking else strategy).recompute
 
     def _planned(self, model: Model, step: Step, strategy: Strategy) -> Plan:
         return plan_of(model, step, strategy, self.hardware, budget=self.budget, failure_hours=self.failure_hours)
@@ -175,10 +175,6 @@ def _reshards(shard: int, node: int) -> list[bool | int]:
     return [True, False, *kept]
 
 
-def _kept(ways: Ways) -> Ways:
-    return without_host(ways) if isinstance(ways, str) else tuple(map(without_host, ways))
-
-
 def differences(asked: Strategy, other: Strategy) -> list[str]:
     """What another strategy changes, in words."""
     found = []
@@ -186,7 +182,7 @@ def differences(asked: Strategy, other: Strategy) -> list[str]:
         found.append(f"micro-batch {other.micro} x {other.accumulate}")
     if other.accumulate > 1 and other.send_each != asked.send_each:
         found.append("reduce each" if other.send_each else "reduce the last alone")
-    ways = [_kept(each.recompute) for each in (other, asked)]
+    ways = [each.with_activations(hosted=False).recompute for each in (other, asked)]
     if ways[0] != ways[1]:
         found.append("no recomputation" if ways[0] == NONE else f"recompute {ways[0]}")
     if other.hosts_activations != asked.hosts_activations:

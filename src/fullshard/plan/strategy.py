@@ -21,7 +21,7 @@ from ..layout import (
     secondary_layout,
 )
 from .description import Model, Parameter, UnitShape
-from .recomputation import NONE, RECOMPUTATIONS, is_on_host, is_way, without_host
+from .recomputation import NONE, RECOMPUTATIONS, is_on_host, is_way, on_host, without_host
 
 # As `api/fully_shard.py` has it: full parameters of this many bytes travel by themselves where messages are grouped.
 DIRECT_GATHER_NBYTES = 1 << 20
@@ -101,6 +101,20 @@ class Strategy:
     def shard(self) -> int:
         """How many ranks share the parameters."""
         return self.ranks // self.replicas
+
+    def with_activations(self, *, hosted: bool) -> Strategy:
+        """The same with what its units keep for backward on the host, or on the device. The root's stays there.
+
+        >>> Strategy(ranks=2, recompute="whole").with_activations(hosted=True).recompute
+        'whole+host'
+        >>> Strategy(ranks=2, recompute=("none", "whole+host")).with_activations(hosted=False).recompute
+        ('none', 'whole')
+        """
+        ways = self.recompute
+        if isinstance(ways, str):
+            return replace(self, recompute=on_host(ways) if hosted else without_host(ways))
+        kept = tuple(map(without_host, ways))
+        return replace(self, recompute=(kept[0], *map(on_host, kept[1:])) if hosted else kept)
 
     @property
     def hosts_activations(self) -> bool:
