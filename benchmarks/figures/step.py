@@ -4,8 +4,10 @@
 
 Both train the same model from the same values in the same processes, in turns. Hooks on modules inside of the units,
 which both implementations leave alone, say when a unit computes; torch's profiler says when the process group has a
-message under way. The record has the fastest of the recorded steps of each implementation, as rank 0 saw it. The
-profiler costs both some time: `python -m benchmarks.cpu_step` measures steps without one.
+message under way. Each step ends with an optimizer step, as in training: without one, all steps would be one growing
+window of micro-batches, whose messages ranks of fullshard compare. The record has the fastest of the recorded steps of
+each implementation, as rank 0 saw it. The profiler costs both some time: `python -m benchmarks.cpu_step` measures
+steps without one.
 """
 
 from __future__ import annotations
