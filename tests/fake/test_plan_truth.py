@@ -52,17 +52,12 @@ QUICK = {
 }
 
 
-# Models in which a unit is given the batch itself: the planner does not know that it is copied to the host too.
-GIVEN_THE_BATCH = {"bottleneck", "embedding alone", "frozen base", "mixed dtypes", "single weights", "u-net"}
-
-
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
         pytest.param(name, strategy, marks=() if (name, strategy) in QUICK else pytest.mark.slow)
         for name in MODELS
         for strategy in STRATEGIES
-        if not (strategy.startswith("inputs on the host") and name in GIVEN_THE_BATCH)
     ],
 )
 def test_bytes_of_a_step_are_what_is_counted(name: str, strategy: str) -> None:

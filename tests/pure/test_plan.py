@@ -147,6 +147,27 @@ def test_inputs_on_the_host_leave_the_device_and_come_back() -> None:
         steps_of(model, "half+host")
 
 
+def test_a_batch_that_a_unit_is_given_is_copied_to_the_host_and_stays() -> None:
+    model = _model(depth=3)
+    known = replace(model, tape=replace(model.tape, last_read={2: 3, 12: 6, 22: 9}))
+    inputs = list(known.tape.inputs)
+    inputs[1] = frozenset({-2})
+    given = replace(known, tape=replace(known.tape, inputs=tuple(inputs), staying={-2: 7}))
+    before, hosted = (steps_of(m, "whole+host") for m in (known, given))
+    assert (hosted.hosted, hosted.work.copied) == (before.hosted + 7, before.work.copied + 14)
+    assert _activations(hosted)[1] == _activations(before)[1], "the caller holds the batch"
+    # In backward its copy is on the device, beside it.
+    ends = [[s.end for s in step.spans if s.event == Event("pre_backward", 1)] for step in (before, hosted)]
+    assert ends[1] == [nbytes + 7 for nbytes in ends[0]] and hosted.spans[-1].end == 0
+
+
+def test_a_kept_result_that_is_the_next_input_stays_on_the_device() -> None:
+    model = _model(depth=3)
+    known = replace(model, tape=replace(model.tape, last_read={2: 3, 12: 6, 22: 9}))
+    assert _activations(steps_of(known, "keep:aten.add+host"))[1] == 30
+    assert steps_of(known, "keep:aten.add+host").hosted == 20
+
+
 def test_copies_of_activations_take_time_and_are_named() -> None:
     model = _model(depth=3)
     hosted = steps_of(model, "whole+host")

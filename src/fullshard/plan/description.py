@@ -84,7 +84,7 @@ class UnitShape:
 @dataclass(frozen=True, slots=True)
 class Tape:
     """`gradients`: the unit of each storage that became the gradient of a parameter. `inputs` and `outputs`: storages,
-    of each use."""
+    of each use; among inputs those of the batch and of buffers too, with numbers below 0."""
 
     lines: tuple[Line, ...]
     gradients: dict[int, int]
@@ -94,6 +94,8 @@ class Tape:
     batch_nbytes: int = 0
     # By storage: how many operations ran before the one of the forward that reads it last.
     last_read: dict[int, int] = field(default_factory=dict)
+    # Bytes of storages of the batch and of buffers, which stay.
+    staying: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,6 @@ def recomputed(tape: Tape, ways: Sequence[str]) -> tuple[Line, ...]:
     born = {line.a: line.use for line in tape.lines if line.kind is Kind.ALLOCATE}
     hosted = {use for use in chosen if is_on_host(ways[units[use]])}
     until = _stay_until(tape, chosen - hosted)
-    inputs = _inputs_on_host(tape, chosen, hosted, set(until))
     begins = {line.use: i for i, line in enumerate(tape.lines) if line.kind is Kind.BACKWARD}
     freed = {line.a: i for i, line in enumerate(tape.lines) if line.kind is Kind.FREE}
     segments: dict[int, _Segment] = {}
@@ -140,6 +139,8 @@ def recomputed(tape: Tape, ways: Sequence[str]) -> tuple[Line, ...]:
                 consumed.add(sid)
             elif sid in freed and freed[sid] < begins[use]:
                 until[sid] = use
+    kept = {sid for segment in segments.values() for sid in segment.kept}
+    inputs = _inputs_on_host(tape, chosen, hosted, {*until, *kept})
     out: list[Line] = []
     late: dict[int, list[Line]] = {}
     # Nothing keeps what is dropped from its last read on: in this forward autograd saves nothing.
@@ -233,7 +234,7 @@ def _inputs_on_host(tape: Tape, chosen: set[int], hosted: set[int], stay: set[in
     if not hosted:
         return found
     places = {(line.kind, line.use): i for i, line in enumerate(tape.lines)}
-    sizes = {line.a: line.b for line in tape.lines if line.kind is Kind.ALLOCATE}
+    sizes = tape.staying | {line.a: line.b for line in tape.lines if line.kind is Kind.ALLOCATE}
     freed = {line.a: i for i, line in enumerate(tape.lines) if line.kind is Kind.FREE}
     ran, counted = [], 0  # operations before each place
     for line in tape.lines:
@@ -261,7 +262,7 @@ def _inputs_on_host(tape: Tape, chosen: set[int], hosted: set[int], stay: set[in
             last = freed.get(sid, ends)
             inside = begins < last < ends
             found.before.setdefault(last if inside else ends, []).append(Line(Kind.FREE, use, number))
-            if sid in stay or last < begins or (last > ends and sid not in recomputes):
+            if sid in tape.staying or sid in stay or last < begins or (last > ends and sid not in recomputes):
                 continue  # somebody else holds it
             read_later = tape.last_read.get(sid, -1) >= ran[exits]
             leaving[sid] = max(leaving.get(sid, -1), begins if read_later else exits)

@@ -441,7 +441,6 @@ def _assumed_of_host(plan: Plan) -> list[str]:
     return [
         f"copies between host and device move {gigabytes(plan.hardware.host)}/s for each rank, those of activations "
         f"on the stream of compute; what the allocator of page-locked memory rounds up is not counted",
-        "with recomputation, a batch that a unit gets directly is not counted among the inputs on the host",
     ]
 
 

@@ -49,7 +49,7 @@ def record(
 ) -> Tape:
     """`place`, `unit_of`: the unit of a module, and of a parameter, by id. `on_host`: units whose forwards keep on the
     host what autograd saves."""
-    recorder = _Recorder([*model.parameters(), *model.buffers(), *tensors_in([batch])])
+    recorder = _Recorder([*model.parameters()], [*model.buffers(), *tensors_in([batch])])
     with _wrapped(model, place, recorder, compute, on_host), recorder, _FlashAttention():
         loss = program.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -73,6 +73,7 @@ def record(
         tuple(frozenset(found) for found in recorder.outputs),
         nbytes,
         recorder.last_read,
+        recorder.staying,
     )
 
 
@@ -115,14 +116,19 @@ class _Packed(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes the tape. Storages are numbered in the order in which they come."""
+    """Writes the tape. Storages are numbered in the order in which they come. Those that were there before are -1 for
+    `parameters`, and less for `others`, of which `staying` has the bytes."""
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], others: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lines: list[Line] = []
-        # By the address of the storage's implementation, which is another's once it went. -1: there before.
-        self._numbers = {storage_key(tensor.untyped_storage()): -1 for tensor in known}
-        self._known = known
+        # By the address of the storage's implementation, which is another's once it went.
+        self._numbers = {storage_key(tensor.untyped_storage()): -1 for tensor in parameters}
+        self.staying: dict[int, int] = {}
+        for number, tensor in enumerate(others, 2):
+            self._numbers[storage_key(tensor.untyped_storage())] = -number
+            self.staying[-number] = tensor.untyped_storage().nbytes()
+        self._known = [*parameters, *others]
         self._count = 0
         self._open: list[int] = []
         # By use: the number of its first node, and after its last one.
@@ -165,13 +171,13 @@ class _Recorder(TorchDispatchMode):
         self._ran += 1
 
     def number(self, tensor: Tensor) -> int:
-        """The number of the tensor's storage; -1 if it was there before."""
+        """The number of the tensor's storage; below 0 if it was there before."""
         return self._numbers.get(storage_key(tensor.untyped_storage()), -1)
 
     def enter(self, unit: int, inputs: list[Tensor]) -> int:
         use = len(self.ranges)
         self.ranges.append([next_node_number(), 1 << 62])
-        self.inputs.append({n for t in inputs if (n := self.number(t)) >= 0})
+        self.inputs.append({n for t in inputs if (n := self.number(t)) != -1})
         self.outputs.append(set())
         self._open.append(use)
         self.write(Line(Kind.ENTER, use, unit))
