@@ -20,6 +20,9 @@ ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBU
 # Files that become pages where a page links to them; a link to any other file of the repository is shown as its path.
 SHOWN = ("examples/", "benchmarks/", "src/", "tests/programs/", "LICENSE")
 
+# Words of tables that are longer than a column may be; without a place to break, the browser breaks them anywhere.
+TABLE = re.compile(r"<table>.*?</table>", flags=re.S)
+AFTER = re.compile(r"(?<=[./(,=])(?=[A-Za-z_])")
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}).*?^(?P=indent)(?P=ticks) *$", flags=re.M | re.S)
 LINK = re.compile(r"`[^`\n]*`|(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")
 COMMENT = re.compile(r"^<!-- run:.*?-->\n", flags=re.M | re.S)
@@ -58,6 +61,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         parts += [_prose(markdown[end : fence.start()], uri), _fence(fence.group())]
         end = fence.end()
     return "".join([*parts, _prose(markdown[end:], uri)])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return TABLE.sub(lambda table: re.sub(r">[^<]+", _breakable, table.group()), html)
+
+
+def _breakable(text: re.Match[str]) -> str:
+    """Text of a table whose long words may break: after dots and the like, long parts after underscores too."""
+
+    def broken(word: re.Match[str]) -> str:
+        parts = AFTER.split(word.group())
+        return "<wbr>".join(re.sub(r"(?<=_)(?=\w)", "<wbr>", part) if len(part) > 24 else part for part in parts)
+
+    return re.sub(r"[^\s<>]{18,}", broken, text.group())
 
 
 def _fence(text: str) -> str:

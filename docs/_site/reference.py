@@ -371,7 +371,12 @@ def _one_line(text: str) -> str:
 def _markdown(text: str | None) -> str:
     """Plain words as Markdown: what would be markup is not."""
     parts = re.split(r"(`[^`]+`)", text or "")
-    return "".join(part if i % 2 else re.sub(r"([\\*_<>\[\]{}#])", r"\\\1", part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else _plain(part) for i, part in enumerate(parts))
+
+
+def _plain(text: str) -> str:
+    # Python-Markdown knows no backslash before "<".
+    return re.sub(r"([\\*_\[\]{}#])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _cell(text: str) -> str:

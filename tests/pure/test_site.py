@@ -57,6 +57,17 @@ def test_pages_have_no_marks_of_the_tests_and_all_names(site: Path) -> None:
         assert re.search(rf'<h3 id="fullshard\.[\w.]+\.{name}"', page), f"{name} has no entry of its own"
 
 
+@pytest.mark.hang_after(600)
+def test_words_of_tables_can_break_and_show_no_escapes(site: Path) -> None:
+    """Where a browser finds no place, it breaks a name after every few letters."""
+    page = (site / "how-to" / "from-deepspeed.html").read_text()
+    assert "<code>sharding.<wbr>data_<wbr>parallel_<wbr>replicate_<wbr>degree = -1</code>" in page
+    assert "<code>sharding.<wbr>cpu_offload = true</code>" in page
+    assert "<wbr>" not in page.split("<table>")[0]
+    keys = (site / "reference" / "configuration-trainer.html").read_text()
+    assert "runs/&lt;date&gt;-&lt;time&gt;" in keys and "<code>10000.0</code>" in keys
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [
