@@ -79,7 +79,7 @@ package: $(STAMP)
 	$(BIN)/python -m tools.try_package dist $(ARGS)
 
 release-check: $(STAMP)
-	$(BIN)/python -m tools.release_check
+	$(BIN)/python -m tools.release_check $(ARGS)
 
 clean:
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

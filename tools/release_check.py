@@ -1,10 +1,14 @@
 """Whether the repository can be released: `make release-check`.
 
-Fails while a placeholder is in a file that git tracks, and where version, changelog and CITATION.cff differ.
+    python -m tools.release_check
+    python -m tools.release_check --tag v0.2.0      the tag, too, as the workflow of releases asks
+
+Fails while a placeholder is in a file that git tracks, and where version, changelog, CITATION.cff or the tag differ.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -23,8 +27,8 @@ def tracked(root: Path) -> list[Path]:
     return [path for path in sorted(root.rglob("*")) if path.is_file()]
 
 
-def findings(root: Path) -> list[str]:
-    """What prevents a release, a line each."""
+def findings(root: Path, tag: str | None = None) -> list[str]:
+    """What prevents a release, and one by this tag, a line each."""
     found = []
     for path in tracked(root):
         try:
@@ -37,6 +41,8 @@ def findings(root: Path) -> list[str]:
     cuts = re.findall(r"^## \[([^]]+)\](?: - (\d{4}-\d\d-\d\d))?$", (root / "CHANGELOG.md").read_text(), flags=re.M)
     released = [cut for cut in cuts if cut[0] != "Unreleased"]
     newest, date = released[0] if released else ("", "")
+    if tag is not None and tag != f"v{version}":
+        found.append(f"tag: expected v{version}, found {tag}")
     if newest != version:
         found.append(f"CHANGELOG.md: expected ## [{version}] - date first, found {newest or 'no version'}")
     unreleased = re.search(
@@ -53,6 +59,8 @@ def findings(root: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    problems = findings(ROOT)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tag")
+    problems = findings(ROOT, parser.parse_args().tag)
     print("\n".join(problems) or "ready")
     sys.exit(bool(problems))

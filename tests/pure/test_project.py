@@ -62,6 +62,14 @@ def test_a_release_is_refused_for_each_reason(released: Path) -> None:
     assert len(said) == 2 and "CHANGELOG.md: expected ## [7.2.0]" in said[0] and "found 7.1.0" in said[1]
 
 
+def test_a_tag_names_the_version(released: Path) -> None:
+    """The workflow of releases runs for any tag that begins with v."""
+    assert release_check.findings(released, "v7.1.0") == []
+    assert release_check.findings(released, "v7.2.0") == ["tag: expected v7.1.0, found v7.2.0"]
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert 'make release-check PYTHON=python ARGS="--tag $GITHUB_REF_NAME"' in workflow
+
+
 def test_lines_that_are_not_released_are_found(released: Path) -> None:
     path = released / "CHANGELOG.md"
     path.write_text(path.read_text().replace("[Unreleased]\n", "[Unreleased]\n\n* Another line.\n"))
