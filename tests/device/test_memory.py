@@ -10,6 +10,7 @@ expected    `report(model).peak_nbytes`, asked before the backward that reduces
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ SETUPS = {
 ALONE = {
     "world of one": Setup("wide"),
     "world of one, mixed precision": Setup("wide", **MIXED),
+    "world of one, offload": Setup("wide", offload=True),
     "world of one, offload, mixed precision": Setup("wide", offload=True, **MIXED),
 }
 WIDER = {
@@ -66,6 +68,10 @@ class Found:
     terms: tuple[tuple[str, int], ...]
     # Bytes at the peak by the line that allocated them, largest first.
     places: list[tuple[str, int]]
+    # Bytes in host memory, after a backward.
+    optimizer_on_host: int = 0
+    shards_on_host: int = 0
+    gradients_on_host: int = 0
 
     @property
     def measured(self) -> int:
@@ -136,6 +142,8 @@ def measure(rank: int, setup: Setup) -> Found:
                 loss.backward()
             peak, at_peak = memory.max_memory_allocated() - before, places()
             state = [_local(t) for values in optimizer.state.values() for t in values.values()]
+            shards = [_local(p) for p in model.parameters()]
+            gradients = [_local(p.grad) for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
         on_device = sum(t.nbytes for t in state if pretend.is_device(t))
@@ -146,7 +154,16 @@ def measure(rank: int, setup: Setup) -> Found:
         told.peak_moment,
         tuple((term.name, term.nbytes) for term in told.peak_terms),
         at_peak,
+        *(_host_nbytes(tensors) for tensors in (state, shards, gradients)),
     )
+
+
+def _host_nbytes(tensors: Sequence[Any]) -> int:
+    """Of the storages that are not on the device."""
+    from tests.harness import pretend
+
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not pretend.is_device(t)}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _local(tensor: Any) -> Any:

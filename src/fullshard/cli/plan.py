@@ -45,6 +45,7 @@ def add_command(commands: Any) -> None:
         "--hardware", default="h100-80g", metavar="NAME", help="a profile, a TOML file, or here: this CPU, measured"
     )
     plan.add_argument("--budget", type=float, metavar="GB", help="memory of a device (default: the hardware's)")
+    plan.add_argument("--host-budget", type=float, metavar="GB", help="memory of the host for each rank")
     plan.add_argument("--replicas", type=int, metavar="N", help="copies of the state, HSDP (default: 1)")
     plan.add_argument(
         "--reshard", metavar="always|never|N", help="reshard_after_forward of the units (default: always)"
@@ -87,19 +88,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from fullshard.plan import Planner, find_hardware
-    from fullshard.plan.facts import describe, measured_cpu
+    from fullshard.plan.facts import describe, measured_cpu, physical_nbytes
     from fullshard.plan.page import page, svg
     from fullshard.plan.questions import QUESTIONS, explain, ranked
     from fullshard.plan.result import FAILURE_HOURS, assumptions, table
 
-    for name in ("ranks", "replicas", "batch", "micro", "sequence", "budget", "failures"):
-        if (value := getattr(arguments, name)) is not None and value <= 0:
-            raise ValueError(f"--{name} {value:g}: expected more than 0")
+    for name in ("ranks", "replicas", "batch", "micro", "sequence", "budget", "host_budget", "failures"):
+        if (value := getattr(arguments, name)) is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a number above 0")
     if arguments.explain is not None and arguments.explain not in QUESTIONS:
         raise ValueError(f"--explain {arguments.explain}: expected one of {', '.join(QUESTIONS)}")
     hardware = find_hardware("cpu" if arguments.hardware == "here" else arguments.hardware)
     if arguments.hardware == "here":
-        hardware = measured_cpu(hardware)
+        hardware = replace(measured_cpu(hardware), memory=physical_nbytes() / arguments.ranks)
     programs, strategy = _source(arguments, hardware.backend)
     made: dict[int | None, Program] = {}
 
@@ -113,6 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
         described,
         hardware,
         budget=None if arguments.budget is None else arguments.budget * 1e9,
+        host_budget=None if arguments.host_budget is None else arguments.host_budget * 1e9,
         sequence=arguments.sequence,
         failure_hours=arguments.failures or FAILURE_HOURS,
     )

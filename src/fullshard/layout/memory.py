@@ -88,8 +88,8 @@ class UnitMemory:
 
     @property
     def full_nbytes(self) -> int:
-        """cP: the full parameters. 0 in a world of one whose compute dtype is the storage dtype."""
-        if self.pack.world == 1 and self.compute_itemsize == self.storage_itemsize:
+        """cP: the full parameters. 0 in a world of one whose compute dtype is the storage dtype, without offload."""
+        if self.pack.world == 1 and self.compute_itemsize == self.storage_itemsize and not self.offloaded:
             return 0
         return self.pack.full_numel * self.compute_itemsize
 

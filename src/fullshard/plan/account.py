@@ -60,7 +60,8 @@ class Traffic:
 @dataclass
 class Simulated:
     """One step. `peak`: its largest moment; `terms`: (name, bytes) there, the largest first. `compute`: seconds of
-    kernels; `exposed`: where compute waited. `host_bound`: seconds in which the device waited for the host."""
+    kernels; `exposed`: where compute waited. `host_bound`: seconds in which the device waited for the host. `on_host`:
+    (kind, bytes) of this rank in host memory when there is most of it."""
 
     moments: list[Moment] = field(default_factory=list)
     peak: Moment = Moment(0.0, "never", (0.0,) * len(KINDS))
@@ -72,6 +73,7 @@ class Simulated:
     exposed: list[Exposed] = field(default_factory=list)
     traffic: dict[str, Traffic] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
+    on_host: tuple[tuple[str, float], ...] = ()
 
     @property
     def exposed_seconds(self) -> float:

@@ -4,6 +4,7 @@ shapes and no memory, so that a model of any size does. Also what this machine r
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -225,6 +226,11 @@ def _line(error: BaseException) -> str:
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def physical_nbytes() -> float:
+    """The memory of this machine."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def measured_cpu(base: Hardware) -> Hardware:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 
 
@@ -28,6 +29,7 @@ class Hardware:
     a collective inside of a node, and between nodes. latency: of a message, `hop`: more for each node of a ring. host:
     between host and device. storage: what one device's process writes to or reads from storage. backend: of messages.
     reserved: taken on the device by driver, context and libraries; fragmentation: allowance of the allocator, a share.
+    host_memory: of the host, for one device's process; 0 if it is not known.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Hardware:
     # Share of the device that messages in flight take from compute: kernels of collectives occupy it.
     contention: float
     blocking: bool = False  # the host waits where the device would (a CPU)
+    host_memory: float = 0.0
 
     def peak_flops(self, itemsize: int) -> float:
         """Operations per second at most."""
@@ -69,7 +72,7 @@ class Hardware:
 
 
 def _gpu(
-    name: str, memory: float, flops2: float, flops4: float, bandwidth: float, intra: float, inter: float
+    name: str, memory: float, flops2: float, flops4: float, bandwidth: float, intra: float, inter: float, host: float
 ) -> Hardware:
     return Hardware(
         name,
@@ -92,21 +95,23 @@ def _gpu(
         reserved=1.5e9,
         fragmentation=0.04,
         contention=0.06,
+        host_memory=host,
     )
 
 
 GB, TB = 1e9, 1e12
 # memory as the driver reports it to torch; intra_node: bus bandwidth of NCCL's collectives; inter_node: a NIC per
-# device.
+# device. host_memory: an eighth of the system memory of NVIDIA's own node with 8 such devices, by its data sheets: DGX
+# A100 320GB 1 TB, DGX A100 640GB, DGX H100 and DGX H200 2 TB, DGX B200 2 TB (it takes up to 4). AMD sells no such node.
 PROFILES = {
     hardware.name: hardware
     for hardware in (
-        _gpu("a100-40g", 42.3 * GB, 312e12, 19.5e12, 1.555 * TB, 230 * GB, 21 * GB),
-        _gpu("a100-80g", 85.1 * GB, 312e12, 19.5e12, 2.039 * TB, 230 * GB, 21 * GB),
-        _gpu("h100-80g", 85.0 * GB, 989e12, 67e12, 3.35 * TB, 360 * GB, 45 * GB),
-        _gpu("h200-141g", 150.1 * GB, 989e12, 67e12, 4.8 * TB, 360 * GB, 45 * GB),
-        _gpu("b200-180g", 191.5 * GB, 2250e12, 80e12, 8.0 * TB, 720 * GB, 45 * GB),
-        _gpu("mi300x-192g", 205.8 * GB, 1300e12, 163e12, 5.3 * TB, 310 * GB, 45 * GB),
+        _gpu("a100-40g", 42.3 * GB, 312e12, 19.5e12, 1.555 * TB, 230 * GB, 21 * GB, 125 * GB),
+        _gpu("a100-80g", 85.1 * GB, 312e12, 19.5e12, 2.039 * TB, 230 * GB, 21 * GB, 250 * GB),
+        _gpu("h100-80g", 85.0 * GB, 989e12, 67e12, 3.35 * TB, 360 * GB, 45 * GB, 250 * GB),
+        _gpu("h200-141g", 150.1 * GB, 989e12, 67e12, 4.8 * TB, 360 * GB, 45 * GB, 250 * GB),
+        _gpu("b200-180g", 191.5 * GB, 2250e12, 80e12, 8.0 * TB, 720 * GB, 45 * GB, 250 * GB),
+        _gpu("mi300x-192g", 205.8 * GB, 1300e12, 163e12, 5.3 * TB, 310 * GB, 45 * GB, 0.0),
         Hardware(
             "cpu",
             memory=16 * GB,
@@ -155,7 +160,8 @@ def find_hardware(name: str) -> Hardware:
         kind = kinds[key]
         accepted = (int, float) if kind is float else (kind,)
         least = 0 if key in _MAY_BE_0 else 1e-12
-        if type(value) not in accepted or (kind in (int, float) and value < least):
+        is_number = kind in (int, float)
+        if type(value) not in accepted or (is_number and not (isfinite(value) and value >= least)):
             expected = {int: "a whole number above 0", float: "a number above 0", str: "a text", bool: "true or false"}[
                 kind
             ]
@@ -163,7 +169,7 @@ def find_hardware(name: str) -> Hardware:
     return replace(base, **{"name": Path(name).stem, **{key: kinds[key](value) for key, value in told.items()}})
 
 
-_MAY_BE_0 = ("reserved", "fragmentation", "latency", "hop", "launch", "contention")
+_MAY_BE_0 = ("reserved", "fragmentation", "latency", "hop", "launch", "contention", "host_memory")
 
 
 def _named(name: str) -> Hardware:

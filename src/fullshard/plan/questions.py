@@ -118,8 +118,10 @@ def _offload(planner: Planner, asked: Strategy) -> Answer:
     found = []
     for label, strategy in variants:
         plan = planner.plan(strategy)
-        nbytes = sum(size for _, size in plan.host_terms)
-        found.append(_row(label, plan) + (f", {gigabytes(nbytes)} of the host" if nbytes else ""))
+        share = f" of {gigabytes(plan.host_budget)}" if plan.host_budget else ""
+        found.append(
+            _row(label, plan) + (f", {gigabytes(plan.host_peak_nbytes)}{share} on the host" if plan.host_terms else "")
+        )
     return found
 
 

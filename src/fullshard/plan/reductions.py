@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from ..layout import UnitMemory
 from ..layout.memory import DOWNLOADS_IN_FLIGHT
 from .account import Bytes, Pool
 from .clock import Clock
@@ -18,7 +19,8 @@ SEND_BUFFERS, REDUCTIONS_IN_FLIGHT = 1, 2
 
 @dataclass
 class Flight:
-    """A reduction under way. `arrives`: the time of its message; `stage`: 0 over the shards, 1 among the replicas."""
+    """A reduction under way. `arrives`: the time of its message; `stage`: 0 over the shards, 1 among the replicas, 2
+    the result of one rank, which sends nothing."""
 
     unit: Unit
     group: Group
@@ -31,8 +33,11 @@ class Reductions:
     """Those under way: `sharing` over the shards, then `replicating` among the replicas. `keeps`: as on a CPU, where a
     message is sent before the oldest is waited for."""
 
-    def __init__(self, strategy: Strategy, counted: Bytes, pool: Pool, clock: Clock, *, keeps: bool) -> None:
+    def __init__(
+        self, strategy: Strategy, counted: Bytes, host: Bytes, pool: Pool, clock: Clock, *, keeps: bool
+    ) -> None:
         self.strategy, self.bytes, self.pool, self.clock, self.keeps = strategy, counted, pool, clock, keeps
+        self.host = host
         self.sharing: deque[Flight] = deque()
         self.replicating: deque[Flight] = deque()
         self.downloads: deque[tuple[str, float]] = deque()
@@ -71,10 +76,15 @@ class Reductions:
             if sent.storage_itemsize != (sent.held_itemsize if held else sent.compute_itemsize):
                 self.bytes.add("gradients of shards", name, sent.reduced_nbytes)
                 self.clock.copy(sent.reduced_nbytes + own)
-                return own
-            self.bytes.add("gradients", name, -own)
-            self.bytes.add("gradients of shards", name, own)
-            return 0.0
+                copied = own
+            else:
+                self.bytes.add("gradients", name, -own)
+                self.bytes.add("gradients of shards", name, own)
+                copied = 0.0
+            if sent.offloaded:
+                # It is copied to the host when the next one is made.
+                self.sharing.append(Flight(unit, group, self.clock.now, stage=2))
+            return copied
         self.pool.take("messages", name, self._key("send", group), sent.send_nbytes)
         made_of = sent.held_itemsize if held else sent.compute_itemsize
         cast = float(sent.leaving_nbytes) if sent.wire_itemsize != made_of else 0.0
@@ -123,6 +133,9 @@ class Reductions:
         group, name = flight.group, flight.unit.shape.title
         sent = group.sent
         assert sent is not None
+        if flight.stage == 2:
+            self._to_host(sent, name)
+            return
         self.clock.wait(flight.arrives, name, "all-reduce" if flight.stage else "reduce-scatter")
         if flight.stage == 0:
             chunk = sent.receive_nbytes if not sent.exchanges else 0
@@ -168,11 +181,23 @@ class Reductions:
         else:
             self.bytes.add("messages", name, -flight.cast)
             self.bytes.add("gradients of shards", name, result)
-        if sent.offloaded:
-            self.downloads.append((name, result))
-            self.clock.upload(result)
-            while len(self.downloads) > DOWNLOADS_IN_FLIGHT:
-                self._downloaded()
+        self._to_host(sent, name)
+
+    def _to_host(self, sent: UnitMemory, name: str) -> None:
+        """Begin to copy the result of a reduction to the host, if its shards are there."""
+        if not sent.offloaded:
+            return
+        result = float(sent.reduced_nbytes)
+        if sent.pack.world == 1 and len(sent.pack.segments) > 1:
+            # Results of one rank are tensors apart, which one copy to the host puts together.
+            self.bytes.add("gradients of shards", name, result)
+            self.bytes.add("gradients of shards", name, -result)
+            self.clock.copy(2 * result)
+        self.host.add("gradients of shards", name, result)
+        self.downloads.append((name, result))
+        self.clock.upload(result)
+        while len(self.downloads) > DOWNLOADS_IN_FLIGHT:
+            self._downloaded()
 
     def _downloaded(self) -> None:
         name, nbytes = self.downloads.popleft()

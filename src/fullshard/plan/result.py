@@ -47,7 +47,8 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Plan:
     """One strategy on one hardware. `terms`: bytes at the peak by name, allowances included; their sum is
-    `peak_nbytes`. `host_terms`: bytes of the rank's part of the host's memory, with offload."""
+    `peak_nbytes`. `host_terms`: bytes of the rank in host memory when there is most of it; their sum is
+    `host_peak_nbytes`. `budget`, `host_budget`: bytes of a device, and of the host for a rank; 0: not known."""
 
     model: Model
     strategy: Strategy
@@ -60,6 +61,7 @@ class Plan:
     padding: tuple[Padding, ...]
     checkpoints: Checkpoints
     host_terms: tuple[tuple[str, float], ...] = ()
+    host_budget: float = 0.0
 
     @property
     def peak_nbytes(self) -> float:
@@ -67,7 +69,16 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak_nbytes <= self.budget
+        """On the device, and on the host as far as its memory is known."""
+        return self.peak_nbytes <= self.budget and self.fits_on_host
+
+    @property
+    def host_peak_nbytes(self) -> float:
+        return sum(nbytes for _, nbytes in self.host_terms)
+
+    @property
+    def fits_on_host(self) -> bool:
+        return not self.host_budget or self.host_peak_nbytes <= self.host_budget
 
     @property
     def seconds(self) -> float:
@@ -114,6 +125,8 @@ class Plan:
             "peak_moment": found.peak.phase,
             "terms": {name: int(nbytes) for name, nbytes in self.terms},
             "host_bytes": {name: int(nbytes) for name, nbytes in self.host_terms},
+            "host_peak_bytes": int(self.host_peak_nbytes),
+            "host_budget_bytes": int(self.host_budget) or None,
             "largest": [{"name": name, "bytes": int(nbytes)} for name, nbytes in self.largest],
             "phases": {phase: dict(zip(KINDS, map(int, row), strict=True)) for phase, row in self.phases().items()},
             "units": [_unit_row(unit, self.held(i)) for i, unit in enumerate(self.units)],
@@ -158,10 +171,12 @@ def plan_of(
     hardware: Hardware,
     *,
     budget: float | None = None,
+    host_budget: float | None = None,
     failure_hours: float = FAILURE_HOURS,
 ) -> Plan:
-    """The plan of one strategy. `step`: of its size of the micro-batch and its recomputation; `budget`: bytes of a
-    device, None for all of it; `failure_hours`: between two failures of one device."""
+    """The plan of one strategy. `step`: of its size of the micro-batch and its recomputation; `budget`, `host_budget`:
+    bytes of a device and of the host for a rank, None for all that the hardware has; `failure_hours`: between two
+    failures of one device."""
     units = units_of(model, strategy)
     simulated = simulate(units, step, strategy, hardware, model.buffer_nbytes)
     by_kind = list(zip(KINDS, simulated.peak.nbytes, strict=True))
@@ -185,22 +200,9 @@ def plan_of(
         tuple((name, float(nbytes)) for name, nbytes in terms if nbytes),
         padding_of(units),
         checkpoints_of(units, strategy, hardware, failure_hours),
-        tuple((name, nbytes) for name, nbytes in _on_host(units, step, strategy) if nbytes),
+        simulated.on_host,
+        hardware.host_memory if host_budget is None else host_budget,
     )
-
-
-def _on_host(units: Sequence[Unit], step: Step, strategy: Strategy) -> list[tuple[str, float]]:
-    """What is in host memory instead, at most."""
-    found = [("activations", step.hosted)]
-    if strategy.offload:
-        groups = [group for unit in units for group in unit.groups]
-        found = [
-            ("parameters", float(sum(g.memory.shard_nbytes for g in groups))),
-            ("optimizer", float(sum(g.state_nbytes for g in groups))),
-            ("gradients of shards", float(sum(g.sent.reduced_nbytes for g in groups if g.sent is not None))),
-            *found,
-        ]
-    return found
 
 
 def padding_of(units: Sequence[Unit], least: float = 0.01) -> tuple[Padding, ...]:
@@ -312,11 +314,14 @@ def table(plan: Plan) -> str:
         "",
     ]
     verdict = "fits" if plan.fits else "does not fit"
-    lines.append(f"{verdict}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}")
+    line = f"{verdict}: peak {gigabytes(plan.peak_nbytes)} of {gigabytes(plan.budget)}, in {found.peak.phase}"
+    if not plan.fits_on_host:
+        line += f"; on the host {gigabytes(plan.host_peak_nbytes)} of {gigabytes(plan.host_budget)}"
+    lines.append(line)
     lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in sorted(plan.terms, key=lambda t: -t[1])]
     if plan.host_terms:
-        held = sum(nbytes for _, nbytes in plan.host_terms)
-        lines.append(f"on the host, of this rank: {gigabytes(held)}")
+        share = f"of {gigabytes(plan.host_budget)}" if plan.host_budget else "(how much it has is not known)"
+        lines.append(f"on the host, of this rank: peak {gigabytes(plan.host_peak_nbytes)} {share}")
         lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in plan.host_terms]
     lines += ["", "the five largest of these, by unit"]
     lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in plan.largest]
@@ -436,9 +441,18 @@ _SAYS = {
 
 
 def _assumed_of_host(plan: Plan) -> list[str]:
-    if not plan.host_terms:
+    if plan.hardware.blocking:
         return []
+    found = [
+        f"each rank may use {gigabytes(plan.host_budget)} of the host's memory, an equal share for each device of a "
+        f"node; what system, data loaders and libraries take of it is not counted"
+        if plan.host_budget
+        else "the host's memory is not known: what goes there is taken to fit (--host-budget, or host_memory in a TOML)"
+    ]
+    if not plan.host_terms:
+        return found
     return [
+        *found,
         f"copies between host and device move {gigabytes(plan.hardware.host)}/s for each rank, those of activations "
         f"on the stream of compute; what the allocator of page-locked memory rounds up is not counted",
     ]

@@ -38,12 +38,14 @@ class Planner:
         hardware: Hardware,
         *,
         budget: float | None = None,
+        host_budget: float | None = None,
         sequence: int | None = None,
         failure_hours: float = FAILURE_HOURS,
     ) -> None:
         self.describe = describe
         self.hardware = hardware
         self.budget = hardware.memory if budget is None else budget
+        self.host_budget = hardware.host_memory if host_budget is None else host_budget
         self.sequence = sequence
         self.failure_hours = failure_hours
         self._models: dict[tuple[int, int | None, str, bool, Ways], Model] = {}
@@ -88,7 +90,9 @@ class Planner:
         return (strategy.with_activations(hosted=False) if self.hardware.blocking else strategy).recompute
 
     def _planned(self, model: Model, step: Step, strategy: Strategy) -> Plan:
-        return plan_of(model, step, strategy, self.hardware, budget=self.budget, failure_hours=self.failure_hours)
+        strategy = replace(strategy, offload=strategy.offload and not self.hardware.blocking)
+        limits = {"budget": self.budget, "host_budget": self.host_budget, "failure_hours": self.failure_hours}
+        return plan_of(model, step, strategy, self.hardware, **limits)
 
     # ---- search ------------------------------------------------------------------------------------------------
 
@@ -97,8 +101,10 @@ class Planner:
         changes. Samples of a step stay the same. The host is used only if nothing fits without it: first for
         activations, then for shards and state, then for both. `meshes`: on every mesh, and not on three alone
         (`candidates`), which takes a third of the time."""
-        hosts = not self.hardware.blocking and not asked.hosts_activations
-        for offload, moved in product((asked.offload,) if asked.offload else (False, True), (False, True)[: 1 + hosts]):
+        device = not self.hardware.blocking
+        hosts = device and not asked.hosts_activations
+        offloads = (False, True) if device and not asked.offload else (asked.offload,)
+        for offload, moved in product(offloads, (False, True)[: 1 + hosts]):
             found = self._fitting(asked, offload, moved or asked.hosts_activations, meshes)
             if found:
                 return found
@@ -111,7 +117,7 @@ class Planner:
             assert isinstance(ways, str)
             tried = replace(strategy, offload=offload, recompute=on_host(ways) if hosted else ways)
             try:
-                if self.least_nbytes(tried) > self.budget:
+                if self._cannot_fit(tried):
                     continue
                 plan = self.estimate(tried)
             except ValueError:
@@ -124,13 +130,17 @@ class Planner:
         best = min(change.plan.seconds for change in found)
         return sorted(found, key=lambda c: (round(c.plan.seconds / best / 0.01), c.count, c.plan.peak_nbytes))
 
-    def least_nbytes(self, strategy: Strategy) -> float:
-        """Bytes that a rank has at least: of shards, state and buffers, and what the device keeps for itself."""
-        if strategy.offload:
-            return self.hardware.reserved
+    def least_nbytes(self, strategy: Strategy) -> tuple[float, float]:
+        """Bytes that a rank has at least, on the device and on the host: of shards, state and buffers, and what the
+        device keeps for itself."""
         model = self.model(1, strategy.compute)
         at_rest = sum(g.memory.shard_nbytes + g.state_nbytes for u in units_of(model, strategy) for g in u.groups)
-        return at_rest + model.buffer_nbytes + self.hardware.reserved
+        device = model.buffer_nbytes + self.hardware.reserved
+        return (device, at_rest) if strategy.offload else (device + at_rest, 0.0)
+
+    def _cannot_fit(self, strategy: Strategy) -> bool:
+        device, host = self.least_nbytes(strategy)
+        return device > self.budget or (0 < self.host_budget < host)
 
 
 def candidates(asked: Strategy, node: int, *, meshes: bool = True) -> Iterator[Strategy]:

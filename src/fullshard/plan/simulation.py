@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from ..layout import UnitMemory
 from ..schedule import Command, RunRecord, UnitRecord, rules
-from .account import Bytes, Exposed, Moment, Pool, Simulated, Traffic
+from .account import KINDS, Bytes, Exposed, Moment, Pool, Simulated, Traffic
 from .clock import AXES, Clock
 from .machine import Hardware
 from .reductions import Reductions
@@ -34,10 +34,11 @@ class Simulation:
         self.units, self.strategy = units, strategy
         self.schedule = RunRecord([_record(unit, i) for i, unit in enumerate(units)])
         self.schedule.prefetch_depth = strategy.prefetch_depth
-        self.bytes = Bytes()
+        # On the device, and in host memory.
+        self.bytes, self.host = Bytes(), Bytes()
         self.pool = Pool(self.bytes, keep=hardware.blocking)
         self.clock = Clock(hardware, _itemsize(units, strategy))
-        self.reductions = Reductions(strategy, self.bytes, self.pool, self.clock, keeps=hardware.blocking)
+        self.reductions = Reductions(strategy, self.bytes, self.host, self.pool, self.clock, keeps=hardware.blocking)
         self.measured = False
         self.phase = ""
         # By index of the unit: when its gather arrives; bytes of gradients that no command took yet.
@@ -48,9 +49,9 @@ class Simulation:
         self.staying: list[Unit] = []
         for unit in units:
             for group in unit.groups:
-                if not group.memory.offloaded:
-                    self.bytes.add("parameters", unit.shape.title, group.memory.shard_nbytes)
-                    self.bytes.add("optimizer", unit.shape.title, group.state_nbytes)
+                there = self.host if group.memory.offloaded else self.bytes
+                there.add("parameters", unit.shape.title, group.memory.shard_nbytes)
+                there.add("optimizer", unit.shape.title, group.state_nbytes)
         self.bytes.add("buffers", "", buffer_nbytes)
 
     @property
@@ -65,6 +66,7 @@ class Simulation:
         for measured in (False, True):
             self.measured = measured
             self.bytes.forget()
+            self.host.forget()
             self.clock.begin(Simulated(traffic={axis: Traffic() for axis in AXES}))
             for window in range(windows):
                 # Between the first and the last of a window all are alike: one stands for the others.
@@ -80,6 +82,8 @@ class Simulation:
         found = self.found
         found.seconds = self.clock.now
         found.terms = sorted(self.bytes.at_most, key=lambda term: -term[1])
+        on_host = zip(KINDS, self.host.peak, strict=True)
+        found.on_host = tuple((kind, nbytes) for kind, nbytes in on_host if nbytes)
         return found
 
     def _figures(self) -> tuple[float, float, float, dict[str, Traffic]]:
@@ -112,6 +116,7 @@ class Simulation:
         self._do(rules.backward_end(run, records[0], present))
         self.bytes.set("activations", "", 0.0)
         self.bytes.set("loss", "", 0.0)
+        self.host.set("activations", "", 0.0)
         self._note()
 
     def _event(self, kind: str, record: UnitRecord) -> None:
@@ -141,6 +146,7 @@ class Simulation:
             # On the stream of compute: nothing runs beside them.
             arrives = self.clock.upload(span.work.copied, round(span.work.copies))
             self.clock.wait(arrives, self.phase.partition(" ")[2] or self.phase, "copies of activations")
+        self.host.set("activations", "", span.hosted)
         for there, share, when in ((span.peak, span.ready, begun), (span.end, 1.0 - span.ready, self.clock.now)):
             # What goes first makes room for what comes.
             self.bytes.set("loss", "", 0.0)
@@ -282,8 +288,9 @@ class Simulation:
         for each in self.units:
             # Added to those of earlier backwards, of which there were as many bytes.
             reduced = sum(group.sent.reduced_nbytes for group in each.groups if group.sent is not None)
-            if self.bytes.nbytes("gradients of shards", each.shape.title) > reduced:
-                self.bytes.set("gradients of shards", each.shape.title, reduced)
+            for there in (self.bytes, self.host):
+                if there.nbytes("gradients of shards", each.shape.title) > reduced:
+                    there.set("gradients of shards", each.shape.title, reduced)
         self.touched.clear()
         self.staying.clear()
 
@@ -311,15 +318,16 @@ class Simulation:
             written = sum(group.sent.reduced_nbytes + group.state_nbytes for group in groups if group.sent is not None)
             read = sum(group.sent.reduced_nbytes for group in groups if group.sent is not None)
             rate = hardware.host if offload else hardware.bandwidth * hardware.stream
-            if not offload:
-                self.bytes.add("optimizer step", "", _step_nbytes(groups, OPTIMIZERS[self.strategy.optimizer]))
-                self._note()
-                self.bytes.clear("optimizer step", "")
+            there = self.host if offload else self.bytes
+            there.add("optimizer step", "", _step_nbytes(groups, OPTIMIZERS[self.strategy.optimizer]))
+            self._note()
+            there.clear("optimizer step", "")
             seconds = (2 * written + read) / rate
             self.found.optimizer_seconds = seconds
             self.clock.now += seconds
         for unit in self.units:
             self.bytes.clear("gradients of shards", unit.shape.title)
+            self.host.clear("gradients of shards", unit.shape.title)
         self._note()
 
 

@@ -43,7 +43,8 @@ class Event(NamedTuple):
 class Span:
     """What is computed after `event`, until the next one. `peak`, `end`: bytes of activations when there is most of
     them and of new gradients, and at the end; `loss`: the part of `peak` that the loss made. `gradients`: (unit,
-    bytes) of gradients of parameters that came, of which the share `ready` was there at the peak."""
+    bytes) of gradients of parameters that came, of which the share `ready` was there at the peak. `hosted`: bytes of
+    activations on the host at the end."""
 
     event: Event | None
     work: Work
@@ -53,12 +54,13 @@ class Span:
     gradients: tuple[tuple[int, float], ...] = ()
     ready: float = 0.0
     recomputes: bool = False
+    hosted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The spans of a forward and backward. `held`: by unit, bytes of activations at the end of the forward; `hosted`:
-    bytes of activations on the host then."""
+    bytes of activations on the host at most."""
 
     spans: tuple[Span, ...]
     held: tuple[tuple[int, float], ...]
@@ -109,6 +111,7 @@ def scaled(one: Step, two: Step, samples: int) -> Step:
             end=at(a.end, b.end),
             loss=at(a.loss, b.loss),
             ready=b.ready,
+            hosted=at(a.hosted, b.hosted),
         )
         for a, b in zip(one.spans, two.spans, strict=True)
     ]
@@ -141,6 +144,7 @@ class _Running:
         self.gradients: Counter[int] = Counter()
         self.came = self.came_at_peak = 0
         self.recomputes = False
+        self.hosted = self.most_hosted = 0.0
 
     def close(self, event: Event | None) -> None:
         empty = self.work == Work() and self.peak == self.now and not self.gradients and self.event is None
@@ -149,7 +153,9 @@ class _Running:
             made = tuple((unit, float(nbytes)) for unit, nbytes in self.gradients.items())
             ready = self.came_at_peak / self.came if self.came else 0.0
             self.spans.append(
-                Span(self.event, self.work, self.peak, end, self.loss_at_peak, made, ready, self.recomputes)
+                Span(
+                    self.event, self.work, self.peak, end, self.loss_at_peak, made, ready, self.recomputes, self.hosted
+                )
             )
         self.event, self.work, self.recomputes = event, Work(), False
         self.peak, self.loss_at_peak = self.now, self.loss_now
@@ -168,7 +174,6 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     sizes: dict[int, tuple[int, int]] = {}  # storage -> bytes, use
     held: Counter[int] = Counter()
     matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    hosted = 0.0
 
     def flush() -> None:
         nonlocal matmul, matmul_nbytes, nbytes, kernels, attention, copied, copies
@@ -188,7 +193,8 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
             elif line.name in (TO_HOST, FROM_HOST):
                 copied += line.b
                 copies += 1
-                hosted += line.b * (line.name == TO_HOST)
+                running.hosted += line.b if line.name == TO_HOST else -line.b
+                running.most_hosted = max(running.most_hosted, running.hosted)
             else:
                 nbytes += line.b
             if line.name.startswith(AGAIN):
@@ -222,4 +228,4 @@ def _spans(tape: Tape, lines: Iterable[Line], samples: int) -> Step:
     flush()
     running.close(None)
     by_unit = tuple(sorted((unit, float(size)) for unit, size in held.items()))
-    return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples), hosted)
+    return Step(tuple(running.spans), by_unit, float(tape.batch_nbytes), float(samples), running.most_hosted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from fullshard.plan import Plan, Planner, Strategy, find_hardware
 from fullshard.plan.description import Model
-from fullshard.plan.facts import describe, measured_cpu
+from fullshard.plan.facts import describe, measured_cpu, physical_nbytes
 from fullshard.plan.machine import PROFILES
 from fullshard.plan.recomputation import keeping, on_host
 from fullshard.plan.result import duration, gigabytes
@@ -77,11 +78,11 @@ def _recomputed(config: Config) -> str | tuple[str, ...]:
 
 def plan_here(config: Config, world: int) -> Plan:
     """The plan of a run on this machine: its CPU, measured with the threads of one process, or its devices by name."""
-    kind = device_kind(config)
+    kind, here = device_kind(config), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if kind == "cpu":
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_per_process(config, world))
-        hardware = measured_cpu(find_hardware("cpu"))
+        hardware = replace(measured_cpu(find_hardware("cpu")), memory=physical_nbytes() / here)
         torch.set_num_threads(threads)
     else:
         called = torch.cuda.get_device_name()
@@ -90,7 +91,8 @@ def plan_here(config: Config, world: int) -> Plan:
         hardware = find_hardware(known or "h100-80g")
         # A device without a profile goes by another's speed, and says so in the table's first line.
         name = hardware.name if known else f"{called}, planned as {hardware.name}"
-        hardware = replace(hardware, name=name, memory=float(torch.cuda.get_device_properties(0).total_memory))
+        memory, host_memory = float(torch.cuda.get_device_properties(0).total_memory), physical_nbytes() / here
+        hardware = replace(hardware, name=name, memory=memory, host_memory=host_memory)
     programs = programs_of(config)
 
     def described(samples: int, sequence: int | None, compute: str, alone: bool, recompute: Ways) -> Model:
