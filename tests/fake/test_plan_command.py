@@ -170,6 +170,27 @@ def test_a_config_of_hugging_face_without_transformers(monkeypatch: pytest.Monke
         shapes.hugging_face(file)
 
 
+_SMALL = {"vocab_size": 100, "tie_word_embeddings": False}
+_DECODERS = {
+    "llama": _LLAMA | _SMALL,
+    "qwen2": _LLAMA | _SMALL | {"model_type": "qwen2"},
+    "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64} | _SMALL,
+}
+
+
+@pytest.mark.parametrize("kind", _DECODERS)
+def test_a_config_of_hugging_face_with_transformers(kind: str, tmp_path: Path) -> None:
+    """Its models look at a batch to see which mask they need; the planner has none to look at."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(_DECODERS[kind]))
+    model = describe(shapes.hugging_face(file, 16), kind)
+    assert len(model.units) == 3 and (model.samples, model.tokens) == (1, 16)
+    names = {line.name for line in model.tape.lines}
+    assert any("attention_for_cpu" in name for name in names), "fused, without scores"
+    if kind == "llama":
+        assert model.numel == describe(shapes.language_model(shapes._shape(file, _DECODERS[kind]), 16), kind).numel
+
+
 def test_named_shapes_have_their_published_sizes() -> None:
     with torch.device("meta"):
         sizes = {name: sum(p.numel() for p in shapes.named(name, 64).model().parameters()) for name in shapes.NAMED}
@@ -208,6 +229,7 @@ def test_any_number_of_ranks_and_no_group() -> None:
         ([f"{__name__}:program", "--optimizer", "lion"], "expected one of adamw"),
         ([f"{__name__}:program", "--param-dtype", "int3"], "expected a dtype"),
         ([f"{__name__}:program", "--sequence", "8"], "have a length of their own"),
+        ([f"{__name__}:program", "--svg", "nowhere/plan.svg"], "--svg nowhere/plan.svg: cannot write it: No such"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[-40:],
 )

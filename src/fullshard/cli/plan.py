@@ -124,9 +124,12 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     plan = planner.plan(strategy)
     changes = planner.search(strategy, meshes=arguments.search) if arguments.search or not plan.fits else []
-    for path, text in ((arguments.svg, svg), (arguments.html, page)):
+    for option, path, text in (("--svg", arguments.svg, svg), ("--html", arguments.html, page)):
         if path is not None:
-            path.write_text(text(plan), encoding="utf-8")
+            try:
+                path.write_text(text(plan), encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"{option} {path}: cannot write it: {error.strerror or error}") from None
     if arguments.json:
         found = plan.as_json()
         found["changes"] = [

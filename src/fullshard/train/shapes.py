@@ -28,6 +28,7 @@ NAMED = {
 # Model types of Hugging Face that have the trainer's Llama's layers and shapes.
 _LIKE_LLAMA = ("llama", "mistral")
 _LONGEST = 4096
+_UNMASKED = "fullshard_unmasked"
 
 
 def named(name: str, sequence: int | None = None) -> Program:
@@ -54,6 +55,7 @@ def hugging_face(path: Path, sequence: int | None = None) -> Program:
     length = sequence or min(told.get("max_position_embeddings") or _LONGEST, _LONGEST)
     try:
         import transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
     except ModuleNotFoundError:
         return language_model(_shape(path, told), length)
     try:
@@ -64,7 +66,11 @@ def hugging_face(path: Path, sequence: int | None = None) -> Program:
         raise ProgramError(f"{path}: transformers cannot read it: {str(error).strip().splitlines()[0]}") from None
 
     def build() -> nn.Module:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        # An attention of transformers' registry for which it makes no mask: to find out whether it needs one, it would
+        # read the batch. Batches here have no padding, and torch's fused attention knows `is_causal`.
+        transformers.AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
+        given: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": _UNMASKED}
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **given)  # type: ignore[no-untyped-call]
         return model
 
     return _program(build, lambda model, tokens: model(input_ids=tokens).logits, vocabulary, length)
