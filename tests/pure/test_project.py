@@ -107,6 +107,8 @@ def test_every_declared_python_ran_the_tests() -> None:
     prefix = "Programming Language :: Python :: 3."
     declared = {f"3.{one[len(prefix) :]}" for one in PYPROJECT["project"]["classifiers"] if one.startswith(prefix)}
     assert declared == {python for python, _ in ran}
+    minors = [int(one.removeprefix("3.")) for one in declared]
+    assert PYPROJECT["project"]["requires-python"] == f">=3.{min(minors)},<3.{max(minors) + 1}"
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     pythons, torches = (
         re.findall(r'"([^"]+)"', line) for line in re.findall(r"^ {8}\w+: (\[.*\])$", workflow, flags=re.M)
