@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+import collections  # noqa: E402
 import fnmatch  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Generator  # noqa: E402
@@ -143,12 +144,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
+    _keep_some_quick(items)
     if config.getoption("--draw") is not None:
         day, of_all = draw.day(config.getoption("--draw")), config.getoption("--draw-one-in") or 1
         left_out = [item for item in items if not draw.is_drawn(item.nodeid, _one_in(item) * of_all, day)]
         config.hook.pytest_deselected(items=left_out)
         known = set(left_out)
         items[:] = [item for item in items if item not in known]
+
+
+def _keep_some_quick(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test with the marker `quick(n)` as slow, but for the first and each n-th after it."""
+    cases: collections.Counter[tuple[Path, str]] = collections.Counter()
+    for item in items:
+        marker = item.get_closest_marker("quick")
+        if marker is not None and not item.get_closest_marker("slow"):
+            test = (item.path, item.nodeid.partition("[")[0])
+            if cases[test] % int(marker.args[0]):
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
 
 def _one_in(item: pytest.Item) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 
 from tests.harness.on_device import Setup, case_of, sharded, whole
@@ -43,6 +44,7 @@ def _held(rank: int, way: dict[str, Any] | None) -> tuple[int, dict[str, torch.T
     return held, gradients, races
 
 
+@pytest.mark.slow
 def test_activations_on_the_host_leave_the_device() -> None:
     found = {name: pool(2, backend="late").run(_held, way) for name, way in WAYS.items()}
     for rank in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fullshard import checkpoint
@@ -42,6 +43,7 @@ def _saves(rank: int, folder: str, offload: bool) -> tuple[list[str], list[bool]
     return [race.explain() for race in seen.races] + late.failures(), same
 
 
+@pytest.mark.slow
 def test_saves_beside_training_hold_the_step_that_they_name(tmp_path: Path) -> None:
     for offload in (False, True):
         for races, same in pool(2, backend="late").run(_saves, str(tmp_path / str(offload)), offload, timeout=90):

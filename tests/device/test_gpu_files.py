@@ -24,6 +24,7 @@ def run(*arguments: str, timeout_s: float = 110) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_tests_for_hardware() -> None:
     """All of them, none left out."""
     printed = run("pytest", "-q", "-p", "tests.harness.pretended", "-p", "no:cacheprovider", "tests/gpu")
@@ -31,6 +32,7 @@ def test_the_tests_for_hardware() -> None:
     assert " passed" in last and "skipped" not in last, printed
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(600)
 @pytest.mark.parametrize("parts", [("ranks",), pytest.param((), marks=pytest.mark.slow)], ids=["ranks", "all"])
 def test_the_benchmarks_for_hardware(parts: tuple[str, ...]) -> None:

@@ -172,6 +172,7 @@ def _lost(rank: int, how: str, folder: str) -> tuple[list[str], dict[str, Tensor
         return said, _values(model)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("how", ["whole", "parts", "checkpoint", "new optimizer", "declared"])
 def test_the_model_is_lost_on_all_ranks_until_all_of_it_was_loaded(how: str, tmp_path: Path) -> None:
     found = pool(2, backend="late").run(_lost, how, str(tmp_path / "checkpoint"))
@@ -221,6 +222,7 @@ def _killed(rank: int, folder: str) -> tuple[list[str], list[str]]:
         return said, refused
 
 
+@pytest.mark.slow
 def test_after_a_rank_was_killed_nothing_of_the_model_is_used(tmp_path: Path) -> None:
     # From a process of its own: autograd counts the devices once, and here it may have done so before the forks' device
     # is pretended.
@@ -286,6 +288,7 @@ def _cut_in_a_step(rank: int, wait: bool) -> tuple[str, bool, bool, str, dict[st
         return error, stepped, spoiled, str(refused.value), _values(model)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_guard_that_waits_notices_a_cut_before_the_step(wait: bool) -> None:
     for rank, (error, stepped, spoiled, refused, values) in enumerate(
@@ -331,6 +334,7 @@ def _raises(rank: int, where: str, early: bool) -> tuple[str, bool, int, str, di
         return str(caught.value), waited, steps, str(refused.value), _values(model)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("where", "ranks"), [("backward", "rank 0"), ("step", "ranks 0 and 1")])
 def test_the_watch_ends_the_wait_of_a_guard_on_a_device(where: str, ranks: str) -> None:
     """And what was under way on the rank that raised is lost, too: its messages go with the connections."""
@@ -342,6 +346,7 @@ def test_the_watch_ends_the_wait_of_a_guard_on_a_device(where: str, ranks: str) 
         _same(values)
 
 
+@pytest.mark.slow
 def test_ranks_may_load_before_they_meet() -> None:
     """The model is sound then, and is not lost by what was under way before the load; the optimizer was not loaded."""
     for _, _, steps, refused, values in pool(2, backend="late").run(_raises, "step", True):

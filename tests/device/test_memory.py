@@ -91,6 +91,7 @@ class Found:
 FIRST = ("ZeRO-3, packed", "ZeRO-2", "mixed precision", "offload, mixed precision", "recomputation", "micro-batches")
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in SETUPS]
 )
@@ -98,6 +99,7 @@ def test_the_peak_is_what_the_report_says(name: str) -> None:
     _check(SETUPS[name], 2)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ALONE)
 def test_the_peak_of_one_rank(name: str) -> None:
     _check(ALONE[name], 1)

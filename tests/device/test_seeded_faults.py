@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.harness import on_device
-from tests.harness.draw import half
 from tests.harness.errors import RanksFailed
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
@@ -44,13 +43,11 @@ def _noticed(found: Found | str, setup: Setup, world: int) -> str:
     return ""
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "name",
-    # "a fault, in another setup" runs in `make test-full`, and of the others a half.
-    [
-        *half(name for name in FAULTS if ", " not in name),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS if ", " in name),
-    ],
+    # "a fault, in another setup" runs in `make test-full`.
+    [name if ", " not in name else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS],
 )
 def test_a_seeded_fault_is_found(name: str) -> None:
     fault = FAULTS[name]

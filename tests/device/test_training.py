@@ -48,11 +48,13 @@ def _runs(name: str) -> list[Found]:
     return on_device.run(SETUPS[name])
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_access_is_ordered_and_the_numbers_are_plain_training_s(name: str) -> None:
     _check(SETUPS[name], 2, _runs(name))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", WIDER)
 def test_strategies_of_four_ranks(name: str) -> None:
     found = on_device.run(WIDER[name], world=4)

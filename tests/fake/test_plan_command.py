@@ -62,6 +62,7 @@ def cannot_be_built() -> Program:
     return replace(program(), model=_Fails)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -103,6 +104,7 @@ def test_json_has_what_is_documented(capsys: pytest.CaptureFixture[str], tmp_pat
     assert found["strategy"]["param_dtype"] == "bfloat16" and found["strategy"]["ranks"] == 4
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) -> None:
     entry = ["plan", f"{__name__}:program", "--ranks", "2", "--micro", "64"]
     assert main([*entry, "--json"]) == 0
@@ -115,6 +117,7 @@ def test_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) ->
     assert "nothing that was tried fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_config_of_the_trainer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text(

@@ -391,6 +391,7 @@ def test_buffers_of_what_is_frozen_are_freed() -> None:
         assert found[4] == found[1] and found[7] < found[4]
 
 
+@pytest.mark.slow
 def test_ways_of_gradients_that_no_step_takes_any_more_are_dropped() -> None:
     """One for each set of trainable parameters; those of the last steps are kept."""
 

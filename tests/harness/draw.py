@@ -1,6 +1,5 @@
 """Draws some of the many cases of a family, others each day, so that `make test-full` ends within an hour.
 
-half    every second case of a family that a test names so runs in `make test`, the others are slow
 day     the days since 0001-01-01, so that a red run can be repeated: `make test-full DRAW=739943`
 case    drawn on one day in n, by its name: in n days in a row all are, and each day about as many
 """
@@ -9,10 +8,6 @@ from __future__ import annotations
 
 import datetime
 import zlib
-from collections.abc import Iterable
-from typing import Any
-
-import pytest
 
 
 def day(text: str = "today") -> int:
@@ -27,12 +22,3 @@ def is_drawn(name: str, one_in: int, on: int) -> bool:
     [1, 1, 1]
     """
     return (zlib.crc32(name.encode()) + on) % one_in == 0
-
-
-def half(cases: Iterable[Any], of: int = 2) -> list[Any]:
-    """The first of each `of` neighbours as it is, the others for the full run: for families whose cases differ little.
-    A case of several values is a tuple."""
-    return [
-        case if i % of == 0 else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for i, case in enumerate(cases)
-    ]

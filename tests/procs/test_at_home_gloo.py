@@ -32,6 +32,7 @@ def _around(rank: int, impl: str) -> str:
     return "accepted"
 
 
+@pytest.mark.slow
 @behaviour("DistributedDataParallel around a sharded model is refused", area="errors")
 @for_each_implementation
 def test_ddp_around_a_sharded_model_is_refused(impl: Implementation) -> None:

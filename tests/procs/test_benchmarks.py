@@ -59,6 +59,7 @@ def test_host() -> None:
         assert set(result["ways"]) == {"bare", "fsdp2", "fullshard", "+ shards", "direct"}
 
 
+@pytest.mark.slow
 def test_walk() -> None:
     """And nothing of torch's is replaced by a program that shards and trains."""
     results: dict[str, Any] = _last_line("benchmarks.walk", tiny=False)["results"]  # type: ignore[assignment]

@@ -133,6 +133,7 @@ def test_a_first_save_is_whole_or_absent(tmp_path: Path) -> None:
     assert found[0] is None and found[-1] == 2 and 1 not in found
 
 
+@pytest.mark.slow
 @behaviour(
     "a rank of two killed in a save ({how}): the others raise, and the checkpoint before loads",
     area="checkpoints",

@@ -187,6 +187,7 @@ def _check_recomputed(impl: Implementation, backend: str) -> None:
             assert (products, breaks) == (PRODUCTS, 0)
 
 
+@pytest.mark.slow
 @behaviour("compiled blocks with recomputation inside or outside of the graph train as plain ones", area="compile")
 @for_each_implementation
 def test_recomputation(impl: Implementation) -> None:
@@ -204,6 +205,7 @@ def _precision(rank: int, backend: str) -> list[Trained]:
     return results
 
 
+@pytest.mark.slow
 @behaviour("compiled blocks in mixed precision: the numbers of FSDP2's", area="compile", torch="equal")
 def test_mixed_precision() -> None:
     for theirs, *ours in pool(2).run(_precision, "aot_eager", timeout=TIMEOUT):
@@ -260,6 +262,7 @@ def unannounced_reference(broken: bool) -> Trained:
     return train_reference(case.build(), _aux_loss, batches)
 
 
+@pytest.mark.quick(2)
 @behaviour(
     "a compiled block whose loss bypasses its output trains as a plain one",
     area="compile",

@@ -133,6 +133,7 @@ def _check_programs(backend: str, names: tuple[str, ...], **variables: str) -> N
                 raise
 
 
+@pytest.mark.slow
 def test_programs() -> None:
     _check_programs("eager", FEW)
 
@@ -233,6 +234,7 @@ def _then(then: Any, run: Any, model: nn.Module, batch: Batch) -> Any:
     return then(run(model, batch))
 
 
+@pytest.mark.slow
 def test_backward_and_gathers_by_hand_in_a_compiled_function() -> None:
     batches = [[RESIDUAL.batch(step, rank) for rank in range(2)] for step in range(STEPS)]
     expected = train_reference(RESIDUAL.build(), RESIDUAL.loss, batches)

@@ -101,6 +101,7 @@ def _path(case: str, world: int) -> str:
     return f"tests/threads/test_{file}.py::{test}"
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(600)
 # Two ranks are what the other tests of this tier have; four take more than a minute.
 @pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])

@@ -111,6 +111,7 @@ def twice(rank: int, world: int, names: list[str]) -> dict[str, int]:
     return differ
 
 
+@pytest.mark.slow
 @behaviour(
     "the same seed twice is the same training, bit by bit, whichever rank is late",
     area="training",

@@ -208,6 +208,7 @@ def _replica(rank: int) -> tuple[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_gather_within_one_replica_is_told_to_all() -> None:
     for text, seconds in run_forks(4, _replica, (), 60):
         assert "found rank 3 in full_tensor (" in text and "which needs ranks 2 and 3, while rank 2 waits" in text
@@ -273,6 +274,7 @@ def _check_legal(program: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
+@pytest.mark.slow
 def test_what_was_issued_before_is_not_missing() -> None:
     _check_legal(issued_before)
 

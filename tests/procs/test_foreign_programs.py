@@ -81,6 +81,7 @@ def _transformers(rank: int, folder: str, tied: bool) -> tuple[float, float]:
     return forwards, backwards
 
 
+@pytest.mark.quick(2)
 @behaviour(
     "a Llama of transformers, loaded into ours from its files, computes the same, and the other way ({tied})",
     area="checkpoints",
@@ -214,6 +215,7 @@ def _torchtitan_like(rank: int, folder: str) -> None:
         torch_dcp.save(state, checkpoint_id=Path(folder) / "step-4")
 
 
+@pytest.mark.slow
 @behaviour(
     "a checkpoint in torchtitan's form loads",
     area="checkpoints",

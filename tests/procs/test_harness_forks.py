@@ -29,6 +29,7 @@ def test_a_closure_runs_on_every_rank_with_gloo() -> None:
         assert run_forks(world, rank_main, (1,), 30.0) == [(True, "gloo", expected)] * world
 
 
+@pytest.mark.slow
 def test_failures_are_told_by_rank() -> None:
     def raises(rank: int) -> None:
         if rank == 1:

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,6 +60,7 @@ def _beside_ddp(rank: int) -> tuple[Trained, Trained]:
     return ours, _without_wrapper(_train(rank, ddp))
 
 
+@pytest.mark.slow
 def test_replicas_of_one_shard_train_as_ddp() -> None:
     """Parameters and AdamW state: the same bits on two ranks, where a sum has one order; within rounding on four."""
     for ours, ddp in pool(2).run(_beside_ddp):

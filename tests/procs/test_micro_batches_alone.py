@@ -76,6 +76,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.quick(3)
 @behaviour(
     "one rank alone out of memory: all ranks try the step again in smaller pieces, within seconds",
     area="failures",
@@ -118,6 +119,7 @@ def one_sample(rank: int) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
+@pytest.mark.slow
 def test_where_one_sample_does_not_fit_on_one_rank() -> None:
     peer, lacking = pool(2).run(one_sample, timeout=60)
     assert peer[0] == "PeerFailed" and "rank 1 ran out of memory" in peer[1]
@@ -146,6 +148,7 @@ def both(rank: int, before_the_model: bool) -> tuple[str, str, list[Tensor]]:
     return type(caught.value).__name__, str(caught.value), _state(model, optimizer)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("before_the_model", [False, True])
 def test_memory_here_and_another_error_there(before_the_model: bool) -> None:
     """Also before the very first forward of a model on one rank: then the other one does not come to its own error."""

@@ -14,6 +14,7 @@ from tests.harness.pool import pool
 QUICK = ("seed_000_removed", "seed_001", "helper_module", "trainer_class", "ddp_optimizer_first", "optimizer_state")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in migrations.names()]
 )

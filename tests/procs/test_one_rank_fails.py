@@ -100,7 +100,8 @@ def _comes_to_it(spec: ModelSpec, failing: Failing) -> bool:
     return False
 
 
-@examples(4, 20)
+@pytest.mark.slow
+@examples(2, 20)
 @given(drawn=_failing())
 def test_a_step_that_one_rank_failed_may_be_tried_again(drawn: tuple[ModelSpec, int, Failing]) -> None:
     spec, world, failing = drawn

@@ -105,6 +105,7 @@ EACH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "options"), EACH)
 def test_training_is_bitwise_that_of_collectives(world: int, options: dict[str, Any]) -> None:
     cases = [*CASES, SOMETIMES] if world != 3 else [*CASES[::3], SOMETIMES]

@@ -93,6 +93,7 @@ def _load(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained) 
                 value.copy_(trained.state[f"{name}.{key}"])
 
 
+@pytest.mark.quick(5)
 @in_each_world
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fixed_models_train_as_plain_training_does(case: Case, world: int) -> None:
@@ -101,12 +102,14 @@ def test_fixed_models_train_as_plain_training_does(case: Case, world: int) -> No
         assert_same_bits(result, results[0])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["uneven_mlp", "tied"])
 def test_two_runs_are_the_same(name: str) -> None:
     first, again = (pool(2).run(_case_beside_oracle, name, 2, 3, {}, timeout=TIMEOUT)[0] for _ in range(2))
     assert_same_bits(again, first)
 
 
+@pytest.mark.quick(2)
 def test_after_many_steps() -> None:
     """With kept parameters, which are gathered again only because the optimizer wrote the shards."""
     pool(2).run(_case_beside_oracle, "residual", 2, 10, {"reshard_after_forward": False}, timeout=TIMEOUT)
@@ -118,7 +121,7 @@ def _random_model(rank: int, spec: ModelSpec, world: int) -> Trained:
 
 
 @exploring
-@examples(8, 60)
+@examples(4, 60)
 @given(spec=model_specs(), world=st.sampled_from([2, 2, 1]))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) -> None:
     results = pool(world).run(_random_model, spec, world, timeout=TIMEOUT)
@@ -128,7 +131,7 @@ def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) ->
 
 @exploring
 @pytest.mark.slow
-@examples(8, 40)
+@examples(4, 40)
 @given(spec=model_specs())
 def test_any_model_on_four_ranks_twice_the_same(spec: ModelSpec) -> None:
     first, again = (pool(4).run(_random_model, spec, 4, timeout=TIMEOUT) for _ in range(2))
@@ -198,6 +201,7 @@ def _beside(rank: int, name: str, other: Callable[[nn.Module, Case], nn.Module],
         start = ours
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("other", [_ddp, _fsdp2])
 def test_a_step_is_that_of_other_implementations(other: Callable[[nn.Module, Case], nn.Module]) -> None:
     """Three steps of a transformer, each from equal state."""
@@ -300,6 +304,7 @@ def _with_a_late_rank(rank: int, late: int) -> Trained:
     return train_beside_oracle(rank, CHAIN, 3, 3, disturb=_Late(late))
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_who_comes_first() -> None:
     """Bit by bit, on three ranks, where the order of a sum matters."""
     undisturbed = pool(3).run(_with_a_late_rank, -1, timeout=TIMEOUT)[0]

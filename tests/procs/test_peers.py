@@ -158,6 +158,7 @@ def test_one_rank_raises(world: int, where: str, block: int) -> None:
     assert {renewed for _, _, renewed in found} == {1}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("where", ["fail", "fail_backward"])
 def test_all_ranks_raise_and_nothing_is_cut(where: str) -> None:
     expected = run_forks(2, undisturbed, (4,), 60)
@@ -217,6 +218,7 @@ def _slow(rank: int) -> None:
         training.step(step)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for() -> None:
     run_forks(2, _slow, (), 60)
 
@@ -278,6 +280,7 @@ def _guarded(rank: int) -> tuple[list[Tensor], str]:
     return training.state(), said
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_guarded_block_raises_on_all_ranks(world: int) -> None:
     expected = run_forks(world, undisturbed, (4,), 60)
@@ -348,6 +351,7 @@ def _swap(rank: int) -> tuple[list[Tensor], list[int]]:
     return training.state(), renewed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_failures_of_all_ranks_in_turn(world: int) -> None:
     expected = run_forks(world, undisturbed, (4,), 60)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -76,6 +77,7 @@ def _sent(rank: int) -> tuple[dict[str, list[str]], float]:
     return kinds, sum(unit.full_nbytes_live for unit in fullshard.report(model).units)
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_gathered_and_never_reduced() -> None:
     """The root holds frozen parameters alone: nothing of it is reduced, and no base stays full after the step."""
     for kinds, full_nbytes in pool(WORLD).run(_sent, timeout=TIMEOUT):

@@ -125,6 +125,7 @@ def _pipelined(
     return {i: collect(mine[i], optimizers[i]) for i in mine}, reductions
 
 
+@pytest.mark.slow
 @behaviour("pipeline schedules over sharded stages (GPipe, 1F1B, interleaved): one reduction per unit and step",
            area="communication")  # fmt: skip
 @for_each_implementation
@@ -144,6 +145,7 @@ def test_schedules_train_as_the_whole_model(impl: Implementation) -> None:
             assert reductions[1:] == [units] * (STEPS - 1), schedule
 
 
+@pytest.mark.slow
 @behaviour("a schedule that splits backward (zero bubble), over stages that stay full", area="communication")
 @for_each_implementation
 def test_a_split_backward_trains_stages_that_stay_full(impl: Implementation) -> None:

@@ -191,6 +191,7 @@ def _as_loaded(model: Any, prepared: Prepared, real: Real) -> dict[str, bool]:
     }
 
 
+@pytest.mark.slow
 @behaviour(
     "transformers: `prepare_fully_shard` loads, wraps and fine-tunes a model as one process does, and exports it",
     area="packages",

@@ -371,17 +371,20 @@ programs = behaviour(
 )
 
 
+@pytest.mark.quick(4)
 @programs
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__.strip("_"))
 def test_block(block: Any) -> None:
     pool(2).run(block, timeout=60)
 
 
+@pytest.mark.slow
 @programs
 def test_block_of_replicas() -> None:
     pool(4).run(_replicate_and_shard, timeout=60)
 
 
+@pytest.mark.quick(2)
 @programs
 @pytest.mark.parametrize("block", [_dtensor_checkpoint, _dcp_checkpoint], ids=lambda block: block.__name__.strip("_"))
 def test_checkpoint_block(block: Any, tmp_path: Path) -> None:
@@ -408,6 +411,7 @@ def _script(rank: int, runs: list[list[str]], port: int) -> list[str]:
     return texts
 
 
+@pytest.mark.quick(2)
 @behaviour(
     "the practical guide's whole program with its flags: trains, saves, loads and continues",
     area="training",

@@ -28,6 +28,7 @@ def test_nothing_grows() -> None:
     assert [growth(history) for history in histories] == [{}, {}], table(histories)
 
 
+@pytest.mark.slow
 def test_every_leak_is_seen() -> None:
     (history,) = soak_on(1, 0.0, 9, leak="all")
     assert growth(history).keys() == ALLOWED.keys(), table([history])

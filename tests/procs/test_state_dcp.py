@@ -75,6 +75,7 @@ def _load(rank: int, name: str, impl: str, folder: str) -> Trained:
     return found
 
 
+@pytest.mark.quick(5)
 @behaviour("a DCP checkpoint of either is read by either, on another world", area="state", torch="equal")
 @pytest.mark.parametrize(
     ("saver", "writers", "loader", "readers"),
@@ -153,6 +154,7 @@ def _set(rank: int, name: str, impl_name: str) -> None:
         finish(case, model, optimizer, rank, expected)
 
 
+@pytest.mark.slow
 @behaviour("`set_model_state_dict`, `set_optimizer_state_dict`: sharded, full, broadcast from rank 0", area="state")
 @pytest.mark.filterwarnings("ignore:.*_get_pg_default_device:UserWarning", "ignore:Multiple backends:UserWarning")
 @for_each_implementation

@@ -75,6 +75,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(run_dir, ended.stdout, ended.stderr)
 
 
+@pytest.mark.slow
 def test_a_run_is_quiet(finished: Finished) -> None:
     """Nothing on stderr: no warnings of other packages, no notes of the launcher."""
     assert finished.errors == ""
@@ -221,6 +222,7 @@ def alive(pid: int) -> bool:
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(
     # SIGTERM stops behind a step, with a checkpoint (test_train_resume.py).

@@ -61,6 +61,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", TRAINED)
 def test_training_goes_on_from_the_one_before(damage: str, tmp_path: Path) -> None:
     """And saves the same step again, and goes on from there."""

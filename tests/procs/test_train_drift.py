@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch
 
 from fullshard.train.config import Config
@@ -77,6 +78,7 @@ def _agrees(rank: int, config: Config) -> list[dict[str, Any]]:
     return records.lines
 
 
+@pytest.mark.slow
 def test_a_run_without_differences_says_nothing() -> None:
     for shards in (1, 2):
         shares = f"parallelism.data_parallel_shard_degree={shards}"

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.hang_after(BOUND + 40)
 QUICK = "torchtitan"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in FILES]
 )

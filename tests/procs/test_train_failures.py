@@ -99,6 +99,7 @@ def test_a_stopped_process_ends_the_run(silence: int | None, seconds: int, tmp_p
         run.wait()
 
 
+@pytest.mark.slow
 def test_a_process_that_raises_ends_the_run(tmp_path: Path) -> None:
     """With its traceback and its own words, not with the connection that its peers lost."""
     run_dir = tmp_path / "run"

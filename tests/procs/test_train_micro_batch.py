@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from fullshard.train.config import Config
@@ -48,6 +49,7 @@ def ran(rank: int, config: Config, folder: str, limit: int, steps: int) -> Ran:
 AUTO = ("training.micro_batch=auto", "training.global_batch=16", "training.steps=6", "metrics.eval_every=2")
 
 
+@pytest.mark.slow
 def test_it_finds_remembers_and_tells_the_size(tmp_path: Path) -> None:
     """Eight sequences of a rank: 8 and 4 do not fit, later 2 does not. Bitwise the run that is told the sizes."""
     auto = config_of(*AUTO)

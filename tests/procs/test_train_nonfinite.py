@@ -90,6 +90,7 @@ def test_raise_names_the_rank_and_changes_nothing() -> None:
         assert outcome.unchanged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_skip_is_the_run_without_that_update(what: str) -> None:
     """Parameters and AdamW's state bitwise; the record of that step says what it was."""
@@ -143,6 +144,7 @@ def replaying(rank: int, config: Config, flips: bool) -> tuple[str, list[float],
     return error, losses, tensors(trainer)
 
 
+@pytest.mark.slow
 def test_steps_are_replayed_by_a_key() -> None:
     """The run is the same in every bit with it; a bit that flips ends it, with the rank and the parameter."""
     configs = [config_of("training.steps=5", "metrics.eval_every=2", f"training.replay_every={n}") for n in (0, 2)]
@@ -168,6 +170,7 @@ def checking(rank: int, config: Config, fault: SeededFault | None) -> tuple[str,
     return "", losses
 
 
+@pytest.mark.slow
 def test_messages_are_checked_by_a_key() -> None:
     """With it, a reduction that doubles a gradient ends the run before the first update; without, nobody notices."""
     fault = SeededFault(

@@ -137,6 +137,7 @@ MANY = [(world, stop, stop % world) for world in (1, 2) for stop in range(1, STE
 ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("world", "stop_at", "stop_rank"),
@@ -147,6 +148,7 @@ def test_a_stop_at_any_step_changes_no_bit(world: int, stop_at: int, stop_rank: 
     assert_bitwise(*goes_on(world, world, tmp_path, stop_at, stop_rank), world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "then"),
     [(2, 1), (1, 4), *(pytest.param(a, b, marks=pytest.mark.slow) for a, b in ((1, 2), (2, 4), (4, 1), (4, 2)))],
@@ -178,6 +180,7 @@ def _loaded(rank: int, config: Config, path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_is_passed_over(tmp_path: Path) -> None:
     """Killed while it saved step 12, with step 6 whole: it goes on from there."""
     pool(2).run(ran, config_of(), str(tmp_path), 13, 0, timeout=60)
@@ -189,6 +192,7 @@ def test_what_a_kill_leaves_is_passed_over(tmp_path: Path) -> None:
         assert torch.equal(results[0].tensors[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_old_checkpoints_go_and_the_last_is_kept(asynchronous: str, tmp_path: Path) -> None:
     config = config_of("checkpoint.every=3", "checkpoint.keep_every=6", f"checkpoint.asynchronous={asynchronous}")
@@ -336,6 +340,7 @@ def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, count: int) ->
     raise AssertionError(f"no step {count} within 100 s: {process.communicate()[1]}")
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(
     "told", ["rank 1", pytest.param("launcher", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)]

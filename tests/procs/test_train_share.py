@@ -89,6 +89,7 @@ def seen(request: pytest.FixtureRequest) -> list[Seen]:
     return pool(2).run(observed, config, timeout=60)
 
 
+@pytest.mark.slow
 def test_ranks_share_every_element(seen: list[Seen]) -> None:
     """The ranks' elements add up to the model's, unit by unit, and none has more than its rows of the larger half."""
     for first, second in zip(seen[0].units, seen[1].units, strict=True):
@@ -113,6 +114,7 @@ def test_storages_hold_the_share(seen: list[Seen]) -> None:
         assert held.parameters + held.gradients + held.optimizer < 0.52 * unsharded_nbytes
 
 
+@pytest.mark.slow
 def test_gradients_are_this_ranks_rows(seen: list[Seen]) -> None:
     """Row counts of the local gradients are torch.chunk's, uneven and empty ones included."""
     for rank, found in enumerate(seen):
@@ -140,6 +142,7 @@ def test_full_parameters_live_only_around_their_use(seen: list[Seen]) -> None:
                 assert whole[moment.unit] <= moment.live[moment.unit] <= 1.05 * whole[moment.unit], moment
 
 
+@pytest.mark.slow
 def test_nothing_full_between_steps(seen: list[Seen]) -> None:
     """After a step, and after a validation, no full parameter is allocated anywhere."""
     for rank in seen:

@@ -136,6 +136,7 @@ def figures(records: list[StepRecord]) -> list[tuple[float, ...]]:
     return [(r.loss, r.bits_per_byte, r.grad_norm, r.lr, r.val_loss or 0, r.val_bits_per_byte or 0) for r in records]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     """Meta device, shards, `to_empty`, `init_weights` give bitwise what the unsharded model gets from the same seed."""
@@ -144,6 +145,7 @@ def test_initial_values_are_those_of_the_plain_model(world: int) -> None:
     assert_equal(run_on(world).initial, {name: p.detach() for name, p in model.named_parameters()})
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "world, overrides",
     [
@@ -174,6 +176,7 @@ def test_a_wrong_divisor_in_one_of_twenty_steps_is_found() -> None:
     assert all(line.startswith("norm.weight") for line in odd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_bitwise_same_run_with_sums_in_float64(world: int) -> None:
     """With gradients summed in float64 and micro-batches of one size, nothing differs in a single bit."""
@@ -183,6 +186,7 @@ def test_bitwise_same_run_with_sums_in_float64(world: int) -> None:
     assert figures(found.records) == figures(expected.records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -30,6 +30,7 @@ from tests.harness.verified import compare, record
 SOUND = ["zero3", "zero2+bf16+micro=2", "zero3+offload+recompute", "zero3+micro=3", "zero2+fp16+micro=2"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("strategy", SOUND)
 def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
     result = compare(tmp_path, record(tmp_path, strategy))
@@ -50,6 +51,7 @@ def test_other_programs_are_equal(program: str, strategy: str, tmp_path: Path) -
     assert result.verdict == "equal", result.difference
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [("zero3", 1), ("zero3", 3), ("zero3+hsdp=2", 4), ("zero2+hsdp=2+micro=2", 4), ("zero3=2+bf16", 4)],
@@ -59,6 +61,7 @@ def test_other_worlds(strategy: str, world: int, tmp_path: Path) -> None:
     assert result.verdict == "equal", result.difference
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("strategy", "world"), [("zero3+tp=2", 2), ("zero2+micro=2+tp=2", 4), ("zero3+hsdp=2+tp=2", 4)]
 )
@@ -67,6 +70,7 @@ def test_beside_tensor_parallelism(strategy: str, world: int, tmp_path: Path) ->
     assert result.verdict == "equal", result.difference
 
 
+@pytest.mark.slow
 def test_a_fault_beside_tensor_parallelism(tmp_path: Path) -> None:
     """A rank is named by its number in the world, and batches are those of the data-parallel ranks."""
     folder = tmp_path / "trained"
@@ -120,6 +124,7 @@ def test_torch_is_a_subject_too(strategy: str, tmp_path: Path) -> None:
     assert result.verdict == "equal", result.difference
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", [None, "the result is rounded"])
 def test_torch_is_the_reference_too(fault: str | None, tmp_path: Path) -> None:
     """Also of what the plain model was found to be equal to: here a comparison that the fault had passed."""
@@ -148,6 +153,7 @@ def test_a_gradient_that_torch_does_not_have(tmp_path: Path) -> None:
     assert "torch's FSDP2, as the reference" in found.cause and comparison.result.verdict == "different"
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", PROVEN)
 def test_a_fault_of_the_engine_is_found_and_named(name: str, tmp_path: Path) -> None:
     case = PROVEN[name]
@@ -452,22 +458,28 @@ def _run(folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.hang_after(240)
-def test_the_command_says_equal_different_and_could_not_run(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_command_says_equal_and_could_not_run(tmp_path: Path) -> None:
     code, out, err = _run(
         tmp_path, "programs_here:program", "--strategies", "zero3", "zero2+bf16", "--html", "page.html"
     )
     assert code == 0 and out.count(" equal ") == 2, out + err
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    code, out, err = _run(tmp_path, "programs_here:program:late", "--strategies", "zero3", "zero2", "--steps", "2")
+    assert code == 2 and out.count("failed") == 2 and "ZeroDivisionError: division by zero" in out, out + err
+
+
+@pytest.mark.slow
+def test_the_command_says_different(tmp_path: Path) -> None:
     code, out, err = _run(tmp_path, "programs_here:program:one step", "--strategies", "zero3", "--json", "--steps", "1")
     (found,) = json.loads(out)["results"]
     assert code == 1 and found["verdict"] == "different", out + err
     assert found["difference"]["phase"] == "optimizer step" and found["difference"]["cause"].startswith(
         "the update is 2 "
     )
-    code, out, err = _run(tmp_path, "programs_here:program:late", "--strategies", "zero3", "zero2", "--steps", "2")
-    assert code == 2 and out.count("failed") == 2 and "ZeroDivisionError: division by zero" in out, out + err
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(240)
 @pytest.mark.parametrize(
     ("program", "library", "said"),

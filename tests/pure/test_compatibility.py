@@ -148,6 +148,7 @@ def test_unmarked():
 """
 
 
+@pytest.mark.slow
 def test_failures_of_torch_are_recorded_as_they_happen(tmp_path: Path) -> None:
     """Also the end of the process; what was to run after it runs in the next one."""
     (tmp_path / "test_example.py").write_text(EXAMPLE)

@@ -324,6 +324,7 @@ def test_names_out_of_files_cannot_command_the_terminal(tmp_path: Path, capsys: 
     assert "evil" in out and "\x1b" not in out and "\u202e" not in out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a terminal")
 def test_a_terminal_gets_a_bar_and_stdout_the_result(tmp_path: Path) -> None:
     import pty

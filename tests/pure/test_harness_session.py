@@ -79,6 +79,7 @@ def test_a_skip_outside_the_list_fails_the_run(tmp_path: Path) -> None:
     assert "test_example.py::test_left_out" in run.stdout
 
 
+@pytest.mark.slow
 def test_an_expected_failure_outside_the_list_fails_the_run(tmp_path: Path) -> None:
     run = _session(tmp_path, "@pytest.mark.xfail(reason='some day')\ndef test_not_yet():\n    assert False\n")
     assert run.returncode == 1, run.stdout
@@ -94,6 +95,7 @@ def test_the_allow_list_is_short_and_of_tests_that_exist() -> None:
         assert list(ROOT.glob(pattern.split("::")[0].strip())), f"names no file: {line}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", ["*::test_left_out  # its reason", None])
 def test_a_skip_in_the_list_does_not(tmp_path: Path, allowed: str | None) -> None:
     (tmp_path / "allowed.txt").write_text(allowed or "")
@@ -102,12 +104,14 @@ def test_a_skip_in_the_list_does_not(tmp_path: Path, allowed: str | None) -> Non
     assert run.returncode == 0, run.stdout
 
 
+@pytest.mark.slow
 def test_a_module_that_skips_itself_fails_the_run(tmp_path: Path) -> None:
     run = _session(tmp_path, "pytest.importorskip('a_package_that_is_not_there')\n")
     assert run.returncode != 0, run.stdout
     assert "skipped without being in the allow-list" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_fails_and_the_next_one_runs(tmp_path: Path) -> None:
     body = """
 @pytest.mark.hang_after(0.3)
@@ -164,3 +168,17 @@ def test_a_rank_that_is_left_behind_fails_its_test_alone(tmp_path: Path) -> None
     assert "1 failed, 8 passed" in run.stdout, run.stdout
     assert re.search(r"^FAILED \S*test_example.py::test_leaks\b", run.stdout, re.MULTILINE)
     assert "rank 0 could not be ended and is left behind" in run.stdout and "in stuck" in run.stdout
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("case", range(7))
+@pytest.mark.parametrize("slow", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_of_a_quick_family_one_in_n_is_not_slow(slow: bool, case: int, request: pytest.FixtureRequest) -> None:
+    """What is slow by itself is not counted. Of a case that was chosen alone, there is no other."""
+    items = [
+        item for item in request.session.items if item.nodeid.partition("[")[0] == request.node.nodeid.partition("[")[0]
+    ]
+    here = [item for item in items if not item.callspec.params["slow"]]  # type: ignore[attr-defined]
+    assert len(items) == 1 or [
+        item.callspec.params["case"] for item in here if not item.get_closest_marker("slow")
+    ] == [0, 3, 6]  # type: ignore[attr-defined]

@@ -207,6 +207,7 @@ def test_the_trainer_has_defaults_of_its_own() -> None:
     assert (config.wrap.by, config.wrap.classes) == ("classes", ("Block",))
 
 
+@pytest.mark.slow
 def test_the_trainer_s_defaults_are_those_of_the_package() -> None:
     training_args = pytest.importorskip("transformers.training_args")
     settings = training_args.TrainingArguments(output_dir="x", fsdp=True, fsdp_config={}, use_cpu=True).fsdp_plugin_args

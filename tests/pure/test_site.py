@@ -37,6 +37,7 @@ def external(text: str) -> list[str]:
     return [found for found in EXTERNAL.findall(text) if 'rel="canonical"' not in found]
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(600)
 def test_nothing_of_the_site_comes_from_elsewhere(site: Path) -> None:
     files = [path for kind in ("*.html", "*.css") for path in site.rglob(kind)]
@@ -44,6 +45,7 @@ def test_nothing_of_the_site_comes_from_elsewhere(site: Path) -> None:
     assert {path.relative_to(site).as_posix(): found for path in files if (found := external(path.read_text()))} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(600)
 def test_pages_have_no_marks_of_the_tests_and_all_names(site: Path) -> None:
     for path in site.rglob("*.html"):

@@ -17,6 +17,7 @@ PROGRAMS = range(200, 230)
 FEW = PROGRAMS[:6]
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(300)
 @pytest.mark.parametrize(
     "programs", [FEW, pytest.param(PROGRAMS, marks=pytest.mark.slow)], ids=lambda programs: str(len(programs))

@@ -61,6 +61,7 @@ def is_block(module: nn.Module) -> bool:
 # ---- FSDP1 -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("options", "units"),
     [

@@ -138,7 +138,7 @@ STRATEGIES: dict[str, tuple[int, int, Callable[..., Any] | None]] = {
 }
 
 
-@examples(9, 150)
+@examples(4, 150)
 @given(drawn=_disturbed(), strategy=st.sampled_from(list(STRATEGIES)))
 def test_disturbed_training_is_plain_training(drawn: Disturbed, strategy: str) -> None:
     """Bitwise on one rank, within the bounds of parity.py elsewhere; all ranks have the same bits."""

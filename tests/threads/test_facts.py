@@ -236,6 +236,7 @@ ROW_2: dict[str, Odd] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", ROW_2)
 def test_a_rank_that_does_something_else_is_named(case: str) -> None:
     """On all ranks in the same step, at the latest the one after, before a gradient of it is handed over."""
@@ -292,6 +293,7 @@ STRATEGIES: dict[str, tuple[Callable[[int], Run], int]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("odd", [0, 1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_know_it_whoever_differs(strategy: str, odd: int) -> None:
@@ -306,6 +308,7 @@ def test_all_ranks_know_it_whoever_differs(strategy: str, odd: int) -> None:
     assert all(f"0.3 on rank {odd}" in text for _, _, text in found), found
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_ranks_go_on(strategy: str) -> None:
     make, nodes = STRATEGIES[strategy]

@@ -219,6 +219,7 @@ def _check(
     assert not wrong, f"{len(wrong)} of {len(chosen)} points:\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 @behaviour(
     "an exception at any point of a step (any module, hooks, recomputation, any kind): the next step has equal bits",
     area="failures",

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
 from tests.harness.behaviours import behaviour
-from tests.harness.draw import half
 from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.threads import run_ranks
 from tests.threads.programs import PROGRAMS, Model, batch, part, recomputed, shard
@@ -123,7 +122,8 @@ def base() -> nn.Module:
     torch="better",
     reason="the next step discards what the failed one left; torch wants `reset_iter_state()`, not called here",
 )
-@pytest.mark.parametrize(("name", "where"), half(itertools.product(MODULES, ["before", "after", "backward"])))
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("name", "where"), list(itertools.product(MODULES, ["before", "after", "backward"])))
 def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str, impl: Implementation) -> None:
     def script(model: Any, optimizer: Any, rank: int) -> None:
         _good_step(model, optimizer, rank, 0)

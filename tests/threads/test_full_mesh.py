@@ -111,6 +111,7 @@ def test_training_on_a_full_mesh(axes: dict[str, int], dims: dict[str, Any], imp
     run(rank_main, impl, world=world)
 
 
+@pytest.mark.slow
 @behaviour("hybrid sharding beside tensor parallelism: (replicate, shard) and tp", area="strategies")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @for_each_implementation

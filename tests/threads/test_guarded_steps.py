@@ -180,6 +180,7 @@ CASES: dict[str, tuple[str, Any, bool, str]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_that_some_ranks_took_and_others_not(name: str) -> None:
     how, kind, given, words = CASES[name]

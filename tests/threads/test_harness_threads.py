@@ -160,6 +160,7 @@ def test_the_group_of_the_ranks_is_torch_s_own() -> None:
         assert found == ["_start_coll"]
 
 
+@pytest.mark.slow
 def test_no_thread_of_a_rank_outlives_the_interpreter() -> None:
     """One that does is freed twice in C++, and one process in eight that used DTensors crashed when it ended."""
     program = """

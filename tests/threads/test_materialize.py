@@ -37,6 +37,7 @@ def plain(make: Callable[[], nn.Module], **options: Any) -> Any:
     return fullshard.materialize(on_meta(make), **options)
 
 
+@pytest.mark.quick(4)
 @behaviour(
     "`fullshard.materialize`: initial values are those of the plain model, at any world",
     area="initialisation",

@@ -365,6 +365,7 @@ def test_so_is_one_of_a_kind_of_our_own() -> None:
         assert left == []
 
 
+@pytest.mark.slow
 def test_so_is_one_of_each_program() -> None:
     for left in run_ranks(WORLD, _left, PROGRAM_USES):
         assert left == []
@@ -387,6 +388,7 @@ def _classes(rank: int) -> list[weakref.ref[type]]:
     return [weakref.ref(kind) for kind in (kind, family, type(model), type(optimizer))]
 
 
+@pytest.mark.slow
 @pytest.mark.threads_only(reason="weak references do not pickle")
 def test_so_are_classes_that_were_made_for_it() -> None:
     for found in run_ranks(WORLD, _classes):

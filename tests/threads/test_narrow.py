@@ -162,6 +162,7 @@ def train(rank: int, reshard: Any, program: str, **options: Any) -> Any:
     return collect(model, optimizer)
 
 
+@pytest.mark.quick(3)
 @behaviour("integer `reshard_after_forward`: trains as `True`, bit by bit", area=AREA)
 @for_each_implementation
 @pytest.mark.parametrize("program", ["plain", "two_forwards", "accumulating", "reading_between"])
@@ -173,6 +174,7 @@ def test_numbers_are_those_of_true(program: str, impl: Implementation) -> None:
     run(rank_main, impl, world=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, degree", [(4, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (6, 2), (6, 3)))]
 )

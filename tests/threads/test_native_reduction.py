@@ -28,7 +28,7 @@ pytestmark = pytest.mark.hang_after(7200 if EXPLORING else 120)
 TIMEOUT = 60.0
 
 
-@examples(5, 60)
+@examples(2, 60)
 @given(spec=model_specs(), world=st.integers(2, 4), threshold=st.sampled_from([0, 64]))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int, threshold: int) -> None:
     """64 bytes: small parameters are packed, and travel with the presence of all."""
@@ -43,7 +43,7 @@ def _limited(nbytes: int) -> Callable[[Any, int, int], None]:
     return limit
 
 
-@examples(4, 40)
+@examples(2, 40)
 @given(spec=model_specs(), world=st.integers(2, 3), nbytes=st.sampled_from([0, 100, 700]), nccl=st.booleans())
 def test_and_so_it_does_with_little_room_for_gradients(spec: ModelSpec, world: int, nbytes: int, nccl: bool) -> None:
     """Messages are waited for while the gradients of other units come."""
@@ -52,7 +52,7 @@ def test_and_so_it_does_with_little_room_for_gradients(spec: ModelSpec, world: i
         run_ranks(world, train, spec, world, 3, timeout=TIMEOUT)
 
 
-@examples(3, 30)
+@examples(2, 30)
 @given(spec=model_specs(), shape=st.sampled_from([(2, 2), (2, 1)]))
 def test_and_so_it_does_on_a_mesh_that_replicates(spec: ModelSpec, shape: tuple[int, int]) -> None:
     world = shape[0] * shape[1]

@@ -16,7 +16,6 @@ from fullshard.api.optimizer import ELEMENTWISE
 from fullshard.engine import state_dict
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
-from tests.harness.draw import half
 from tests.harness.implementations import FULLSHARD, Implementation
 from tests.harness.models import seeded
 from tests.harness.threads import WORLD, run_ranks
@@ -98,7 +97,8 @@ def _assert_same(a: Any, b: Any) -> None:
     torch="none",
     reason="torch has no such function",
 )
-@pytest.mark.parametrize(("kind", "way"), half(CASES), ids=lambda v: v if isinstance(v, str) else v.__name__)
+@pytest.mark.quick(5)
+@pytest.mark.parametrize(("kind", "way"), CASES, ids=lambda v: v if isinstance(v, str) else v.__name__)
 def test_the_same_values_and_state_dicts_as_on_dtensors(kind: type[torch.optim.Optimizer], way: str) -> None:
     options = {"lr": 0.01} | OPTIONS.get(kind.__name__, {}) | WAYS[way]
 
@@ -147,6 +147,7 @@ class _OnClones:
             p.grad = None
 
 
+@pytest.mark.quick(5)
 @behaviour(
     "`fullshard.step_on_shards`: optimizers for which DTensor has no operator",
     area="training",

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.hang_after(7200 if EXPLORING else 120)
 TIMEOUT = 60.0
 
 
-@examples(12, 150)
+@examples(5, 150)
 @given(spec=model_specs(), world=st.integers(2, 4))
 def test_any_model_trains_as_plain_training_does(spec: ModelSpec, world: int) -> None:
     with use_options(**spec.options()):
@@ -180,7 +180,7 @@ def _models_with_faults(draw: st.DrawFn) -> tuple[ModelSpec, Fault]:
     )
 
 
-@examples(8, 80)
+@examples(3, 80)
 @given(drawn=_models_with_faults(), world=st.integers(2, 3))
 def test_a_step_that_raised_leaves_nothing_behind(drawn: tuple[ModelSpec, Fault], world: int) -> None:
     """On all ranks a module raises, the caller goes on: bitwise what it would have been without that micro-batch."""

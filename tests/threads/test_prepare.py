@@ -288,6 +288,7 @@ def micro(rank: int, config: Any) -> Trained:
     return collect(model, optimizer)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("reduce", ["last", "each"])
 def test_microbatching(reduce: str) -> None:
     """With another number of micro-batches on each rank nothing waits for ever; gradients are those of all tokens."""
@@ -314,6 +315,7 @@ def with_mesh(rank: int, config: Any) -> list[Any]:
     return [found, prepared.mesh.mesh.tolist()]
 
 
+@pytest.mark.slow
 def test_hsdp() -> None:
     """By degrees, in several spellings, and by mesh."""
     expected = reference(world=4)
@@ -339,6 +341,7 @@ def test_no_shard_replicates() -> None:
 LEVELS_BY_NAME = {name: level for level in LEVELS for name in level.names}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", LEVELS_BY_NAME)
 def test_level(name: str) -> None:
     """Each name that FSDP1 and DeepSpeed have for a level gives its mesh and resharding, and trains as one process; two
@@ -424,6 +427,7 @@ def test_optimizers() -> None:
     assert all("embedding.weight" in told and "fully_shard" in told for told in run_ranks(WORLD, stale))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("keys", "checkpointed"),
     [

@@ -97,6 +97,7 @@ def test_adapters_on_a_4_bit_base_train_as_in_one_process(storage: torch.dtype, 
         assert_same_training(actual, plain)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("world", "dtype", "options", "recomputes"),
     [

@@ -104,6 +104,7 @@ def injected(training: Training, kind: str, name: str, place: int, bit: int) -> 
     return handles
 
 
+@pytest.mark.slow
 @behaviour(
     "`fullshard.replay`: a bit that flips in one run of a step (shard, message, gradient) is named, with its rank",
     area="failures",
@@ -172,6 +173,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_steps_that_are_replayed_are_steps(setting: str) -> None:
     """No alarm, from the first step on; parameters, moments, buffers and rate are bitwise those of single steps."""

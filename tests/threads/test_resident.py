@@ -96,7 +96,7 @@ def test_frozen_ones_are_chosen_first_and_stay() -> None:
     torch="none",
     reason="not in torch; the alternative there is reshard_after_forward for each module",
 )
-@examples(6, 50)
+@examples(4, 50)
 @given(spec=model_specs(), world=st.integers(2, 3), nbytes=st.sampled_from([64, 400, 1 << 20]))
 def test_any_model_trains_as_without(spec: ModelSpec, world: int, nbytes: int) -> None:
     """The choice is made anew before each step, with other bytes."""

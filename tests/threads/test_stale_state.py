@@ -6,7 +6,6 @@ Each is right, or an error with the fix: never a run that learns nothing, or som
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ import fullshard
 from fullshard.engine import optimizer_steps
 from tests.harness import tolerance
 from tests.harness.behaviours import behaviour
-from tests.harness.draw import half
 from tests.harness.implementations import Implementation
 from tests.harness.models import seeded
 from tests.harness.threads import run_ranks
@@ -480,9 +478,9 @@ def _is_refused(model: Any, tokens: Tensor) -> None:
             module.reshard()
 
 
-@pytest.mark.parametrize(
-    ("edit", "options"), half(itertools.product([*EDITS, "moving average", "moving average by data"], OPTIONS), of=3)
-)
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("edit", [*EDITS, "moving average", "moving average by data"])
 def test_edits_between_steps_in_eval_train_eval(edit: str, options: str) -> None:
     """Evaluation, edit, evaluation, step, evaluation, three times: each like the plain model under the same edits, and
     so are parameters and AdamW's moments in the end. What leaves no sign is an error where parameters stay full."""

@@ -85,6 +85,7 @@ def _shard(case: Case, **options: Any) -> Callable[[Any], Any]:
 MIXED = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
+@pytest.mark.quick(2)
 @behaviour(
     "`fullshard.step_in_backward`: bitwise the training that steps after backward",
     area="training",
@@ -124,6 +125,7 @@ SEVERAL = {
 OFTEN = {"shared_blocks", "gradient_penalty", "recompute_outside_reentrant", "unused_layer", "same_loss_twice", "pairs"}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -158,6 +160,7 @@ def test_programs_train_as_with_steps_behind_backward(name: str, world: int, mon
     assert all(torch.equal(x, y) for x, y in zip(behind[0], inside[0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_on_meshes_that_replicate_and_with_checkpointed_accumulation(mixed: bool) -> None:
     """Backwards that hold gradients, keep partial sums, are said not to be the last, or keep their graph: none of them

@@ -175,6 +175,7 @@ def test_in_every_way(way: str, options: dict[str, Any], world: int) -> None:
         assert_same_training(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["last", "each"])
 def test_a_rank_without_memory_and_with_fewer_samples(reduce: str) -> None:
     """The last rank, which has another number of samples than the others, fits two."""
