@@ -14,6 +14,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import collections  # noqa: E402
 import fnmatch  # noqa: E402
+import gc  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Generator  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -163,6 +164,14 @@ def _keep_some_quick(items: list[pytest.Item]) -> None:
             if cases[test] % int(marker.args[0]):
                 item.add_marker(pytest.mark.slow)
             cases[test] += 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What was imported never becomes garbage: without this each full collection looks at all of torch, which is an
+    eighth of the time of the threads tier."""
+    gc.collect()
+    gc.freeze()
 
 
 def _one_in(item: pytest.Item) -> int:

@@ -84,6 +84,7 @@ def test_a_world_of_one(setup: Setup) -> None:
                 assert_close_to_tensor_max(values, expected[name], 12)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_messages_may_run_at_any_time(seed: int) -> None:
     _check(Setup("transformer", seed=seed), 2)
@@ -135,6 +136,7 @@ ALLOWED_WAITS = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_host_waits_for_nothing_else(name: str) -> None:
     """A wait of the host that hides in a step costs the time to launch all that follows."""

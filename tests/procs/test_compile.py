@@ -85,6 +85,7 @@ def _check_ways(impl: Implementation, world: int, backend: str, ways: tuple[str,
             assert breaks == 0, f"{how}: {breaks}"
 
 
+@pytest.mark.slow
 @behaviour("compiled blocks train as plain ones: one graph without a break, no recompilation", area="compile")
 @for_each_implementation
 def test_blocks(impl: Implementation) -> None:

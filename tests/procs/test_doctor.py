@@ -24,6 +24,7 @@ def _run(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, s
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(240)
 def test_the_trainer_s_model_has_no_findings_and_messages_are_measured(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text('[run]\ndir = "run"\n')

@@ -40,6 +40,7 @@ def _of_strategy(rank: int, strategy: str) -> tuple[int, str, str]:
         return outcome(rank, make, change, 1)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "strategy", ["reduced by the backend", "hybrid, reduced by the backend", "hybrid", "replicated"]
 )

@@ -74,6 +74,7 @@ def _all_ways(rank: int) -> list[Trained]:
     return [*ways, _train(rank, _sharded((2, 2)), one_message=True), _train(rank, fullshard.replicate(CASE.build()))]
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_shards_train_as_four_shards() -> None:
     """Within rounding; bit by bit the same on every rank and in every run, whoever comes late."""
     everyones = pool(4).run(_all_ways)

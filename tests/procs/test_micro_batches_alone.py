@@ -97,6 +97,7 @@ def test_one_rank_alone(world: int, lacks: Lacks, reduce: str) -> None:
         _equal(state, expected[rank][0])
 
 
+@pytest.mark.slow
 def test_one_rank_after_the_other() -> None:
     """Rank 0 in the first step's forward; rank 1 in the third step's backward, and then again."""
     lacks = (Lacks(0, 1, "forward", limit=4), Lacks(1, 2, "backward", limit=1, after=1 + 2 + 2))

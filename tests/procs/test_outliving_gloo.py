@@ -123,6 +123,7 @@ def test_what_outlives_its_model_is_gathered_whoever_has_collected(name: str, co
         assert ours and all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_outlives_its_model_is_gathered_where_nobody_has_collected(name: str) -> None:
     expected = pool(2).run(_outlives, name, (0, 1), timeout=20)

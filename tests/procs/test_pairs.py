@@ -118,6 +118,7 @@ def test_on_a_mesh_that_replicates(options: dict[str, Any]) -> None:
     run_forks(4, both_ways, ([*CASES, SOMETIMES], options, (2, 2)), TIMEOUT)
 
 
+@pytest.mark.slow
 def test_from_blocks_of_ranks() -> None:
     """An integer `reshard_after_forward`: what was kept is gathered from two ranks."""
     run_forks(4, both_ways, (list(CASES[:4]), {"reshard_after_forward": 2}, (4,)), TIMEOUT)

@@ -141,6 +141,7 @@ RAISE = list(itertools.product([2, 3], ["fail", "fail_backward"], [0, 2]))
 ALWAYS = [(2, "fail", 0), (3, "fail_backward", 2)]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("world", "where", "block"),
     [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in RAISE],

@@ -52,6 +52,7 @@ def _training(rank: int, impl: str) -> tuple[Any, Any, set[str], set[Any]]:
     return collect(model, optimizer), collect(plain, whole), with_gradient, dtypes
 
 
+@pytest.mark.slow
 @behaviour("PEFT: LoRA, a frozen base of another dtype than the adapters", area="packages")
 @for_each_implementation
 def test_adapters_train_as_in_one_process(impl: Any) -> None:

@@ -317,6 +317,7 @@ def minilm() -> Path:
     return Path(spec.origin).parent / "model"
 
 
+@pytest.mark.slow
 def test_the_real_weights_of_a_sentence_encoder(tmp_path: Path) -> None:
     for found in pool(2).run(_minilm, str(tmp_path), timeout=TIMEOUT):
         assert all(found.values()), found

@@ -411,6 +411,7 @@ def _script(rank: int, runs: list[list[str]], port: int) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.quick(2)
 @behaviour(
     "the practical guide's whole program with its flags: trains, saves, loads and continues",

@@ -98,6 +98,7 @@ def _resumed(rank: int, config: Config, folders: list[str]) -> list[tuple[int, l
     return found
 
 
+@pytest.mark.slow
 def test_whatever_is_damaged_all_ranks_agree_on_what_is_not(tmp_path: Path) -> None:
     """Each damage to the newest one, to the two newest, and to all."""
     pool(2).run(ran, config_of("checkpoint.keep_last=3"), str(tmp_path / "run"), STOPPED_AFTER, 0, timeout=60)

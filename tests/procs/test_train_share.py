@@ -99,6 +99,7 @@ def test_ranks_share_every_element(seen: list[Seen]) -> None:
     assert [u.name for u in seen[0].units] == ["", *BLOCKS]
 
 
+@pytest.mark.slow
 def test_storages_hold_the_share(seen: list[Seen]) -> None:
     """Parameters, gradients and AdamW state, counted from their storages, are half of the unsharded bytes."""
     for rank in seen:

@@ -72,6 +72,7 @@ def _session(folder: Path, body: str, *arguments: str) -> subprocess.CompletedPr
 SKIPPED = "def test_left_out():\n    pytest.skip('no reason')\n"
 
 
+@pytest.mark.slow
 def test_a_skip_outside_the_list_fails_the_run(tmp_path: Path) -> None:
     run = _session(tmp_path, SKIPPED)
     assert run.returncode == 1, run.stdout
@@ -162,6 +163,7 @@ def test_next(again):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_left_behind_fails_its_test_alone(tmp_path: Path) -> None:
     """It ends in the middle of the tests after it, having called a collective in their time."""
     run = _session(tmp_path, LEAKS)

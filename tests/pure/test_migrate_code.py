@@ -224,6 +224,7 @@ def test_the_helper_switches_gradients_off_and_on_again(tmp_path: Path) -> None:
 # ---- formatting ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", names())
 def test_every_program_is_converted_whole(name: str) -> None:
     """Nothing is left by hand, nothing of FSDP1 or DDP is left, and a second run finds nothing."""

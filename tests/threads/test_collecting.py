@@ -36,6 +36,7 @@ def test_legal_programs_while_garbage_is_collected_at_random(programs: range) ->
         assert collecting.collections - before > 5 * len(programs)
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(300)
 def test_the_same_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each rank has a collector of its own."""

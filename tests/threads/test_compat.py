@@ -100,6 +100,7 @@ def hybrid(rank: int, by_mesh: bool) -> tuple[Trained, list[str]]:
     return wrapped(rank, CASE, {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD})
 
 
+@pytest.mark.slow
 def test_hybrid_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for found, _ in run_ranks(4, hybrid, True):

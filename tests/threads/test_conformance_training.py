@@ -313,6 +313,7 @@ def test_clipping_by_the_global_norm(norm_type: float, impl: Implementation, wor
     run(rank_main, impl, world=world)
 
 
+@pytest.mark.quick(4)
 @behaviour("training with AdamW equals the plain model, optimizer state included", area="training")
 @for_each_implementation
 @each_case

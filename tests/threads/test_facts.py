@@ -250,6 +250,7 @@ def test_a_rank_that_does_something_else_is_named(case: str) -> None:
     assert found[0][:2] == found[1][:2]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", ROW_2)
 def test_all_ranks_may_do_it(case: str) -> None:
     odd = ROW_2[case]

@@ -122,7 +122,7 @@ def base() -> nn.Module:
     torch="better",
     reason="the next step discards what the failed one left; torch wants `reset_iter_state()`, not called here",
 )
-@pytest.mark.quick(2)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "where"), list(itertools.product(MODULES, ["before", "after", "backward"])))
 def test_a_failed_step_leaves_nothing(base: nn.Module, name: str, where: str, impl: Implementation) -> None:
     def script(model: Any, optimizer: Any, rank: int) -> None:

@@ -273,6 +273,7 @@ def _goes_on(rank: int, way: str, folder: Path) -> list[Tensor]:
     return state(model, optimizer)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("way", ["load_state_dict", "checkpoint", "by hand", "one rank alone"])
 def test_a_load_brings_all_ranks_together_again(way: str, tmp_path: Path) -> None:
     same(run_ranks(2, _goes_on, way, tmp_path / "c"), run_ranks(2, undisturbed))

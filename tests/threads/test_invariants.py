@@ -89,6 +89,7 @@ SOUND: dict[str, tuple[int, tuple[int, ...], dict[str, Any], Train]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_training_passes(name: str) -> None:
     world, shape, options, train = SOUND[name]

@@ -303,6 +303,7 @@ def test_keys_that_do_not_match_are_named(impl: Implementation) -> None:
     run(rank_main, impl)
 
 
+@pytest.mark.quick(4)
 @behaviour(
     "`load_state_dict` takes plain full tensors: each rank its own part",
     area="state",
