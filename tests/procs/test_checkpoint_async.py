@@ -161,7 +161,6 @@ print("the end of the program")
 
 
 @pytest.mark.slow
-@pytest.mark.quick(2)
 @behaviour(
     "a process whose last async save ends {end} waits for it, and its exit status says how it ended",
     area="checkpoints",

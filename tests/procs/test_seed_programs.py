@@ -412,7 +412,6 @@ def _script(rank: int, runs: list[list[str]], port: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.quick(2)
 @behaviour(
     "the practical guide's whole program with its flags: trains, saves, loads and continues",
     area="training",
