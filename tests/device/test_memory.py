@@ -144,8 +144,9 @@ def measure(rank: int, setup: Setup) -> Found:
                 loss.backward()
             peak, at_peak = memory.max_memory_allocated() - before, places()
             state = [_local(t) for values in optimizer.state.values() for t in values.values()]
-            shards = [_local(p) for p in model.parameters()]
-            gradients = [_local(p.grad) for p in model.parameters()]
+            # Numbers: a list of gradients would keep them in memory during the next step.
+            shards_on_host = _host_nbytes([_local(p) for p in model.parameters()])
+            gradients_on_host = _host_nbytes([_local(p.grad) for p in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
         on_device = sum(t.nbytes for t in state if pretend.is_device(t))
@@ -156,7 +157,9 @@ def measure(rank: int, setup: Setup) -> Found:
         told.peak_moment,
         tuple((term.name, term.nbytes) for term in told.peak_terms),
         at_peak,
-        *(_host_nbytes(tensors) for tensors in (state, shards, gradients)),
+        _host_nbytes(state),
+        shards_on_host,
+        gradients_on_host,
     )
 
 
