@@ -413,6 +413,7 @@ def _lost_among_replicas(rank: int) -> tuple[str, list[str], dict[str, Tensor]]:
         return first, said, _values(model)
 
 
+@pytest.mark.slow
 def test_models_are_lost_on_all_replicas_until_all_on_their_mesh_were_loaded() -> None:
     for rank, (first, (before, half), values) in enumerate(pool(4, backend="late").run(_lost_among_replicas)):
         assert first == "injected" if rank == 1 else "rank 1 raised" in first

@@ -213,6 +213,7 @@ def _on_full_mesh(axes: dict[str, int], rank: int, dims: dict[str, Any]) -> tupl
         return commands, found
 
 
+@pytest.mark.quick(3)
 @behaviour(
     "`dp_mesh_dims` at 64 and 1,000 ranks: shards of the data-parallel axes, commands in the order of a few ranks",
     area="placement",

@@ -308,6 +308,7 @@ def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:
     assert fits, f"{buffers} bytes in message buffers, expected {expected}"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_root_whose_gradients_come_first_needs_no_more_than_the_terms_say(setting: Setting) -> None:
     """Its own parameters are used last, so it is freed first; the terms keep it to the end."""

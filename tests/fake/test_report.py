@@ -70,6 +70,7 @@ def test_units_have_ranks_sizes_and_names_and_the_former_call_returns_them() -> 
             assert fullshard.inspect_units(net) == (root, pair)
 
 
+@pytest.mark.quick(3)
 @behaviour(
     "`report`: units, what is not sharded, bytes expected and measured",
     area="state",

@@ -156,6 +156,7 @@ def _equal(rank: int) -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_equal_ranks_raise_nothing() -> None:
     for world in (1, 2, 4):
         assert set(pool(world).run(_equal)) == {"trained"}

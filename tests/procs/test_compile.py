@@ -132,6 +132,7 @@ def _straight(rank: int) -> list[tuple[Trained, int, int]]:
     return results
 
 
+@pytest.mark.slow
 @behaviour("a compiled model breaks at its units, no more often than FSDP2", area="compile", torch="equal")
 def test_breaks_of_a_whole_model() -> None:
     """At each unit once; and no less of the model is in graphs: its own four products at least."""

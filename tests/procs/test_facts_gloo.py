@@ -22,6 +22,7 @@ def _named(rank: int, case: str) -> tuple[int, str, str, float]:
     return (*found, time.monotonic() - begun)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", QUICK)
 def test_a_rank_that_does_something_else_is_named(case: str) -> None:
     found = pool(2).run(_named, case)

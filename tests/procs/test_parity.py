@@ -220,6 +220,7 @@ def _with_communication(rank: int, communication: str) -> Trained:
         return train_beside_oracle(rank, CHAIN, 2, 3)
 
 
+@pytest.mark.slow
 def test_the_torch_strategy_gives_the_same_result() -> None:
     """One reduce-scatter of gloo: also within 2 eps of the oracle; and of the default strategy after one step."""
     auto = pool(2).run(_with_communication, "auto", timeout=TIMEOUT)[0]

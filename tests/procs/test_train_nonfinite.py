@@ -105,6 +105,7 @@ def test_skip_is_the_run_without_that_update(what: str) -> None:
         assert line["grad_norm"] is None and (line["loss"] is None) == (what == "loss") and line["nonfinite"] == told[1]
 
 
+@pytest.mark.slow
 def test_count_updates_all_the_same() -> None:
     for outcome in run("count"):
         assert not outcome.error and not outcome.unchanged

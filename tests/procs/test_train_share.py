@@ -125,6 +125,7 @@ def test_gradients_are_this_ranks_rows(seen: list[Seen]) -> None:
             assert found.gradient_rows[name] == expected, name
 
 
+@pytest.mark.slow
 def test_full_parameters_live_only_around_their_use(seen: list[Seen]) -> None:
     """At every hook the running unit is whole, and beside the root at most one other block is."""
     for rank in seen:

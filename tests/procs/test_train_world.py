@@ -166,6 +166,7 @@ def test_same_run_on_any_number_of_processes(world: int, overrides: tuple[str, .
     assert not differences(found, *(o for o in overrides if "replicate" not in o))
 
 
+@pytest.mark.slow
 def test_a_wrong_divisor_in_one_of_twenty_steps_is_found() -> None:
     """Of one gradient of the last step: 256 tokens counted as 264, one micro-batch of another length."""
     odd = differences(run_on(2, divisor=264 / 256))

@@ -288,6 +288,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_found_and_named(name: str, trained: tuple[Path, Setting], tmp_path: Path) -> None:
     folder, setting = trained
@@ -342,6 +343,7 @@ ALONG_1: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tenso
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", ALONG_1)
 def test_where_parameters_are_cut_along_another_dim(
     name: str, cut_along_1: tuple[Path, Setting], tmp_path: Path

@@ -106,6 +106,7 @@ INPUTS_FIRST = [replace(trait, inputs_first=True) for trait in TRAITS if trait.i
 PAIRS = [*product(TRAITS, repeat=2), *product(INPUTS_FIRST, (PLAIN, Trait("some"))), *product((PLAIN,), INPUTS_FIRST)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a", "b"), (NESTED,)], ids=["ab", "bab", "b in a"])
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_every_kind_of_unit_beside_every_other(reshard: bool | int, order: tuple[Use | str, ...]) -> None:
@@ -183,6 +184,7 @@ FAILING: list[tuple[tuple[Use | str, ...], Traits]] = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("order", "traits"), FAILING)
 @pytest.mark.parametrize("reshard", RESHARD)
 def test_nothing_is_left_of_a_step_that_failed_at_any_point(

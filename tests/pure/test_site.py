@@ -59,6 +59,7 @@ def test_pages_have_no_marks_of_the_tests_and_all_names(site: Path) -> None:
         assert re.search(rf'<h3 id="fullshard\.[\w.]+\.{name}"', page), f"{name} has no entry of its own"
 
 
+@pytest.mark.slow
 @pytest.mark.hang_after(600)
 def test_words_of_tables_can_break_and_show_no_escapes(site: Path) -> None:
     """Where a browser finds no place, it breaks a name after every few letters."""

@@ -237,6 +237,7 @@ DIVERGENCES: dict[str, Odd] = {
 }
 
 
+@pytest.mark.quick(3)
 @behaviour(
     "ranks that build, shard or set up something else: an error that says where",
     area="failures",

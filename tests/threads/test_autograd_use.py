@@ -102,6 +102,7 @@ def test_equals_the_plain_model(name: str, world: int, impl: Implementation, mon
     check_use(USES[name], world, impl=impl)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [_named(name, *said) for name, said in OURS.items()])
 def test_equals_the_plain_model_where_torch_fails(

@@ -92,6 +92,7 @@ def plain_training(world: int, *, window: str = "one", clip: float | None = None
 # ---- integer reshard and replicas ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @behaviour("integer `reshard_after_forward` on a mesh that replicates", area="strategies")
 @for_each_implementation
 def test_kept_parts_on_a_mesh_that_replicates(impl: Implementation) -> None:

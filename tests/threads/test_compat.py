@@ -276,6 +276,7 @@ def composed(rank: int, config: Any, precision: Any, meshed: bool, auto: bool) -
     return train(model, optimizer, CASE, rank), prepared
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("config", "precision", "meshed", "auto"),
     [

@@ -45,6 +45,7 @@ from tests.harness.models import (
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @behaviour("gradients are DTensors with the mean over ranks, and add up", area="gradients")
 @for_each_implementation
 @each_world

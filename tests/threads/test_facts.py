@@ -435,6 +435,7 @@ ROW_3: dict[str, Place] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", ROW_3)
 def test_values_that_no_reduction_brings_together(case: str) -> None:
     place = ROW_3[case]

@@ -145,6 +145,7 @@ def test_the_very_first_step_may_fail(base: nn.Module, where: str) -> None:
     _compare(base, script, _undisturbed)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_any_exception(base: nn.Module, exception: type[BaseException], where: str) -> None:
@@ -159,6 +160,7 @@ def test_any_exception(base: nn.Module, exception: type[BaseException], where: s
     _compare(base, script, _undisturbed)
 
 
+@pytest.mark.quick(3)
 @behaviour(
     "a micro-batch that raised may be tried again; the good ones of the window stay",
     area="failures",

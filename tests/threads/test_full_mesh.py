@@ -29,6 +29,7 @@ def on_mesh(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
     return model
 
 
+@pytest.mark.quick(3)
 @behaviour("`dp_mesh_dims` on a full mesh: placements and values", area="placement", torch="equal")
 @pytest.mark.parametrize(
     ("names", "placements", "dims"),

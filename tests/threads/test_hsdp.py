@@ -219,6 +219,7 @@ WINDOWS: dict[str, list[tuple[bool, bool]]] = {  # (gradient sync, all-reduce) o
 }
 
 
+@pytest.mark.quick(3)
 @behaviour("HSDP accumulation: `set_requires_all_reduce` ({window})", area="communication")
 @pytest.mark.parametrize("window", WINDOWS)
 @for_each_implementation

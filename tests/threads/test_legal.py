@@ -121,6 +121,7 @@ def _beside_plain(rank: int, base: nn.Module, loss: Callable[[Any, Tensor, int],
         reference.zero_grad()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("frozen", ["", "up.weight", "down.weight", "norm.weight"])
 def test_two_forwards_of_recomputed_units_and_one_backward(frozen: str) -> None:
     """Re-entrant recomputation brings the gradients of each use by themselves: those of the first one are not to be
@@ -151,6 +152,7 @@ class SkippingModel(Model):
     block = Skipping
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("skipped", [(0,), (2,), (0, 1), (1, 2), (0, 1, 2)])
 def test_units_that_return_their_input_on_one_rank(skipped: tuple[int, ...]) -> None:
     """An autograd node made the outputs of two units then: it tells of both, in the order in which other ranks are

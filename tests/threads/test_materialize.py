@@ -162,6 +162,7 @@ def by_emptying(module: nn.Module) -> None:
         p.data.normal_()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("init", [by_data, by_replacing, by_emptying])
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_initialiser_of_the_user(init: Callable[[nn.Module], None], world: int) -> None:

@@ -360,6 +360,7 @@ def test_a_model_that_nobody_holds_is_gone(impl: Implementation) -> None:
         assert left == []
 
 
+@pytest.mark.slow
 def test_so_is_one_of_a_kind_of_our_own() -> None:
     for left in run_ranks(WORLD, _left, OWN_USES):
         assert left == []

@@ -43,6 +43,7 @@ def _limited(nbytes: int) -> Callable[[Any, int, int], None]:
     return limit
 
 
+@pytest.mark.slow
 @examples(2, 40)
 @given(spec=model_specs(), world=st.integers(2, 3), nbytes=st.sampled_from([0, 100, 700]), nccl=st.booleans())
 def test_and_so_it_does_with_little_room_for_gradients(spec: ModelSpec, world: int, nbytes: int, nccl: bool) -> None:

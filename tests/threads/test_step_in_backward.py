@@ -282,6 +282,7 @@ def test_gradients_are_freed_unit_by_unit(in_flight: int, monkeypatch: pytest.Mo
         assert set(run_ranks(2, rank_main, True)) == {unit_nbytes}
 
 
+@pytest.mark.slow
 def test_state_dicts_are_canonical_and_load() -> None:
     """Those of training that steps behind backward, and either goes on from the other's."""
     case = BY_NAME["tied"]

@@ -46,6 +46,7 @@ def parallel(impl: Implementation, model: Any, mesh: DeviceMesh) -> Any:
     return impl.fully_shard(model, mesh=mesh["dp"])
 
 
+@pytest.mark.slow
 @behaviour("full state dicts of 2-D parameters and their AdamW state, and loading them back", area="state")
 @for_each_implementation
 def test_full_state_dicts_go_out_and_come_back(impl: Implementation) -> None:

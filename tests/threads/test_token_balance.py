@@ -150,6 +150,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.quick(3)
 @behaviour(
     "`MicroBatches` with `tokens`: another number of pieces on each rank, the mean over the tokens of all",
     area="training",
