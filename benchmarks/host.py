@@ -22,6 +22,8 @@ over all, and is not part of the figure; "with copies" is the ratio where it is.
     direct       `+ shards`, with the plan that a block of an 8B model gets on NCCL: seven parameters are gathered
                  straight into place in one launch, and two are packed; the gradients of the seven leave from where they
                  are, each in a message of its own; buffers are not kept; gradients and messages have their limit
+    least        one gather, one reduction, one copy each, and the fewest hooks that these blocks need: written for
+                 this model, it decides, compares and refuses nothing. What Python and torch take at least; fp32 alone
 
 The last lines of a table say what it costs that ranks compare what they do (guard/facts.py): FULLSHARD_GUARD=full above
 off. One model of each will not do: two of the same kind differ by some percent, by where their tensors lie. So there
@@ -43,13 +45,16 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import Block, ModelShape, paired_ratio, print_json
@@ -122,6 +127,104 @@ class Step:
     def update(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+
+class _LeastBlock:
+    """Shards one block by hand, for `LeastStep`."""
+
+    def __init__(self, block: nn.Module, mesh: DeviceMesh, open_: list[_LeastBlock]) -> None:
+        slots = [
+            (m._parameters, name, p) for m in block.modules() for name, p in m._parameters.items() if p is not None
+        ]
+        self._slots = [(there, name) for there, name, _ in slots]
+        numels = [p.numel() for _, _, p in slots]
+        rows = [numel // WORLD for numel in numels]
+        self._memory, self._gathered = torch.empty(sum(numels)), torch.empty(WORLD, sum(rows))
+        self._shard, self._sent, self._received = (torch.zeros(n) for n in (sum(rows), sum(numels), sum(rows)))
+        self._pieces = list(self._gathered.split(rows, dim=1))
+        self._packed = list(self._sent.view(WORLD, -1).split(rows, dim=1))
+        self._full, self._views, self.sharded = [], [], []
+        for (_, _, p), start, local in zip(slots, accumulate([0, *numels]), self._shard.split(rows), strict=False):
+            # Version counters apart: the memory is written again while graphs hold the parameters.
+            storage = self._memory.untyped_storage()
+            self._full.append(nn.Parameter(torch.empty(0).set_(storage, start, p.shape)))
+            self._views.append(torch.empty(0).set_(storage, start, (WORLD, p.numel() // WORLD)))
+            shape = (p.shape[0] // WORLD, *p.shape[1:])
+            self.sharded.append(nn.Parameter(DTensor.from_local(local.view(shape), mesh, [Shard(0)], run_check=False)))
+        self._group: Any = mesh.get_group()
+        self._options = AllgatherOptions()
+        self._options.asyncOp = True
+        self._nbytes, self._came, self._open = self._memory.untyped_storage().nbytes(), 0, open_
+        self._show(self.sharded)
+        block.register_forward_pre_hook(lambda *_: self._gather())
+        block.register_forward_hook(self._forward_ends)
+        for full in self._full:
+            full.register_post_accumulate_grad_hook(self._arrived)
+
+    def _show(self, params: Sequence[nn.Parameter]) -> None:
+        for (there, name), param in zip(self._slots, params, strict=True):
+            there[name] = param
+
+    def _gather(self) -> None:
+        self._memory.untyped_storage().resize_(self._nbytes)
+        with torch.no_grad():
+            self._group._allgather_base(self._gathered, self._shard, self._options).wait()
+            torch._foreach_copy_(self._views, self._pieces)
+        self._show(self._full)
+
+    def _free(self) -> None:
+        self._show(self.sharded)
+        self._memory.untyped_storage().resize_(0)
+
+    def _forward_ends(self, _: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self._free()
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(lambda _: self._gather())
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        self._came += 1
+        if self._came < len(self._full):
+            return
+        self._came = 0
+        with torch.no_grad():
+            torch._foreach_copy_(
+                self._packed, [full.grad.view(WORLD, -1) for full in self._full if full.grad is not None]
+            )
+            for full in self._full:
+                full.grad = None
+            self._work = self._group._reduce_scatter_base(self._received, self._sent)
+        self._free()
+        self._open.append(self)
+
+    def finish(self) -> None:
+        """Put the reduced gradients on the sharded parameters."""
+        self._work.wait()
+        received = self._received.div(WORLD)
+        start = 0
+        for param in self.sharded:
+            local: Any = param.to_local()
+            part = received.as_strided(local.shape, local.stride(), start)
+            start += part.numel()
+            param.grad = DTensor(part, param._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+class LeastStep(Step):
+    """The least that sharding these blocks takes, by hand: no decisions, no comparisons, no errors."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        torch.manual_seed(0)
+        self._model: Any = Chain(shape)
+        mesh = init_device_mesh("cpu", (WORLD,))
+        self._open: list[_LeastBlock] = []
+        blocks = [_LeastBlock(block, mesh, self._open) for block in self._model.blocks]
+        self._optimizer = torch.optim.AdamW([param for block in blocks for param in block.sharded], lr=1e-4)
+        self._input = torch.randn(1, 4, shape.width)
+
+    def engine(self) -> None:
+        super().engine()
+        for block in self._open:
+            block.finish()
+        self._open.clear()
 
 
 class _Counts(TorchDispatchMode):
@@ -207,12 +310,14 @@ class Measured(NamedTuple):
 def measure(shape: ModelShape, mixed: bool, rounds: int) -> dict[str, Measured]:
     """By way; a round takes a few steps of each way in turn."""
     steps = {way: Step(way, shape, mixed) for way in WAYS}
+    if not mixed:
+        steps["least"] = LeastStep(shape)
     for step in steps.values():
         for _ in range(4):
             step()
     alone = dist.new_group([0])
     counts = {way: count_ops(step) for way, step in steps.items()}
-    messages = {way: Messages(counts[way].gathers, alone) for way in WAYS}
+    messages = {way: Messages(counts[way].gathers, alone) for way in steps}
     found = {}
     for way, step in steps.items():
         engine_calls = count_calls(step.engine)
@@ -276,7 +381,7 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured], rounds: i
     bare = found["bare"]
     with_copies = {
         way: [(mine - base) / shape.depth for mine, base in zip(found[way].step_s, bare.step_s, strict=True)]
-        for way in WAYS
+        for way in found
         if way != "bare"
     }
     added = {
@@ -295,7 +400,7 @@ def report(mixed: bool, shape: ModelShape, found: dict[str, Measured], rounds: i
     heads = f"{'engine ms per block':>20} {'/ fsdp2':>9} {'calls':>6} | {'step':>6} {'/ fsdp2':>8} {'with copies':>12}"
     print(f"  {'':12} {heads} {'ops':>6} {'calls':>6}")
     rows: dict[str, Any] = {}
-    for way in WAYS:
+    for way in found:
         row: dict[str, Any] = {"step_ms": round(statistics.median(found[way].step_s) * 1e3, 4)}
         if way in added:
             row["added_ms"] = round(statistics.median(added[way]) * 1e3, 4)
