@@ -121,10 +121,6 @@ class Model:
         return sum(unit.numel for unit in self.units)
 
     @property
-    def trainable_numel(self) -> int:
-        return sum(p.numel for unit in self.units for p in unit.parameters if p.trainable)
-
-    @property
     def flop_per_token(self) -> float:
         """Operations that the model requires for a trained token, as in `train.model.flop_per_token` and torchtitan: 6
         per element that multiplies, and 12 (6 where causal attention is counted once) per layer, position and width."""

@@ -140,7 +140,6 @@ class UnitRecord:
         "full",
         "in_backward",
         "index",
-        "inputs_hooked",
         "name",
         "pass_open",
         "pass_outputs",
@@ -162,8 +161,6 @@ class UnitRecord:
         self.phase = Phase.IDLE
         # From the first output gradient until the end of that backward; a forward in between is recomputation.
         self.in_backward = False
-        # Whether this use of the unit will report `inputs_reached`.
-        self.inputs_hooked = False
         # For a unit of several modules: some ran, and others may follow in the same use; an output of those that ran
         # requires a gradient.
         self.pass_open = False

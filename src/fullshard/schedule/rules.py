@@ -85,8 +85,8 @@ def post_forward(
     opaque: bool = False,
 ) -> Commands:
     """`outputs`: some output requires a gradient, so that a backward through this forward may come. `inputs`: some
-    input does too, so that `inputs_reached` will follow. `more`: the unit has modules that did not run in this pass.
-    `opaque`: the graph that was recorded does not report which weights it reads (transforms)."""
+    input does too, so that `inputs_reached` will follow; traces show it, no rule asks. `more`: the unit has modules
+    that did not run in this pass. `opaque`: the graph that was recorded does not report which weights it reads (transforms)."""
     commands: Commands = []
     if in_backward and unit.in_backward:
         # [R4] Recomputation: its backward needs the parameters at once. It may have begun before that backward.
@@ -96,7 +96,6 @@ def post_forward(
     if nested:
         return commands
     unit.pins.running = False
-    unit.inputs_hooked = inputs
     unit.pins.used = unit.pins.used or outputs
     if opaque:
         pin(unit)
@@ -222,7 +221,6 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
         # [R32] A forward that differentiates inside continues with its weights.
         unit.phase = Phase.FORWARD if unit.pins.running else Phase.IDLE
         unit.in_backward = False
-        unit.inputs_hooked = False
         if run.is_last_backward:
             if unit.full is Full.PENDING:
                 # [R12] An unused prefetch. Every rank issued it, so every rank waits for it.
@@ -284,7 +282,6 @@ def reset(run: RunRecord, root: UnitRecord) -> Commands:
         _throw_away(unit, commands, "R14")
         unit.phase = Phase.IDLE
         unit.in_backward = False
-        unit.inputs_hooked = False
         unit.uses.clear()
         unit.pins = Pins()
         unit.sending = Sending()

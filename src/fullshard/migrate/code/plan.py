@@ -81,10 +81,6 @@ class Plan:
     handled: set[cst.CSTNode] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.calls or self.texts or self.wrappings or self.functions or self.removed or self.dropped)
-
     def say(self, node: cst.CSTNode, row: Row, value: str = "", *, default: bool = False, key: str = "") -> None:
         """Add a finding at a node by a row of the tables."""
         name = key or row.old.partition("=")[0]
