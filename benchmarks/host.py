@@ -130,7 +130,7 @@ class Step:
 
 
 class _LeastBlock:
-    """Shards one block by hand, for `LeastStep`."""
+    """Shards one block in code of its own, for `LeastStep`."""
 
     def __init__(self, block: nn.Module, mesh: DeviceMesh, open_: list[_LeastBlock]) -> None:
         slots = [
@@ -209,7 +209,7 @@ class _LeastBlock:
 
 
 class LeastStep(Step):
-    """The least that sharding these blocks takes, by hand: no decisions, no comparisons, no errors."""
+    """The least that sharding these blocks takes, written for them alone: no decisions, no comparisons, no errors."""
 
     def __init__(self, shape: ModelShape) -> None:
         torch.manual_seed(0)

@@ -86,7 +86,8 @@ def post_forward(
 ) -> Commands:
     """`outputs`: some output requires a gradient, so that a backward through this forward may come. `inputs`: some
     input does too, so that `inputs_reached` will follow; traces show it, no rule asks. `more`: the unit has modules
-    that did not run in this pass. `opaque`: the graph that was recorded does not report which weights it reads (transforms)."""
+    that did not run in this pass. `opaque`: the graph that was recorded does not report which weights it reads
+    (transforms)."""
     commands: Commands = []
     if in_backward and unit.in_backward:
         # [R4] Recomputation: its backward needs the parameters at once. It may have begun before that backward.
