@@ -161,6 +161,7 @@ def test_checkpoint() -> None:
     assert set(results["ways"]["fullshard"]["seconds"]) == {"save", "load", "blocked"}
 
 
+@pytest.mark.slow
 def test_digest() -> None:
     results = _last_line("benchmarks.digest")["results"]
     assert isinstance(results, list)

@@ -185,6 +185,7 @@ def _dynamic(rank: int, dynamic: bool | None) -> tuple[Trained, int]:
         return trained, len(graphs.products)
 
 
+@pytest.mark.slow
 def test_batches_of_other_sizes() -> None:
     """The second size makes a second graph, for all sizes; `dynamic=True` makes that at once. `train` says that no
     later step recompiles. The first block's input needs no gradient: it has a graph of its own."""

@@ -81,7 +81,7 @@ def _transformers(rank: int, folder: str, tied: bool) -> tuple[float, float]:
     return forwards, backwards
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @behaviour(
     "a Llama of transformers, loaded into ours from its files, computes the same, and the other way ({tied})",
     area="checkpoints",

@@ -111,6 +111,7 @@ def _saving(rank: int, folder: str) -> tuple[str, bool, bool]:
     return error, same, len(names) == 8 and all("lora_" in name for name in names)
 
 
+@pytest.mark.slow
 @behaviour(
     "PEFT: adapters are saved in full, or `save_pretrained` says how",
     area="packages",

@@ -256,6 +256,7 @@ def _adapters(rank: int, folder: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path: Path) -> None:
     for found in pool(2).run(_adapters, str(tmp_path), timeout=TIMEOUT):
         assert all(found.values()), found

@@ -23,7 +23,7 @@ from fullshard.train.data import read_corpus
 
 # Against a hang: on a machine with five times as many processes as cores a run takes a minute and more.
 BOUND = 240
-pytestmark = pytest.mark.hang_after(BOUND + 40)
+pytestmark = [pytest.mark.hang_after(BOUND + 40), pytest.mark.slow]
 
 TINY = (
     "model.layers=2",
@@ -75,7 +75,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(run_dir, ended.stdout, ended.stderr)
 
 
-@pytest.mark.slow
 def test_a_run_is_quiet(finished: Finished) -> None:
     """Nothing on stderr: no warnings of other packages, no notes of the launcher."""
     assert finished.errors == ""
@@ -172,7 +171,6 @@ def test_a_used_folder_is_refused(finished: Finished, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1 and "a continued run must not change it; nearest valid: 4" in error
 
 
-@pytest.mark.slow
 def test_under_torchrun_it_is_the_same_run(finished: Finished, tmp_path: Path) -> None:
     """`torchrun -m fullshard train` starts no processes of its own and ends with the very same weights."""
     run_dir = tmp_path / "run"
@@ -222,7 +220,6 @@ def alive(pid: int) -> bool:
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
-@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(
     # SIGTERM stops behind a step, with a checkpoint (test_train_resume.py).
@@ -249,7 +246,6 @@ def test_an_interrupted_run_ends_whole_and_at_once(tmp_path: Path, signum: signa
 
 
 @linux_only
-@pytest.mark.slow  # what the launcher makes of it is tested without processes in pure/test_train_launch.py
 def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     """The death of one process ends the other, and the line names the rank and the signal, not the lost connection."""
     run_dir = tmp_path / "run"

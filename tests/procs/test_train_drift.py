@@ -60,6 +60,7 @@ def _run(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[str], li
     return records.lines, console.said, checkpoints.saved
 
 
+@pytest.mark.slow
 def test_copies_that_differ_are_told_at_checkpoints() -> None:
     """Not where nothing differs, and not at steps without a checkpoint."""
     shares = ("parallelism.data_parallel_shard_degree=1", "parallelism.data_parallel_replicate_degree=2")

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -125,13 +124,11 @@ def test_every_key_is_on_the_page(config: type, page: str) -> None:
 GAP = reference.GAP
 
 
-def _templates() -> Iterator[str]:
+@functools.cache
+def _templates() -> set[str]:
     """Every text of the source, a gap for each value."""
-    for node in _nodes():
-        if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
-            text = " ".join(reference._text(node).split())
-            if len(text) > 12:
-                yield text
+    texts = (node for node in _nodes() if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)))
+    return {text for node in texts if len(text := " ".join(reference._text(node).split())) > 12}
 
 
 def _entries() -> list[str]:
@@ -149,12 +146,11 @@ def _is_in(entry: str, template: str) -> bool:
     return True
 
 
-TEMPLATES = set(_templates())
-
-
 @pytest.mark.parametrize("entry", _entries())
 def test_a_text_of_the_catalogue_is_in_the_source(entry: str) -> None:
-    assert any(_is_in(entry, template) for template in TEMPLATES), "no text of the source has these words in this order"
+    assert any(_is_in(entry, template) for template in _templates()), (
+        "no text of the source has these words in this order"
+    )
 
 
 def test_the_catalogue_names_cause_and_cure_for_each() -> None:
