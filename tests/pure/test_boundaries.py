@@ -72,6 +72,7 @@ FSDP_ALLOWED = {
 }
 
 MAX_LINES = 600
+MAX_ATTRIBUTES = 15
 # Files over the limit, each with the reason that a reader is asked to accept.
 LONG_FILES: dict[str, str] = {}
 
@@ -194,6 +195,15 @@ def test_private_torch_names_only_in_the_compatibility_file() -> None:
 def test_torch_s_own_fsdp_is_named_only_in_the_compatibility_file() -> None:
     others = [source for source in SOURCES if source.room != "_torch" and source.name not in FSDP_ALLOWED]
     _no_findings([finding for source in others for finding in src.torch_fsdp_imports(source)])
+
+
+def test_classes_have_few_attributes() -> None:
+    """Else one has several owners, or is several things: docs/adr/0002."""
+    found = [(source.name, name, n) for source in SOURCES for name, n in walk.attributes(source.text).items()]
+    assert max(n for *_, n in found) > 10, "nothing is counted"
+    _no_findings(
+        [f"{file}: {name} has {n} attributes, over {MAX_ATTRIBUTES}" for file, name, n in found if n > MAX_ATTRIBUTES]
+    )
 
 
 def test_files_can_be_read_in_one_sitting() -> None:

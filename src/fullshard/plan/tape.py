@@ -49,7 +49,8 @@ def record(
 ) -> Tape:
     """`place`, `unit_of`: the unit of a module, and of a parameter, by id. `on_host`: units whose forwards keep on the
     host what autograd saves."""
-    recorder = _Recorder([*model.parameters()], [*model.buffers(), *tensors_in([batch])])
+    others = [*model.buffers(), *tensors_in([batch])]
+    recorder = _Recorder([*model.parameters()], others)
     with _wrapped(model, place, recorder, compute, on_host), recorder, _FlashAttention():
         loss = program.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -73,7 +74,7 @@ def record(
         tuple(frozenset(found) for found in recorder.outputs),
         nbytes,
         recorder.last_read,
-        recorder.staying,
+        {recorder.number(tensor): tensor.untyped_storage().nbytes() for tensor in others},
     )
 
 
@@ -117,17 +118,14 @@ class _Packed(NamedTuple):
 
 class _Recorder(TorchDispatchMode):
     """Writes the tape. Storages are numbered in the order in which they come. Those that were there before are -1 for
-    `parameters`, and less for `others`, of which `staying` has the bytes."""
+    `parameters`, and less for `others`."""
 
     def __init__(self, parameters: list[Tensor], others: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lines: list[Line] = []
         # By the address of the storage's implementation, which is another's once it went.
         self._numbers = {storage_key(tensor.untyped_storage()): -1 for tensor in parameters}
-        self.staying: dict[int, int] = {}
-        for number, tensor in enumerate(others, 2):
-            self._numbers[storage_key(tensor.untyped_storage())] = -number
-            self.staying[-number] = tensor.untyped_storage().nbytes()
+        self._numbers |= {storage_key(tensor.untyped_storage()): -number for number, tensor in enumerate(others, 2)}
         self._known = [*parameters, *others]
         self._count = 0
         self._open: list[int] = []
