@@ -105,9 +105,10 @@ class _Worker:
             return file.read() or "(the process did not answer; it is stopped or beyond signals)"
 
     def end(self) -> None:
-        # The first signal is one that a measurement of coverage survives long enough to write down what it has.
+        # The first signal is one that a measurement of coverage survives long enough to write down what it has, which
+        # takes longer than two seconds on a busy machine.
         self.process.terminate()
-        self.process.join(2.0)
+        self.process.join(60.0 if "COVERAGE_PROCESS_CONFIG" in os.environ else 2.0)
         self.process.kill()
         self.process.join()
         self.process.close()
