@@ -19,7 +19,7 @@ from fullshard.plan.machine import PROFILES, Hardware
 from fullshard.plan.page import page, svg
 from fullshard.plan.questions import QUESTIONS, explain
 from fullshard.plan.recomputation import ALTERNATE, NONE, SELECTIVE, WHOLE, keeping
-from fullshard.plan.result import padding_of, table
+from fullshard.plan.result import gigabytes, padding_of, table
 from fullshard.plan.search import Change, candidates
 from fullshard.plan.simulation import simulate
 from fullshard.plan.spans import Event, Span, Step, Work, scaled, steps_of
@@ -569,6 +569,23 @@ def test_terms_are_the_peak_and_the_rest_is_named() -> None:
     assert found["peak_bytes"] > counted and len(found["largest"]) == 5
     assert found["bytes_sent"]["shard"] == plan.simulated.traffic["shard"].nbytes
     assert found["assumptions"] and found["fits"] is True
+
+
+def test_the_table_has_the_bytes_of_each_phase_and_no_long_line() -> None:
+    model = _model(depth=4)
+    plan = plan_of(model, steps_of(model), Strategy(ranks=2), PLAIN)
+    lines = table(plan).splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("most in"))
+    phases = plan.phases()
+    assert lines[head].split()[2:] == list(phases)
+    rows = {line[:20].strip(): line[20:].split() for line in lines[head + 1 : lines.index("", head)]}
+    kinds = [kind for kind, *row in zip(KINDS, *phases.values(), strict=True) if any(row)]
+    assert [*rows] == [*kinds, "together"] and "optimizer step" in rows and "kept parts" not in rows
+    together = iter(rows["together"])
+    assert [f"{nbytes} {unit}" for nbytes, unit in zip(together, together, strict=True)] == [
+        gigabytes(sum(row)) for row in phases.values()
+    ]
+    assert max(map(len, lines)) < 140
 
 
 def test_padding_has_a_cure() -> None:

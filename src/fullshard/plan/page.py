@@ -115,8 +115,9 @@ def _steps(points: Sequence[tuple[float, float]]) -> list[str]:
 
 
 _STYLE = """
-body { font: 15px/1.5 sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222; }
-pre { overflow-x: auto; background: #f6f6f6; padding: 1em; font-size: 13px; }
+body { font: 15px/1.5 sans-serif; max-width: 1180px; margin: 2em auto; padding: 0 1em; color: #222; }
+pre { overflow-x: auto; background: #f6f6f6; padding: 1em; font-size: 12px; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .1em 1.5em .1em 0; }
 .no { color: #b00020; } .yes { color: #1b7f3b; }
 """
 

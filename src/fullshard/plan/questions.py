@@ -21,19 +21,18 @@ def explain(question: str, planner: Planner, asked: Strategy) -> Answer:
     return [QUESTIONS[question][0], *QUESTIONS[question][1](planner, asked)]
 
 
-def _row(label: str, plan: Plan) -> str:
+def _row(label: str, plan: Plan, width: int = 34) -> str:
     fits = "fits" if plan.fits else "does not fit"
     return (
-        f"  {label:<34} peak {gigabytes(plan.peak_nbytes):>10}, {fits:<12}  step {duration(plan.seconds):>9}, "
+        f"  {label:<{width}} peak {gigabytes(plan.peak_nbytes):>10}, {fits:<12}  step {duration(plan.seconds):>9}, "
         f"{plan.tokens_per_second:>9,.0f} tokens/s per rank"
     )
 
 
 def _rows(planner: Planner, variants: Iterable[tuple[str, Strategy]]) -> Answer:
-    found = []
-    for label, strategy in variants:
-        found.append(_row(label, planner.plan(strategy)))
-    return found
+    found = [(label, planner.plan(strategy)) for label, strategy in variants]
+    width = max((len(label) for label, _ in found), default=0)
+    return [_row(label, plan, width) for label, plan in found]
 
 
 def _peak(planner: Planner, asked: Strategy) -> Answer:
@@ -228,7 +227,8 @@ def _cheapest(planner: Planner, asked: Strategy) -> Answer:
 
 def ranked(changes: Sequence[Change], shown: int = 5) -> Answer:
     """The first of the changes, one in a line."""
-    return [_row(change.says, change.plan) for change in changes[:shown]]
+    width = max((len(change.says) for change in changes[:shown]), default=0)
+    return [_row(change.says, change.plan, width) for change in changes[:shown]]
 
 
 # Name -> (the question, what answers it); in the order of pytorch#125323.

@@ -325,10 +325,7 @@ def table(plan: Plan) -> str:
         lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in plan.host_terms]
     lines += ["", "the five largest of these, by unit"]
     lines += [f"  {gigabytes(nbytes):>10}  {name}" for name, nbytes in plan.largest]
-    lines += ["", f"{'most in':<10}" + "".join(f"{_short(kind):>13}" for kind in KINDS[:13])]
-    for phase, row in plan.phases().items():
-        lines.append(f"{phase:<10}" + "".join(f"{gigabytes(nbytes) if nbytes else '-':>13}" for nbytes in row[:13]))
-    lines += ["", *_unit_lines(plan), ""]
+    lines += ["", *_phase_lines(plan), "", *_unit_lines(plan), ""]
     for axis, traffic in found.traffic.items():
         if traffic.calls:
             lines.append(
@@ -353,9 +350,14 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _short(kind: str) -> str:
-    words = {"gradients of shards": "grad shards", "held gradients": "held grads", "full parameters": "full"}
-    return words.get(kind, kind)
+def _phase_lines(plan: Plan) -> list[str]:
+    """Bytes by kind in the largest moment of each phase, a column each."""
+    phases = plan.phases()
+    lines = [f"{'most in':<20}" + "".join(f"{phase:>12}" for phase in phases)]
+    for kind, row in zip(KINDS, zip(*phases.values(), strict=True), strict=True):
+        if any(row):
+            lines.append(f"{kind:<20}" + "".join(f"{gigabytes(nbytes) if nbytes else '-':>12}" for nbytes in row))
+    return [*lines, f"{'together':<20}" + "".join(f"{gigabytes(sum(row)):>12}" for row in phases.values())]
 
 
 def _unit_lines(plan: Plan) -> list[str]:
