@@ -1,4 +1,5 @@
-"""The page of `fullshard see` in a browser: its script chooses and enlarges, without an error or a request."""
+"""The pages of `fullshard see` and `fullshard plan` in a browser: the script chooses and enlarges, without an error or
+a request, and what is there is inside of its place."""
 
 from __future__ import annotations
 
@@ -7,13 +8,19 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fullshard.plan import Strategy, find_hardware, plan_of
+from fullshard.plan.facts import describe
+from fullshard.plan.page import page as plan_page
+from fullshard.plan.spans import steps_of
 from fullshard.see import page
 from fullshard.see.record import read_run
+from fullshard.train import shapes
 from tests.harness.records import MS, two_ranks
 
 BROWSER = next(
@@ -56,9 +63,9 @@ document.body.append(told);
 """
 
 
-def _in_browser(folder: Path, text: str) -> dict[str, Any]:
+def _in_browser(folder: Path, text: str, act: str = _ACT) -> dict[str, Any]:
     file = folder / "page.html"
-    file.write_text(text.replace("<title>", f"{_NOTE}<title>", 1) + _ACT)
+    file.write_text(text.replace("<title>", f"{_NOTE}<title>", 1) + act)
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,1000", "--dump-dom"]
     words += [f"--user-data-dir={folder / 'profile'}", f"file://{file}"]
     dom = subprocess.run(words, capture_output=True, text=True, timeout=90, check=True).stdout
@@ -66,6 +73,44 @@ def _in_browser(folder: Path, text: str) -> dict[str, Any]:
     assert told is not None, dom[-2000:]
     found: dict[str, Any] = json.loads(html.unescape(told[1]))
     return found
+
+
+# What is wider than its place, and so scrolls sideways.
+_MEASURE = """
+<script>
+const told = document.createElement('pre');
+told.id = 'found';
+told.textContent = JSON.stringify({
+  wide: [document.documentElement, ...document.querySelectorAll('pre, table, svg')]
+    .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.tagName),
+  beyond: [...document.querySelectorAll('svg text')].filter(e => {
+    const box = e.getBoundingClientRect(), all = e.closest('svg').getBoundingClientRect();
+    return box.left < all.left - 1 || box.right > all.right + 1;
+  }).map(e => e.textContent),
+  small: Math.min(...[...document.querySelectorAll('pre, td, li, p')]
+    .map(e => parseFloat(getComputedStyle(e).fontSize))),
+  pre: document.querySelectorAll('pre').length, requests: performance.getEntriesByType('resource').length,
+  wrong: window.wrong});
+document.body.append(told);
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="no browser: chromium is not installed (apt-get install chromium)")
+def test_nothing_of_a_page_scrolls_sideways_or_leaves_its_picture(tmp_path: Path) -> None:
+    model = describe(shapes.named("llama-8b", 1024), "llama-8b", compute="bfloat16")
+    units = [replace(unit, name=f"model.{unit.name}", module_class="LlamaDecoderLayer") for unit in model.units[1:]]
+    model = replace(model, units=(model.units[0], *units))
+    strategy = Strategy(16, replicas=2, offload=True, compute="bfloat16", reduce="float32")
+    plan = plan_of(model, steps_of(model), strategy, find_hardware("h100-80g"))
+    first, second = two_ranks(tmp_path / "one"), two_ranks(tmp_path / "two", late=3 * MS)
+    pages = [plan_page(plan), page.page([read_run(first)]), page.page([read_run(first), read_run(second)])]
+    for number, text in enumerate(pages):
+        found = _in_browser(tmp_path, text, _MEASURE)
+        assert (found["wide"], found["beyond"], found["wrong"], found["requests"]) == ([], [], [], 0), number
+        assert found["small"] >= 12
+        assert found["pre"] == (1 if number == 0 else 0)
 
 
 @pytest.mark.slow

@@ -43,9 +43,10 @@ class Axis(NamedTuple):
         found = []
         for number in range(int(self.end // step) + 1):
             x = self.x(number * step)
+            anchor = "middle" if x < WIDTH - 1.5 * RIGHT else "end"  # inside of the picture
             found.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 16}" stroke="#e5e7eb"/>'
-                f'<text x="{x:.1f}" y="{height - 4}" text-anchor="middle">{milliseconds(number * step)}</text>'
+                f'<text x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">{milliseconds(number * step)}</text>'
             )
         return "".join(found)
 
