@@ -71,7 +71,6 @@ def test_a_mutation_is_named_after_what_it_breaks() -> None:
             assert mutation.rule in known, f"{mutation.rule}: {mutation.breaks}"
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[f"{m.rule}-{m.breaks}" for m in MUTATIONS])
 def test_each_mutation_still_fits(mutation: Mutation) -> None:
     """Its text occurs once, the change is one, and what comes out is Python: red must mean a failed test."""
