@@ -204,6 +204,7 @@ def _with(number: int, **changes: Any) -> list[Message]:
 @pytest.mark.parametrize(
     ("changes", "unit", "cause"),
     [
+        ({"messages": [m._replace(arrival=(m.need or 0) - 1) for m in detail().messages]}, 2, "here"),
         # Behind a message of layers.0 that is there at 5.5.
         ({"messages": _with(1, arrival=round(5.5 * MS))}, 2, "queue"),
         (
@@ -222,7 +223,7 @@ def _with(number: int, **changes: Any) -> list[Message]:
         ({"commands": [c._replace(kind="reduce") if c.kind == "finish" else c for c in detail().commands]}, 1, "limit"),
         ({"messages": _with(2, unit=-1, purpose="the gradient norm")}, -1, "small"),
     ],
-    ids=["queue", "first", "unplanned", "limit", "small"],
+    ids=["here", "queue", "first", "unplanned", "limit", "small"],
 )
 def test_other_causes(changes: Any, unit: int, cause: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, **changes)
@@ -400,6 +401,11 @@ def test_two_runs_are_shown_beside_each_other_with_what_changed(tmp_path: Path, 
     assert sum(map(len, drawn)) == 2 * 3 + 2 * (2 + 2)
     assert "A: first" in document.text and "B: second" in document.text
     assert capsys.readouterr().out.count(": step 4 took") == 2
+    # Of its own name, so that the page of the first alone stays.
+    assert main(["see", str(first)]) == 0 == main(["see", str(first), str(second)])
+    folder = first / "see"
+    assert "compared.html" in capsys.readouterr().out and (folder / "compared.html").read_text() == target.read_text()
+    assert (folder / "see.html").read_text() != target.read_text()
 
 
 def test_units_that_differ_alike_are_one_line(tmp_path: Path) -> None:

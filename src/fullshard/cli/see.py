@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   fullshard see runs/mine                          a page about it, runs/mine/see/see.html
-  fullshard see runs/mine runs/other               both, and what changed
+  fullshard see runs/mine runs/other               both, and what changed: runs/mine/see/compared.html
   fullshard see runs/mine --unit layers.3          every command of one unit in the last recorded step, and why
   fullshard see runs/mine --perfetto trace.json    a Chrome trace, for ui.perfetto.dev
 
@@ -36,7 +36,12 @@ def add_command(commands: Any) -> None:
     see.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder; two are compared")
     see.add_argument("--step", type=int, metavar="N", help="default: the last step recorded in full")
     see.add_argument("--rank", type=int, metavar="N", help="default: all ranks, or rank 0 for --unit")
-    see.add_argument("--html", type=Path, metavar="FILE", help="default: see.html in the record's folder")
+    see.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="default: see.html in the record's folder; compared.html in that of the first of two",
+    )
     see.add_argument("--perfetto", type=Path, metavar="FILE", help="write a Chrome trace of the step, and no page")
     see.add_argument("--unit", metavar="NAME", help="print the commands of one unit, and write no page")
     see.add_argument(
@@ -77,7 +82,7 @@ def _show(arguments: argparse.Namespace, runs: list[Run]) -> int:
         _write(arguments.perfetto, chrome.chrome_trace(first, first.shown_step(step)))
         print(f"{arguments.perfetto}: open it at ui.perfetto.dev or chrome://tracing")
         return 0
-    target = arguments.html or first.path / "see.html"
+    target = arguments.html or first.path / ("see.html" if len(runs) == 1 else "compared.html")
     text = page.page(runs, step, arguments.rank)
     _write(target, text)
     for each in runs:

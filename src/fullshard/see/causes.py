@@ -2,6 +2,7 @@
 
 A message is hidden if it arrives before a wait for it begins. The cause of a wait that is not hidden is the first of:
 
+    here      it had arrived: this process did not run (other threads, other programs on its cores), or copied what came
     peer      another rank sent its part after this rank needed the whole: no setting of messages helps
     first     the unit was gathered when it was needed, and nothing ran before it
     unplanned it was gathered when it was needed, because the order of units was not known (the first step)
@@ -131,6 +132,11 @@ def _last_sent(run: Run, rank: RankRecord, number: int) -> dict[tuple[str, int],
 def _cause(rank: RankRecord, step: Step, message: Message, last: tuple[int, int] | None) -> tuple[str, str]:
     need, exposed = message.need or 0, message.exposed
     lead, took = need - message.issue, (message.arrived or need) - message.issue
+    if message.device_need is None and message.arrival is not None and message.arrival <= need:
+        return "here", (
+            f"it had arrived {milliseconds(need - message.arrival)} before it was needed: what took the time is this "
+            f"process, which copied it or did not run (other threads, or other programs on its cores)"
+        )
     if last is not None and last[0] != rank.header.rank and last[1] - need > exposed / 2:
         late = milliseconds(last[1] - need)
         return "peer", f"rank {last[0]} sent its part {late} after it was needed here: look at that rank"
