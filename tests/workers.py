@@ -2,16 +2,18 @@
 
     python -m tests.workers -m "not slow"       what `make test` runs; options go to every worker
 
-    worker       tiers                                                     how many
-    threads      ranks that are threads                                    1
-    processes    the others, most of which start processes; then threads   2
+    worker        tiers
+    threads-1     ranks that are threads
+    processes-1   the others, those with processes first; then threads
+    processes-2   the others, those with processes last; then threads
 
 A worker takes the next file that no other one has taken (tests/harness/queue.py). Ranks of some tests are forks of
 their worker, which must not have run ranks that are threads: so those come last, or from a worker of their own. Tests
-of processes wait much of their time, for each other and for time limits: two workers keep a core busy where one does
-not. A second one for threads from the beginning leaves programs of many processes without a core, and their time
-limits pass. The first worker prints as it goes, the others when they are over. The exit status is the worst one; where
-a signal ended a worker, the last lines say which test ran and where its threads were.
+of processes wait much of their time, for each other and for time limits: a second worker keeps a core busy where one
+does not. It begins at the other end, because two that begin with processes start the same pools of them twice. A second
+one for threads from the beginning leaves programs of many processes without a core, and their time limits pass. The
+first worker prints as it goes, the others when they are over. The exit status is the worst one; where a signal ended a
+worker, the last lines say which test ran and where its threads were.
 """
 
 from __future__ import annotations
@@ -25,25 +27,24 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
+_OTHERS = ("procs", "device", "faults", "pure", "fake", "golden", "gpu")
 # Tiers of a worker in their order; together all of tests/ (tests/pure/test_workers.py).
 TIERS: dict[str, tuple[str, ...]] = {
-    "threads": ("threads",),
-    "processes": ("procs", "device", "faults", "pure", "fake", "golden", "gpu", "threads"),
+    "threads-1": ("threads",),
+    "processes-1": (*_OTHERS, "threads"),
+    "processes-2": (*reversed(_OTHERS), "threads"),
 }
-WORKERS = {"threads": 1, "processes": 2}
 
 
 def commands(folder: Path, options: list[str]) -> dict[str, list[str]]:
     """The command of each worker, by its name. `folder`: empty, for what they tell each other."""
     found = {}
-    for kind, tiers in TIERS.items():
-        for number in range(1, WORKERS[kind] + 1):
-            name = f"{kind}-{number}"
-            # What failed last is remembered in a folder that two runs must not share.
-            own = ["-p", "tests.harness.queue", f"--queue={folder}", "-o", f"cache_dir=.pytest_cache/{name}"]
-            own.append(f"--last-words={last_words(folder, name)}")
-            paths = [f"tests/{tier}" for tier in tiers]
-            found[name] = [sys.executable, "-m", "pytest", *own, *options, *paths]
+    for name, tiers in TIERS.items():
+        # What failed last is remembered in a folder that two runs must not share.
+        own = ["-p", "tests.harness.queue", f"--queue={folder}", "-o", f"cache_dir=.pytest_cache/{name}"]
+        own.append(f"--last-words={last_words(folder, name)}")
+        paths = [f"tests/{tier}" for tier in tiers]
+        found[name] = [sys.executable, "-m", "pytest", *own, *options, *paths]
     return found
 
 
