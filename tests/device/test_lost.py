@@ -380,6 +380,7 @@ def _nothing_under_way(rank: int) -> tuple[str, dict[str, Tensor]]:
         return str(caught.value), _values(model)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_when_nothing_was_under_way() -> None:
     """All reductions had arrived when the ranks failed, because the host had waited: they try again, as on a CPU."""
     for rank, (error, values) in enumerate(pool(2, backend="late").run(_nothing_under_way)):

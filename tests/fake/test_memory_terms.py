@@ -269,7 +269,7 @@ def _live(terms: list[Any]) -> _Live:
     return _Live(full, kept)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_terms_are_what_is_counted(name: str, setting: Setting) -> None:

@@ -181,6 +181,7 @@ _DECODERS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", _DECODERS)
 def test_a_config_of_hugging_face_with_transformers(kind: str, tmp_path: Path) -> None:
     """Its models look at a batch to see which mask they need; the planner has none to look at."""

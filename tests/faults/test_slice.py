@@ -19,7 +19,7 @@ def runner() -> Runner:
     return Runner()
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(14)
 @pytest.mark.hang_after(120)
 @pytest.mark.parametrize(
     "case",

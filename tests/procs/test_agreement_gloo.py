@@ -100,7 +100,7 @@ def _raises(rank: int, name: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begun
 
 
-@pytest.mark.quick(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_raise_in_time(name: str) -> None:
     found = pool(CASES[name][1]).run(_raises, name, timeout=40)

@@ -72,7 +72,7 @@ def _transformed(rank: int, reshard: bool, grad: bool) -> None:
             tolerance.assert_close(parameter.full_tensor().detach(), wanted.detach(), terms=WIDTH)  # type: ignore[attr-defined]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_first_forward_is_inside_a_transform(reshard: bool, grad: bool) -> None:

@@ -109,7 +109,7 @@ def test_two_runs_are_the_same(name: str) -> None:
     assert_same_bits(again, first)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 def test_after_many_steps() -> None:
     """With kept parameters, which are gathered again only because the optimizer wrote the shards."""
     pool(2).run(_case_beside_oracle, "residual", 2, 10, {"reshard_after_forward": False}, timeout=TIMEOUT)

@@ -204,6 +204,7 @@ def _stopped(rank: int) -> None:
         training.step(1)
 
 
+@pytest.mark.quick(2)
 def test_a_stopped_rank_is_named() -> None:
     assert run_killed(2, _stopped, None, timeout=40) == [DONE, DONE]
 

@@ -158,6 +158,7 @@ def test_a_split_backward_trains_stages_that_stay_full(impl: Implementation) -> 
         assert reductions[1:] == [4] * (STEPS - 1)
 
 
+@pytest.mark.slow
 @behaviour(
     "a schedule that splits backward, over stages that are freed after forward, is refused",
     area="communication",

@@ -50,7 +50,7 @@ def _compare(name: str, other: str, kind: str) -> list[str]:
     return [f"rank {rank}, {line}" for rank, lines in enumerate(found) for line in lines]
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(14)
 @each_program
 def test_against_plain_training(name: str) -> None:
     program = PROGRAMS[name]

@@ -42,6 +42,7 @@ def test_sound_training_is_equal(strategy: str, tmp_path: Path) -> None:
     assert read_step(tmp_path, 1, 0).uses == (12 * micro + again, [])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("program", "strategy"), [("timed", "zero3+bf16+recompute"), ("aliased", "zero3"), ("together", "zero3+bf16")]
 )
@@ -51,7 +52,7 @@ def test_other_programs_are_equal(program: str, strategy: str, tmp_path: Path) -
     assert result.verdict == "equal", result.difference
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [("zero3", 1), ("zero3", 3), ("zero3+hsdp=2", 4), ("zero2+hsdp=2+micro=2", 4), ("zero3=2+bf16", 4)],
@@ -153,7 +154,7 @@ def test_a_gradient_that_torch_does_not_have(tmp_path: Path) -> None:
     assert "torch's FSDP2, as the reference" in found.cause and comparison.result.verdict == "different"
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", PROVEN)
 def test_a_fault_of_the_engine_is_found_and_named(name: str, tmp_path: Path) -> None:
     case = PROVEN[name]

@@ -80,6 +80,7 @@ def run_to_the_end(world: World, program: Program) -> None:
 
 # None differs from True in the root alone.
 @pytest.mark.parametrize(("reshard", "depth"), [*product((True, False), DEPTHS), (None, 1), (2, 1)])
+@pytest.mark.quick(6)
 def test_every_order_after_every_other(reshard: bool | int | None, depth: int) -> None:
     """Two steps, then an evaluation: the second step has the plan of the first, which may be wrong."""
     for first, second in product(ORDERS, repeat=2):

@@ -51,7 +51,7 @@ def test_every_program_runs() -> None:
     assert set(TITLES) == set(EVERYDAY)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(5)
 @ignore_views
 @pytest.mark.parametrize(("world", "impl"), WORLDS)
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ STRATEGIES: dict[str, tuple[Callable[[int], Run], int]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("odd", [0, 1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_know_it_whoever_differs(strategy: str, odd: int) -> None:

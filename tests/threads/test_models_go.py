@@ -352,6 +352,7 @@ def _left(rank: int, uses: dict[str, Callable[..., nn.Module]], *given: Any) -> 
     return [f"{name}: {what}" for name, remain in remains.items() for what in remain.alive()]
 
 
+@pytest.mark.slow
 @behaviour("a model that nobody holds any more is gone, and its memory with it", area="training")
 @for_each_implementation
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")

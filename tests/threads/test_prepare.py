@@ -341,7 +341,7 @@ def test_no_shard_replicates() -> None:
 LEVELS_BY_NAME = {name: level for level in LEVELS for name in level.names}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", LEVELS_BY_NAME)
 def test_level(name: str) -> None:
     """Each name that FSDP1 and DeepSpeed have for a level gives its mesh and resharding, and trains as one process; two
@@ -444,6 +444,7 @@ def test_activation_checkpointing(keys: Any, checkpointed: list[str]) -> None:
     assert list(prepared.checkpointed) == checkpointed
 
 
+@pytest.mark.slow
 def test_hsdp_with_flexible_reshard_degree() -> None:
     """An integer, for all units and for one; one that is no factor is refused before anything is changed."""
     prepared = check({"reshard_after_forward": 2, "override": {"layers.1": {"reshard_after_forward": False}}}, world=4)
