@@ -23,6 +23,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -35,7 +36,13 @@ _AFTER_FAILURE_SECONDS = 5.0
 
 
 def run_forks(world: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-    """What `run_ranks` does, with forks. Results have to pickle; where they do not, None is returned for them."""
+    """What `run_ranks` does, with forks. Results have to pickle; where they do not, None is returned for them.
+
+    Skips the test where torch's build for CUDA has run a backward in this process before: its forks cannot run any."""
+    if torch.version.cuda is not None and not _backward_works_in_forks():
+        pytest.skip(
+            "torch's build for CUDA runs no backward in forks of a process that has run one: run this file alone"
+        )
     name = getattr(fn, "__qualname__", repr(fn))
     with tempfile.TemporaryDirectory(prefix="fullshard-forks-") as folder:
         rendezvous = os.path.join(folder, "rendezvous")
@@ -51,6 +58,17 @@ def run_forks(world: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout
     if reports:
         raise RanksFailed(f"{name} failed", world, reports)
     return results
+
+
+def _backward_works_in_forks() -> bool:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _fork(
