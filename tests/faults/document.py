@@ -149,6 +149,20 @@ def _tables(ours: dict[str, str], theirs: Rows) -> str:
     return "\n".join(lines)
 
 
+# What a reader sees in the place of parts of a regular expression; `|` would end a cell, also within backticks.
+_READ = {
+    "; [a-z]+": "; what to do",
+    r".*\.py": "a file.py",
+    ".*": "...",
+    r"\d+": "N",
+    r"\d": "N",
+    r"\b": "",
+    "|": " or ",
+    "\\": "",
+}
+
+
 def _cell(text: str) -> str:
-    """`|` would end a cell, also within backticks."""
-    return text.replace("|", " or ").replace("\\", "")
+    for pattern, read in _READ.items():
+        text = text.replace(pattern, read)
+    return text
