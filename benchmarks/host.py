@@ -202,7 +202,7 @@ class _LeastBlock:
         received = self._received.div(WORLD)
         start = 0
         for param in self.sharded:
-            local: Any = param.to_local()
+            local: Any = param._local_tensor  # type: ignore[attr-defined]
             part = received.as_strided(local.shape, local.stride(), start)
             start += part.numel()
             param.grad = DTensor(part, param._spec, requires_grad=False)  # type: ignore[attr-defined]
