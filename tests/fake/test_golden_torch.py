@@ -19,6 +19,7 @@ WRITE = os.environ.get("WRITE_GOLDEN") == "1"
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("scenario", "reshard"), cases(), ids=lambda value: value if isinstance(value, str) else value.name
 )

@@ -9,7 +9,7 @@ from tests.faults.run import Runner
 from tests.faults.table import CASES, OPEN
 
 # `python -m tests.faults` runs all.
-SLOW = (pytest.mark.slow, pytest.mark.drawn(5))
+SLOW = (pytest.mark.slow, pytest.mark.drawn(10))
 # Two of three that take little time.
 FAST = [case for i, case in enumerate(case for case in CASES if case.fast and case.id not in OPEN) if i % 3]
 

@@ -68,6 +68,7 @@ def _alone(rank: int, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_against_torch(name: str) -> None:
     """Torch's half: that it agrees, and where it is said not to, that it does not."""

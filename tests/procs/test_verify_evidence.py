@@ -195,6 +195,7 @@ SETTINGS += [
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("strategy", "world"), SETTINGS, ids=[f"{s}-{w}" for s, w in SETTINGS])
 def test_a_sound_setting_is_equal(strategy: str, world: int, tmp_path: Path) -> None:
     assert len(SETTINGS) >= 100 and ENTRY

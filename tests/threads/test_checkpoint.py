@@ -141,6 +141,7 @@ def test_any_world_loads_what_any_other_saved(a: int, b: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("layouts", [("fsdp", "fsdp"), ("fsdp", "columns"), ("hsdp", "fsdp"), ("columns", "hsdp")])
 @pytest.mark.parametrize(("a", "b"), ALL_WORLDS)
 def test_every_world_loads_what_every_other_saved(a: int, b: int, layouts: tuple[str, str], tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_as_one_process_on_all_samples(way: str, options: dict[str, Any], world:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("way", "options", "world"), SLOW)
 def test_in_every_way(way: str, options: dict[str, Any], world: int) -> None:
     expected, _ = _plain(world)
