@@ -2,8 +2,8 @@
 # environment.
 #   make train            train a small language model, sharded over two processes (ARGS="--nproc 4" and so on)
 #   make test             every test tier but the tests marked slow
-#   make test-full        those too, and far more property-test examples; under an hour: of the largest families a part
-#                         each day (DRAW=)
+#   make test-full        of those a part, another one each day, and far more property-test examples; under an hour
+#                         (DRAW=all: all of them, in some hours)
 #   make coverage         make test, with the lines and branches that ran of each room; two or three times as long
 #   make check            format, lint, types, and the tests that keep the rooms apart
 #   make docs             the site, into site/, without a network; warnings and dead links are errors
@@ -37,7 +37,7 @@ PYTEST = $(BIN)/python -m $(if $(strip $(ARGS)),pytest,tests.workers)
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# Of families of hundreds of slow cases others each day; DRAW=20000 repeats a day, its number is in pytest's header.
+# Of slow tests others each day; DRAW=20000 repeats a day, its number is in pytest's header; DRAW=all runs all.
 DRAW ?= today
 
 test-full: $(STAMP)

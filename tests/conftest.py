@@ -32,7 +32,7 @@ ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 # The quick profile draws the same examples each time: a red test is the change's fault and not the draw's. The full
 # one explores.
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60, database=None)
-hypothesis.settings.register_profile("full", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
@@ -68,8 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--draw",
         metavar="DAY",
-        help="of each family of slow cases (the marker `drawn(n)`) one case in n: those of this day, a number or "
-        "'today'; on n days in a row all of them (tests/harness/draw.py). Without it all run",
+        help="of slow tests one in three, of families of slow cases one in eight or in the n of their marker "
+        "`drawn(n)`: those of this day, a number or 'today'; on n days in a row all of them (tests/harness/draw.py). "
+        "Without it, or with 'all', all run",
     )
     parser.addoption("--draw-one-in", type=int, metavar="N", help="with --draw: of all tests one in N")
     parser.addoption(
@@ -124,7 +125,7 @@ _TERMINAL = pytest.StashKey[Any]()
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     day = config.getoption("--draw")
-    return None if day is None else f"cases drawn: --draw={draw.day(day)}"
+    return None if day in (None, "all") else f"cases drawn: --draw={draw.day(day)}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -146,7 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if tier == "gpu":
             item.add_marker(pytest.mark.skipif(not _has_accelerator(), reason="no accelerator on this machine"))
     _keep_some_quick(items)
-    if config.getoption("--draw") is not None:
+    if config.getoption("--draw") not in (None, "all"):
         day, of_all = draw.day(config.getoption("--draw")), config.getoption("--draw-one-in") or 1
         left_out = [item for item in items if not draw.is_drawn(item.nodeid, _one_in(item) * of_all, day)]
         config.hook.pytest_deselected(items=left_out)
@@ -182,7 +183,7 @@ def _one_in(item: pytest.Item) -> int:
     if marker is not None:
         return int(marker.args[0])
     # What `quick` leaves out is alike, and what torch does changes with another torch alone.
-    return 6 if item.get_closest_marker("quick") or _is_torch_s(item) else 1
+    return 8 if item.get_closest_marker("quick") or _is_torch_s(item) else 3
 
 
 def _is_torch_s(item: pytest.Item) -> bool:
@@ -205,7 +206,7 @@ def _has_accelerator() -> bool:
 
 def _limited(item: pytest.Item, stage: str) -> Generator[None, Any, Any]:
     mark = item.get_closest_marker("hang_after")
-    # In the full profile a property has thirty times as many examples.
+    # In the full profile a property has eight times as many examples.
     explores = os.environ.get("HYPOTHESIS_PROFILE") == "full"
     seconds = float(mark.args[0]) if mark else HANG_SECONDS.get(_tier(item) or "", 60.0) * (20 if explores else 1)
     if item.config.getoption("--record-behaviours"):

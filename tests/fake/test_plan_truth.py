@@ -53,6 +53,7 @@ QUICK = {
 
 
 @pytest.mark.quick(7)
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -83,6 +84,7 @@ def test_bytes_of_a_step_are_what_is_counted(name: str, strategy: str) -> None:
 
 
 @pytest.mark.quick(15)
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["llama", "frozen base", "mixed dtypes"])
 def test_state_and_temporaries_of_an_optimizer_are_what_is_counted(name: str, optimizer: str) -> None:
