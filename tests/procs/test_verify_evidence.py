@@ -1,6 +1,6 @@
 """The evidence for `fullshard verify`: a hundred seeded faults are found, a hundred sound settings equal.
 
-`make test` runs a sample, `make test-full` all.
+`make test` runs a sample, `make test-full` a part of the others each day.
 """
 
 from __future__ import annotations
