@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.harness import hang
+from tests import conftest
+from tests.harness import draw, hang
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +36,8 @@ def test_a_hang_outside_python_ends_the_process_with_its_stacks() -> None:
     """The signal is blocked, as it is in effect by C code that never returns: only the second stage can end it."""
     code = """
 import signal, sys, time
-from tests.harness import hang
+from tests import conftest
+from tests.harness import draw, hang
 hang.GRACE_SECONDS = 0.5
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
 def stuck_for_good():
@@ -125,6 +128,38 @@ def test_next():
     run = _session(tmp_path, body)
     assert "1 failed, 1 passed" in run.stdout
     assert "call of test_example.py::test_hangs did not end within 0.3 s" in run.stdout
+
+
+class _Item:
+    """As much of a test as the rules about drawing look at."""
+
+    def __init__(self, name: str, *marks: pytest.MarkDecorator) -> None:
+        self.path, self.nodeid = Path("tests/threads/test_example.py"), f"tests/threads/test_example.py::{name}"
+        self._marks = {mark.name: mark.mark for mark in marks}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self._marks.get(name)
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self._marks[marker.name] = marker.mark
+
+
+def test_each_day_other_slow_tests_run_and_on_n_days_all() -> None:
+    slow, quick, drawn = pytest.mark.slow, pytest.mark.quick(4), pytest.mark.drawn(2)
+    items: Any = [_Item(f"test_alone_{i}", slow) for i in range(60)]
+    items += [_Item(f"test_alike[{i}]", quick) for i in range(80)]
+    items += [_Item(f"test_family[{i}]", slow, drawn) for i in range(60)]
+    items += [_Item("test_quick")]
+    conftest._keep_some_quick(items)
+    days = [{i.nodeid for i in items if draw.is_drawn(i.nodeid, conftest._one_in(i), day)} for day in range(8)]
+    for name, in_days in (("test_alone", 3), ("test_alike", 8), ("test_family", 2)):
+        family = {item.nodeid for item in items if name in item.nodeid}
+        assert set().union(*days[:in_days]) >= family, "on n days in a row all of them"
+        always = set.intersection(*days) & family
+        assert len(always) == (20 if name == "test_alike" else 0), "what is not slow is never left out"
+        rest = len(family - always) / in_days
+        assert all(rest / 2 < len((day & family) - always) < rest * 2 for day in days), "each day about as many"
+    assert all("tests/threads/test_example.py::test_quick" in day for day in days)
 
 
 def test_this_test_carries_the_marker_of_its_tier(request: pytest.FixtureRequest) -> None:
