@@ -62,7 +62,7 @@ class Program:
     shard: (model, fully_shard) -> None, applies `fully_shard` as the user's program does, to inner modules first;
         options that it passes go before those of the command. Default: `shard_blocks`.
     optimizer: (parameters) -> the optimizer. Default: AdamW with a learning rate of 1e-3.
-    parallelize: (model, mesh) -> None, splits the model over the one-dimensional mesh of tensor parallelism, with
+    `parallelize`: (model, mesh) -> None, splits the model over the one-dimensional mesh of tensor parallelism, with
         torch's `parallelize_module`; called before `shard`, where a strategy asks for it.
     """
 
