@@ -72,6 +72,7 @@ def test_one_error_with_every_rank_s_traceback() -> None:
 
 def _fails_to_join(rank: int) -> int:
     """On rank 1, what is left when a peer goes while this rank is inside `init_process_group`."""
+    dist.barrier()  # rank 0 has joined too
     if rank == 1:
         dist.destroy_process_group()
         with pytest.raises(RuntimeError):
