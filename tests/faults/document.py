@@ -149,7 +149,7 @@ def _tables(ours: dict[str, str], theirs: Rows) -> str:
     return "\n".join(lines)
 
 
-# What a reader sees in the place of parts of a regular expression; `|` would end a cell, also within backticks.
+# What a reader sees instead of parts of a regular expression; `|` would end a cell, also within backticks.
 _READ = {
     "; [a-z]+": "; what to do",
     r".*\.py": "a file.py",

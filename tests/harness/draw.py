@@ -1,4 +1,4 @@
-"""Draws some of the many cases of a family, others each day, so that `make test-full` ends within an hour.
+"""Draws some of the slow tests, others each day, so that `make test-full` ends within an hour.
 
 day     the days since 0001-01-01, so that a red run can be repeated: `make test-full DRAW=739943`
 case    drawn on one day in n, by its name: in n days in a row all are, and each day about as many

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.drawn(2)
 
 
 def _last_line(*arguments: str, timeout_s: float = 110, tiny: bool = True) -> dict[str, object]:

@@ -36,8 +36,7 @@ def test_a_hang_outside_python_ends_the_process_with_its_stacks() -> None:
     """The signal is blocked, as it is in effect by C code that never returns: only the second stage can end it."""
     code = """
 import signal, sys, time
-from tests import conftest
-from tests.harness import draw, hang
+from tests.harness import hang
 hang.GRACE_SECONDS = 0.5
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
 def stuck_for_good():
