@@ -1,6 +1,6 @@
-"""The device of a benchmark: "cpu", "cuda" or another accelerator, or "pretend", which needs no hardware.
+"""The device of a benchmark: "cpu", "cuda" or another accelerator, or "simulated", which needs no hardware.
 
-On "pretend" (tests/harness/pretend.py) every line of a script runs, with real storages, streams and messages, but
+On "simulated" (tests/harness/simulated.py) every line of a script runs, with real storages, streams and messages, but
 operators run on the host: bytes are those of a device, and times mean nothing, so they are neither printed nor kept.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRETEND = "pretend"
+SIMULATED = "simulated"
 
 
 def device_of(kind: str, index: int = 0) -> torch.device:
     """The device of this kind, current from now on. Exits where there is none."""
     if kind == "cpu":
         return torch.device("cpu")
-    if kind == PRETEND:
+    if kind == SIMULATED:
         from tests.harness import late
 
         late.register()
@@ -27,7 +27,7 @@ def device_of(kind: str, index: int = 0) -> torch.device:
     if found is None or found.type != kind:
         raise SystemExit(
             f"expected a device {kind}, found {found.type if found else 'none'}; run it on a machine with one, or try "
-            f"the script with --device cpu --tiny or --device {PRETEND} --tiny"
+            f"the script with --device cpu --tiny or --device {SIMULATED} --tiny"
         )
     device = torch.device(kind, index)
     torch.accelerator.set_device_index(index)
@@ -36,12 +36,12 @@ def device_of(kind: str, index: int = 0) -> torch.device:
 
 def count_of(kind: str) -> int:
     """How many devices of this kind a run takes: one, or two where there are two."""
-    return 2 if kind == PRETEND else 1 if kind == "cpu" else min(2, torch.accelerator.device_count())
+    return 2 if kind == SIMULATED else 1 if kind == "cpu" else min(2, torch.accelerator.device_count())
 
 
 def has_times(device: torch.device) -> bool:
     """Whether times mean anything."""
-    return device.type != PRETEND
+    return device.type != SIMULATED
 
 
 def name_of(device: torch.device) -> str:

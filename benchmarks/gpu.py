@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one call under ten minutes: tests, numbers, step times, memory, host time.
 
     python -m benchmarks.gpu                          on a machine with one CUDA device, or with two
-    python -m benchmarks.gpu --device pretend --tiny  the script itself, without hardware; its times mean nothing and
+    python -m benchmarks.gpu --device simulated --tiny  the script itself, without hardware; its times mean nothing and
                                                       are left out
 
     tests         tests/gpu
@@ -25,7 +25,7 @@ import time
 from typing import Any, NamedTuple
 
 from benchmarks.common import facts
-from benchmarks.device import PRETEND, device_of, name_of
+from benchmarks.device import SIMULATED, device_of, name_of
 
 
 class Part(NamedTuple):
@@ -43,7 +43,7 @@ def parts(device: str) -> list[Part]:
     on_device = ["--device", device]
     gpu_step = ["benchmarks.gpu_step", *on_device]
     small = ["--tiny", "--rounds", "1"]
-    plugin = ["-p", "tests.harness.pretended"] if device == PRETEND else []
+    plugin = ["-p", "tests.harness.on_simulated"] if device == SIMULATED else []
     fake, alone = ["--groups", "fake 8", "--precisions", "mixed"], ["--groups", "world 1", "--precisions", "bf16"]
     found = [
         Part("tests", ["pytest", "-q", *plugin, "tests/gpu"], 120, ["--collect-only"]),
@@ -53,7 +53,7 @@ def parts(device: str) -> list[Part]:
         Part("step, 1B-shaped", [*gpu_step, "--shapes", "1B"], 150, [*small, *alone, "--ways", "fsdp2", "fullshard"]),
     ]
     # It needs no device, and is nothing but times.
-    return found if device == PRETEND else [*found, Part("host", ["benchmarks.host", "--rounds", "20"], 60, small)]
+    return found if device == SIMULATED else [*found, Part("host", ["benchmarks.host", "--rounds", "20"], 60, small)]
 
 
 def run(part: Part, *, tiny: bool, limit_s: float) -> dict[str, Any]:
@@ -83,13 +83,13 @@ def run(part: Part, *, tiny: bool, limit_s: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or pretend")
+    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or simulated")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all parts together (default: 9.5)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only these; default: all of them")
     options = parser.parse_args()
     device = device_of(options.device)
-    if device.type == PRETEND:
+    if device.type == SIMULATED:
         print("no hardware: this tries the script; times on this device mean nothing and are left out")
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Real messages on the devices of one machine, one rank each: numbers, memory, time, overlap and offload; one table.
 
 python -m benchmarks.gpu_ranks                          one GPU, and two where there are two
-python -m benchmarks.gpu_ranks --device pretend --tiny  the script itself, without hardware: times are left out
+python -m benchmarks.gpu_ranks --device simulated --tiny  the script itself, without hardware: times are left out
 
 bare            plain blocks with a batch of their own: no messages
 fsdp2           torch's
@@ -213,7 +213,7 @@ def copies(shape: BlockShape, device: torch.device, rounds: int) -> dict[str, fl
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
     """All of it, on this rank."""
-    device = device_of(options.device, 0 if options.device == "pretend" else options.rank)
+    device = device_of(options.device, 0 if options.device == "simulated" else options.rank)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         backend, init_method=f"file://{options.folder}/rendezvous", rank=options.rank, world_size=options.world
@@ -314,7 +314,7 @@ def report(world: int, options: argparse.Namespace, device: torch.device) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or pretend")
+    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, or simulated")
     parser.add_argument("--rounds", type=int, default=10, help="measured rounds (default: 10)")
     parser.add_argument("--limit", type=float, default=120, help="seconds for each number of ranks (default: 120)")
     parser.add_argument("--tiny", action="store_true", help="small blocks, to try the script itself")

@@ -1,7 +1,7 @@
 """One GPU: forward and backward of Llama-3-shaped blocks, bare and sharded; a world of one, and a fake group of 8.
 
     python -m benchmarks.gpu_step                     all settings, about four minutes on an H100
-    python -m benchmarks.gpu_step --device cpu --tiny the script itself, on any machine; or --device pretend
+    python -m benchmarks.gpu_step --device cpu --tiny the script itself, on any machine; or --device simulated
 
     bare         the blocks as they are; in mixed precision, computed in bf16 throughout
     fsdp2, fsdp1 torch's
@@ -330,7 +330,7 @@ def report(setting: tuple[str, str, str], options: argparse.Namespace) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, cpu, or pretend")
+    parser.add_argument("--device", default="cuda", help="cuda (the default), another one, cpu, or simulated")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))

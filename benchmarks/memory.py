@@ -216,7 +216,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda, another one, or pretend")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda, another one, or simulated")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script itself")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")

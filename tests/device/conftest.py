@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import pretend
+from tests.harness import simulated
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _device() -> None:
-    pretend.build()
+    simulated.build()

@@ -23,11 +23,11 @@ WAYS: dict[str, dict[str, Any] | None] = {
 def _held(rank: int, way: dict[str, Any] | None) -> tuple[int, dict[str, torch.Tensor], list[str]]:
     """Bytes that a forward leaves on the device, its gradients, and accesses without an order."""
     import fullshard
-    from tests.harness import pretend
+    from tests.harness import simulated
 
-    device, case = torch.device("pretend", 0), case_of(SETUP)
+    device, case = torch.device("simulated", 0), case_of(SETUP)
     memory = torch.get_device_module(device)
-    with pretend.watched() as seen:
+    with simulated.watched() as seen:
         model = sharded(case.build().to(device), SETUP)
         if way is not None:
             assert len(fullshard.checkpoint_activations(model, "classes", classes=["_Block"], **way)) == 3

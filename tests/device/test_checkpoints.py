@@ -17,14 +17,14 @@ CASE = on_device.case_of(Setup())
 
 
 def _saves(rank: int, folder: str, offload: bool) -> tuple[list[str], list[bool]]:
-    from tests.harness import late, pretend
+    from tests.harness import late, simulated
 
-    with pretend.watched() as seen:
-        model: Any = on_device.sharded(CASE.build().to("pretend"), Setup(offload=offload))
+    with simulated.watched() as seen:
+        model: Any = on_device.sharded(CASE.build().to("simulated"), Setup(offload=offload))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         futures, saved = [], []
         for step in range(3):
-            batch = tuple(part.to("pretend") for part in CASE.batch(step, rank))
+            batch = tuple(part.to("simulated") for part in CASE.batch(step, rank))
             CASE.loss(model, batch).backward()  # type: ignore[arg-type]
             optimizer.step()
             optimizer.zero_grad()

@@ -45,12 +45,12 @@ def test_at_most_one_communicator_more_than_fsdp2(name: str) -> None:
 
 
 def _train(rank: int, setup: Setup, library: str) -> tuple[int, list[str]]:
-    from tests.harness import late, pretend
+    from tests.harness import late, simulated
 
     before, told = late.LateGroup.used, []
-    device, case = torch.device("pretend", 0), case_of(setup)
+    device, case = torch.device("simulated", 0), case_of(setup)
     clip = fullshard.clip_grad_norm_ if library == "fullshard" else nn.utils.clip_grad_norm_
-    with pretend.watched():
+    with simulated.watched():
         model: Any = sharded(case.build().to(device), setup, library)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(3):
@@ -73,7 +73,7 @@ def _make_groups(rank: int) -> list[list[int]]:
     """The groups that were connected, or split from the default group, when they were made: ranks of each."""
     from tests.harness import late
 
-    device, case = torch.device("pretend", 0), case_of(Setup())
+    device, case = torch.device("simulated", 0), case_of(Setup())
     connected: list[list[int]] = []
     splits = {
         "supports_splitting": True,
@@ -85,7 +85,7 @@ def _make_groups(rank: int) -> list[list[int]]:
     # Its name makes it unlike the mesh of any job of two ranks: torch keeps the specs of DTensors for meshes that are
     # equal, and later jobs of this process would get this one, whose group is gone.
     group = dist.new_group([0, 1])
-    stage = DeviceMesh.from_group(group, "pretend", mesh_dim_names=("stage",)) if rank < 2 else group
+    stage = DeviceMesh.from_group(group, "simulated", mesh_dim_names=("stage",)) if rank < 2 else group
     # From now on as NCCL with `init_process_group(device_id=)`.
     for name, value in splits.items():
         setattr(late.LateGroup, name, value)

@@ -1,4 +1,4 @@
-"""The tests and benchmarks for hardware run on the device "pretend", so that they work the first time on a real one."""
+"""The tests and benchmarks for hardware run on the device "simulated", so that they work at once on a real one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*arguments: str, timeout_s: float = 110) -> str:
 @pytest.mark.slow
 def test_the_tests_for_hardware() -> None:
     """All of them, none left out."""
-    printed = run("pytest", "-q", "-p", "tests.harness.pretended", "-p", "no:cacheprovider", "tests/gpu")
+    printed = run("pytest", "-q", "-p", "tests.harness.on_simulated", "-p", "no:cacheprovider", "tests/gpu")
     last = printed.strip().splitlines()[-1]
     assert " passed" in last and "skipped" not in last, printed
 
@@ -38,7 +38,7 @@ def test_the_tests_for_hardware() -> None:
 def test_the_benchmarks_for_hardware(parts: tuple[str, ...]) -> None:
     """Every part runs, bytes are those of `report`, and no time is told."""
     only = ["--parts", *parts] if parts else []
-    printed = run("benchmarks.gpu", "--device", "pretend", "--tiny", *only, timeout_s=570)
+    printed = run("benchmarks.gpu", "--device", "simulated", "--tiny", *only, timeout_s=570)
     results = json.loads(printed.splitlines()[-1])["results"]
     assert all(part["ok"] for part in results.values()), printed
     assert "times on this device mean nothing" in printed

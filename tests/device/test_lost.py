@@ -53,7 +53,7 @@ def _batch(rank: int, step: int) -> Tensor:
 
 
 def _build(mesh: DeviceMesh | None = None) -> tuple[Any, torch.optim.Optimizer]:
-    model: Any = _plain().to("pretend")
+    model: Any = _plain().to("simulated")
     # No gather in backward: what one rank sends there are reductions.
     fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)
@@ -61,7 +61,7 @@ def _build(mesh: DeviceMesh | None = None) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def _loss(model: Any, rank: int, step: int) -> Tensor:
-    return model(_batch(rank, step).to("pretend")).square().mean()  # type: ignore[no-any-return]
+    return model(_batch(rank, step).to("simulated")).square().mean()  # type: ignore[no-any-return]
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, *, wait: bool = True) -> None:
@@ -112,10 +112,10 @@ def _fails(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -
 
 
 def _lost(rank: int, how: str, folder: str) -> tuple[list[str], dict[str, Tensor]]:
-    from tests.harness import pretend
+    from tests.harness import simulated
 
     said, on_host = [], dist.new_group(backend="gloo")
-    with pretend.watched():
+    with simulated.watched():
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
@@ -196,9 +196,9 @@ def test_the_model_is_lost_on_all_ranks_until_all_of_it_was_loaded(how: str, tmp
 
 def _killed(rank: int, folder: str) -> tuple[list[str], list[str]]:
     """Rank 1 is killed while its peers' messages of a backward are under way. What is said then, and afterwards."""
-    from tests.harness import pretend
+    from tests.harness import simulated
 
-    with pretend.watched():
+    with simulated.watched():
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
@@ -225,7 +225,7 @@ def _killed(rank: int, folder: str) -> tuple[list[str], list[str]]:
 @pytest.mark.slow
 def test_after_a_rank_was_killed_nothing_of_the_model_is_used(tmp_path: Path) -> None:
     # From a process of its own: autograd counts the devices once, and here it may have done so before the forks' device
-    # is pretended.
+    # is simulated.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         folder = str(tmp_path / "lost")
         survivor, killed = fresh.submit(run_fates, 2, _killed, folder, backend="late", lost=(1,)).result()
@@ -254,9 +254,9 @@ def _cut(model: Any, rank: int) -> None:
 
 def _cut_in_a_step(rank: int, wait: bool) -> tuple[str, bool, bool, str, dict[str, Tensor]]:
     """The connections are cut when the host waits for the last reductions, or else after the step."""
-    from tests.harness import late, pretend
+    from tests.harness import late, simulated
 
-    with pretend.watched(queries=late.is_quiet):
+    with simulated.watched(queries=late.is_quiet):
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
@@ -303,9 +303,9 @@ def test_a_guard_that_waits_notices_a_cut_before_the_step(wait: bool) -> None:
 
 
 def _raises(rank: int, where: str, early: bool) -> tuple[str, bool, int, str, dict[str, Tensor]]:
-    from tests.harness import late, pretend
+    from tests.harness import late, simulated
 
-    with pretend.watched(queries=late.is_quiet):
+    with simulated.watched(queries=late.is_quiet):
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
@@ -356,9 +356,9 @@ def test_ranks_may_load_before_they_meet() -> None:
 
 
 def _nothing_under_way(rank: int) -> tuple[str, dict[str, Tensor]]:
-    from tests.harness import late, pretend
+    from tests.harness import late, simulated
 
-    with pretend.watched(queries=late.is_quiet):
+    with simulated.watched(queries=late.is_quiet):
         model, optimizer = _build()
         for step in range(FAILED):
             _step(model, optimizer, rank, step)
@@ -390,10 +390,10 @@ def test_nothing_is_lost_when_nothing_was_under_way() -> None:
 
 def _lost_among_replicas(rank: int) -> tuple[str, list[str], dict[str, Tensor]]:
     """Two models on one mesh of 2 x 2 ranks. The first is under way when a rank raises; the second never ran since."""
-    from tests.harness import late, pretend
+    from tests.harness import late, simulated
 
-    mesh = init_device_mesh("pretend", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with pretend.watched(queries=late.is_quiet):
+    mesh = init_device_mesh("simulated", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with simulated.watched(queries=late.is_quiet):
         (model, optimizer), (other, _) = _build(mesh), _build(mesh)
         for step in range(FAILED):
             _step(model, optimizer, rank, step)

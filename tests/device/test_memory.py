@@ -1,4 +1,4 @@
-"""The peak of a step on the device "pretend" is what `report` says, for every strategy.
+"""The peak of a step on the device "simulated" is what `report` says, for every strategy.
 
 measured    the most that the device held at once in forward and backward of a steady step, beyond what was there
             before the model
@@ -121,14 +121,14 @@ def measure(rank: int, setup: Setup) -> Found:
     """The job of one rank."""
     from fullshard import report
     from fullshard.param.initial import table_nbytes
-    from tests.harness import pretend
+    from tests.harness import simulated
 
-    device = torch.device("pretend", 0)
+    device = torch.device("simulated", 0)
     memory = torch.get_device_module(device)
     activations = _activations(rank, setup)
     case = case_of(setup)
     # The host is ahead of the device: no event is over when it asks.
-    with pretend.watched(queries=lambda: False), pretend.places() as places:
+    with simulated.watched(queries=lambda: False), simulated.places() as places:
         gc.collect()
         before = memory.memory_allocated() - table_nbytes(device)
         model = sharded(case.build().to(device), setup)
@@ -149,7 +149,7 @@ def measure(rank: int, setup: Setup) -> Found:
             gradients_on_host = _host_nbytes([_local(p.grad) for p in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
-        on_device = sum(t.nbytes for t in state if pretend.is_device(t))
+        on_device = sum(t.nbytes for t in state if simulated.is_device(t))
     return Found(
         peak,
         on_device,
@@ -165,9 +165,9 @@ def measure(rank: int, setup: Setup) -> Found:
 
 def _host_nbytes(tensors: Sequence[Any]) -> int:
     """Of the storages that are not on the device."""
-    from tests.harness import pretend
+    from tests.harness import simulated
 
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not pretend.is_device(t)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not simulated.is_device(t)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -177,7 +177,7 @@ def _local(tensor: Any) -> Any:
 
 def _activations(rank: int, setup: Setup) -> int:
     """Bytes that a plain model of the dtype of computation holds between forward and backward."""
-    device, case = torch.device("pretend", 0), case_of(setup)
+    device, case = torch.device("simulated", 0), case_of(setup)
     model = case.build().to(device)
     if setup.recompute:
         for name in case.units:

@@ -1,4 +1,4 @@
-"""What `fullshard plan` predicts of offload, which CPUs do not have, beside what the device "pretend" held."""
+"""What `fullshard plan` predicts of offload, which CPUs do not have, beside what the device "simulated" held."""
 
 from __future__ import annotations
 

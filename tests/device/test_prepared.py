@@ -19,7 +19,7 @@ def _prepared(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
     from fullshard.checkpoint.formats import export_full
 
     config = {"wrap": "children", "cpu_offload": True, "state_dict": {"kind": "full"}}
-    prepared = prepare_fully_shard(CASE.build().to("pretend"), None, config, show=False)
+    prepared = prepare_fully_shard(CASE.build().to("simulated"), None, config, show=False)
     assert {p.device.type for p in prepared.model.parameters()} == {"cpu"}
     with late.device_alone():
         state = prepared.state_dict()
@@ -30,9 +30,9 @@ def _prepared(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
 def _wrapped(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
     from fullshard.compat.fsdp1 import CPUOffload, FullyShardedDataParallel
 
-    model: Any = FullyShardedDataParallel(CASE.build().to("pretend"), cpu_offload=CPUOffload(offload_params=True))
+    model: Any = FullyShardedDataParallel(CASE.build().to("simulated"), cpu_offload=CPUOffload(offload_params=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
-    CASE.loss(model, tuple(part.to("pretend") for part in CASE.batch(0, rank))).backward()  # type: ignore[arg-type]
+    CASE.loss(model, tuple(part.to("simulated") for part in CASE.batch(0, rank))).backward()  # type: ignore[arg-type]
     optimizer.step()
     with late.device_alone():
         own, state = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]

@@ -19,18 +19,18 @@ def _train(rank: int, folder: str, records: bool) -> tuple[int, list[int]]:
     """How often the host waited for the device; and how many steps were in the file after each step, while the device
     was behind until the third one."""
     import fullshard
-    from tests.harness import pretend
+    from tests.harness import simulated
 
-    model: Any = on_device.sharded(CASE.build().to("pretend"), Setup())
+    model: Any = on_device.sharded(CASE.build().to("simulated"), Setup())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = fullshard.observe.Recorder(model, folder, in_full=lambda step: step != 2) if records else None
     behind, written = True, []
-    with pretend.watched(queries=lambda: not behind) as seen:
+    with simulated.watched(queries=lambda: not behind) as seen:
         for step in range(1, 5):
             behind = step < 3
             if recorder is not None:
                 recorder.begin(step)
-            CASE.loss(model, tuple(part.to("pretend") for part in CASE.batch(step, rank))).backward()
+            CASE.loss(model, tuple(part.to("simulated") for part in CASE.batch(step, rank))).backward()
             optimizer.step()
             optimizer.zero_grad()
             if recorder is not None:

@@ -17,17 +17,17 @@ CASE = on_device.case_of(Setup())
 
 
 def _model() -> tuple[Any, Any]:
-    model = on_device.sharded(CASE.build().to("pretend"), Setup())
+    model = on_device.sharded(CASE.build().to("simulated"), Setup())
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _loss(model: Any, rank: int, step: int = 0) -> torch.Tensor:
-    return CASE.loss(model, tuple(part.to("pretend") for part in CASE.batch(step, rank)))  # type: ignore[arg-type]
+    return CASE.loss(model, tuple(part.to("simulated") for part in CASE.batch(step, rank)))  # type: ignore[arg-type]
 
 
 def _on_two_streams(rank: int) -> str:
     model, _ = _model()
-    with torch.Stream(device="pretend"):
+    with torch.Stream(device="simulated"):
         loss = _loss(model, rank)
     try:
         loss.backward()
@@ -42,11 +42,11 @@ def test_a_backward_on_another_stream_is_refused() -> None:
 
 
 def _one_after_the_other(rank: int) -> list[str]:
-    from tests.harness import pretend
+    from tests.harness import simulated
 
     model, _ = _model()
-    with pretend.watched() as seen:
-        side = torch.Stream(device="pretend")
+    with simulated.watched() as seen:
+        side = torch.Stream(device="simulated")
         for _ in range(2):
             _loss(model, rank).backward()
             side.wait_stream(torch.accelerator.current_stream())

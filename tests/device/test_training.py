@@ -1,4 +1,4 @@
-"""Every strategy on the device "pretend": its numbers, the order of all accesses, and what the host waits for."""
+"""Every strategy on the device "simulated": its numbers, the order of all accesses, and what the host waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import late, on_device, pretend
+from tests.harness import late, on_device, simulated
 from tests.harness.models import assert_close_to_tensor_max
 from tests.harness.on_device import Found, Setup
 from tests.harness.pool import pool
@@ -93,8 +93,8 @@ def test_messages_may_run_at_any_time(seed: int) -> None:
 def _fails(rank: int, where: str) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Every rank raises once, at the same place of its first step; then they train."""
     case = on_device.case_of(Setup())
-    with pretend.watched() as seen:
-        model = on_device.sharded(case.build().to("pretend"), Setup())
+    with simulated.watched() as seen:
+        model = on_device.sharded(case.build().to("simulated"), Setup())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
         def fail(module: Any, args: Any, output: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ def _fails(rank: int, where: str) -> tuple[list[str], dict[str, torch.Tensor]]:
 
         handle = model[1].register_forward_hook(fail)
         for step in (-1, 0, 1, 2):
-            batch = tuple(part.to("pretend") for part in case.batch(max(step, 0), rank))
+            batch = tuple(part.to("simulated") for part in case.batch(max(step, 0), rank))
             try:
                 case.loss(model, batch).backward()  # type: ignore[arg-type]
                 optimizer.step()

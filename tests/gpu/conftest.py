@@ -27,10 +27,10 @@ def device(tmp_path: Path) -> Iterator[torch.device]:
 @contextmanager
 def without_waits(device: torch.device) -> Iterator[None]:
     """Fails where the host waits for the device."""
-    if device.type == "pretend":
-        from tests.harness import pretend
+    if device.type == "simulated":
+        from tests.harness import simulated
 
-        with pretend.watched() as seen:
+        with simulated.watched() as seen:
             yield
         assert not seen.waits, seen.waits
         return

@@ -1,4 +1,4 @@
-"""The backend "late" for the device "pretend": messages that run later than they are issued, as on NCCL.
+"""The backend "late" for the device "simulated": messages that run later than they are issued, as on NCCL.
 
     issue     returns at once. The outputs are poisoned (NaN), the inputs remembered.
     run       some operators later, drawn from a seed: the inputs are read, exchanged over gloo, the outputs filled.
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness import pretend
+from tests.harness import simulated
 from tests.harness.clocks import Clock
 
 BACKEND = "late"
@@ -49,11 +49,11 @@ _groups: list[LateGroup] = []
 
 def register(seed: int = 0) -> None:
     """Make the backend known to `torch.distributed` in this process. `seed`: when messages run."""
-    pretend.load()
+    simulated.load()
     _failures.clear()
     _draws.seed(seed)
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make, devices=["pretend"])
+        dist.Backend.register_backend(BACKEND, _make, devices=["simulated"])
 
 
 def end() -> None:
@@ -115,7 +115,7 @@ def device_alone() -> Iterator[None]:
 
 
 def is_quiet() -> bool:
-    """Whether all messages that were held back ran, or were aborted; for `pretend.watched(queries=...)`."""
+    """Whether all messages that were held back ran, or were aborted; for `simulated.watched(queries=...)`."""
     if all(message.is_over.is_set() for message in _held):
         return True
     waits_on_host.set()
@@ -139,17 +139,17 @@ class _Message:
         self.name = name
         self.reads, self.writes = list(reads), list(writes)
         self.exchange = exchange
-        self.stack = pretend.frames()
+        self.stack = simulated.frames()
         self.after = _draws.randrange(_LATEST)
         self.may_run, self.is_over = threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self.reached: Clock = {}
         # An operation in place reads what it writes; the others find NaN in their outputs until they ran.
-        hosts = [pretend.on_host(tensor) for tensor in self.reads]
+        hosts = [simulated.on_host(tensor) for tensor in self.reads]
         self.issued = [host.clone() for host in hosts]
         if not all(any(write is read for read in self.reads) for write in self.writes):
             for write in self.writes:
-                _bytes(pretend.on_host(write)).fill_(0xFF)
+                _bytes(simulated.on_host(write)).fill_(0xFF)
             for host, copy in zip(hosts, self.issued, strict=True):
                 host.copy_(copy)
 
@@ -159,7 +159,7 @@ class _Message:
             if self._was_freed(tensor, "read"):
                 inputs.append(issued)
                 continue
-            found = pretend.on_host(tensor).clone()
+            found = simulated.on_host(tensor).clone()
             if not torch.equal(_bytes(found), _bytes(issued)):
                 self._fails("its input was changed before it ran")
             inputs.append(found)
@@ -167,7 +167,7 @@ class _Message:
         self.exchange(inputs, outputs)
         for tensor, output in zip(self.writes, outputs, strict=True):
             if not self._was_freed(tensor, "written"):
-                pretend.on_host(tensor).copy_(output)
+                simulated.on_host(tensor).copy_(output)
 
     def _was_freed(self, tensor: Tensor, verb: str) -> bool:
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
@@ -193,8 +193,8 @@ class _LateWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
         if self._group.is_behind_held(self._message):
-            reached, actor = self._message.reached, pretend.current()
-            pretend._TELLING.tell(lambda watch: watch.clocks.wait(actor, reached))
+            reached, actor = self._message.reached, simulated.current()
+            simulated._TELLING.tell(lambda watch: watch.clocks.wait(actor, reached))
             self._inputs.clear()
             return True
         self._group.let_run(self._message)
@@ -203,8 +203,8 @@ class _LateWork(dist.Work):
             raise RuntimeError(f"{self._message.name}: Timed out waiting {limit}")
         if self._message.error is not None:
             raise RuntimeError(str(self._message.error)) from self._message.error
-        reached, actor = self._message.reached, pretend.current()
-        pretend._TELLING.tell(lambda watch: watch.clocks.wait(actor, reached))
+        reached, actor = self._message.reached, simulated.current()
+        simulated._TELLING.tell(lambda watch: watch.clocks.wait(actor, reached))
         self._inputs.clear()
         return True
 
@@ -283,7 +283,7 @@ class LateGroup(dist.ProcessGroup):
     ) -> dist.Work:
         if self._aborted:
             raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}")
-        if not pretend.is_device(reads[0] if reads else writes[0]):
+        if not simulated.is_device(reads[0] if reads else writes[0]):
             if _device_alone.is_set():
                 raise RuntimeError("No backend type associated with device type cpu")
             outputs = list(writes)
@@ -292,18 +292,18 @@ class LateGroup(dist.ProcessGroup):
         if self._thread is None:
             LateGroup.used += 1
         message = _Message(name, reads, writes, exchange)
-        actor, stream = f"messages of group {self._number}", pretend.current()
-        found = [(*pretend.extent(t), False) for t in reads if t.numel()]
-        found += [(*pretend.extent(t), True) for t in writes if t.numel()]
+        actor, stream = f"messages of group {self._number}", simulated.current()
+        found = [(*simulated.extent(t), False) for t in reads if t.numel()]
+        found += [(*simulated.extent(t), True) for t in writes if t.numel()]
 
-        def note(watch: pretend.Watch) -> None:
+        def note(watch: simulated.Watch) -> None:
             if self._heard not in watch.listeners:
                 watch.listeners.append(self._heard)
             watch.clocks.wait(actor, watch.clocks.now(stream))
-            pretend._note_accesses(watch, name, found, actor, message.stack)
+            simulated._note_accesses(watch, name, found, actor, message.stack)
             message.reached = watch.clocks.now(actor)
 
-        pretend._TELLING.tell(note)
+        simulated._TELLING.tell(note)
         with self._changed:
             if name in _kinds:
                 _held.append(message)
@@ -437,10 +437,10 @@ class LateGroup(dist.ProcessGroup):
         return _Done()
 
     def send(self, tensors: Any, peer: int, tag: int) -> dist.Work:
-        return cast(dist.Work, self._inner.send([pretend.on_host(t).clone() for t in tensors], peer, tag))
+        return cast(dist.Work, self._inner.send([simulated.on_host(t).clone() for t in tensors], peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int) -> dist.Work:
-        return cast(dist.Work, self._inner.recv([pretend.on_host(t) for t in tensors], peer, tag))
+        return cast(dist.Work, self._inner.recv([simulated.on_host(t) for t in tensors], peer, tag))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -1,4 +1,4 @@
-"""Training on the device "pretend", and what the watch saw: for tests of streams, late messages, memory and host waits.
+"""Training on the device "simulated", and what the watch saw: for tests of streams, late messages, memory, host waits.
 
     found = run(Setup("transformer", replicas=2), world=4)
     found[rank].check()          no unordered access, no message that ran into changed memory
@@ -139,11 +139,11 @@ def run(setup: Setup, *, world: int = 2) -> list[Found]:
 
 def train(rank: int, setup: Setup) -> Found:
     """The job of one rank."""
-    from tests.harness import late, pretend
+    from tests.harness import late, simulated
 
-    device = torch.device("pretend", 0)
+    device = torch.device("simulated", 0)
     case = case_of(setup)
-    with pretend.watched(queries=lambda: setup.queries) as seen:
+    with simulated.watched(queries=lambda: setup.queries) as seen:
         model = sharded(case.build().to(device), setup)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses: list[Tensor] = []
@@ -151,8 +151,8 @@ def train(rank: int, setup: Setup) -> Found:
             if step == setup.steps - 1:
                 gc.collect()
                 seen.waits.clear()
-                rest = torch.pretend.memory_allocated()  # type: ignore[attr-defined]
-                torch.pretend.reset_peak_memory_stats()  # type: ignore[attr-defined]
+                rest = torch.simulated.memory_allocated()  # type: ignore[attr-defined]
+                torch.simulated.reset_peak_memory_stats()  # type: ignore[attr-defined]
             for micro in range(setup.micro):
                 is_last = micro == setup.micro - 1
                 (model.set_requires_all_reduce if setup.partial else model.set_requires_gradient_sync)(is_last)
@@ -171,7 +171,7 @@ def train(rank: int, setup: Setup) -> Found:
         waits = Counter[str]()
         for (what, stack), times in seen.waits.items():
             waits[f"{what} at {stack[-1] if stack else '?'}"] += times
-        peak = torch.pretend.max_memory_allocated()  # type: ignore[attr-defined]
+        peak = torch.simulated.max_memory_allocated()  # type: ignore[attr-defined]
         torch.accelerator.synchronize()
         params = {name: whole(p).cpu() for name, p in model.named_parameters()}
         del model, optimizer
@@ -201,7 +201,7 @@ def sharded(model: nn.Module, setup: Setup, library: str = "fullshard") -> Any:
     shape, names = (world,), ("shard",)
     if setup.replicas > 1:
         shape, names = (setup.replicas, world // setup.replicas), ("replicate", "shard")  # type: ignore[assignment]
-    options: dict[str, Any] = {"mesh": init_device_mesh("pretend", shape, mesh_dim_names=names)}
+    options: dict[str, Any] = {"mesh": init_device_mesh("simulated", shape, mesh_dim_names=names)}
     if setup.reshard is not None:
         options["reshard_after_forward"] = setup.reshard
     if setup.dtype:
@@ -211,7 +211,7 @@ def sharded(model: nn.Module, setup: Setup, library: str = "fullshard") -> Any:
         options["offload_policy"] = made.CPUOffloadPolicy()
     case.shard(model, made.fully_shard, **options)
     if setup.hook_stream:
-        stream = torch.Stream(device="pretend")
+        stream = torch.Stream(device="simulated")
         for module in (model, *(model.get_submodule(name) for name in case.units)):
             module.set_all_reduce_hook(_halve_and_double, stream=stream)  # type: ignore[operator]
     for name, *args in setup.calls:
@@ -229,7 +229,7 @@ def _halve_and_double(gradients: Tensor) -> None:
 
 def step_of(model: Any, optimizer: torch.optim.Optimizer, setup: Setup) -> None:
     """One step of the optimizer, on a stream of its own if `setup` says so."""
-    stream = torch.Stream(device="pretend") if setup.optimizer_stream else None
+    stream = torch.Stream(device="simulated") if setup.optimizer_stream else None
     if stream is None:
         optimizer.step()
         optimizer.zero_grad()

@@ -66,7 +66,7 @@ def seeded(fault: SeededFault) -> Iterator[None]:
 
 
 def _side() -> torch.Stream:
-    return torch.Stream(device="pretend")
+    return torch.Stream(device="simulated")
 
 
 _MIXED = Setup(dtype="bfloat16", reduce_dtype="float32")

@@ -1,8 +1,8 @@
 """The process side of the pool: one rank, which runs one job after another until its pipe is closed.
 
 Each job gets a process group of its own (gloo over loopback, met through a file: no port to be taken, none to be
-waited for; on the device "pretend" through a store that rank 0 serves) and leaves nothing: the job's groups, its random
-state, environment, default dtype and thread counts are put back afterwards.
+waited for; on the device "simulated" through a store that rank 0 serves) and leaves nothing: the job's groups, its
+random state, environment, default dtype and thread counts are put back afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Job:
     group_timeout: float
     seed: int
     warning_filters: list[Any]
-    # "gloo", or "late": then this process has the device "pretend" from now on (tests/harness/late.py).
+    # "gloo", or "late": then this process has the device "simulated" from now on (tests/harness/late.py).
     backend: str = "gloo"
 
 

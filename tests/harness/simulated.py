@@ -1,12 +1,12 @@
-"""The device "pretend": memory, streams and events on a machine that has no device, and a watch over their order.
+"""The device "simulated": memory, streams and events on a machine that has no device, and a watch over their order.
 
-    load()                    compile and register it; `torch.device("pretend")` and `torch.pretend` exist from then on
+    load()                    compile and register it: `torch.device("simulated")` and `torch.simulated` exist after it
     with watched() as seen:   what runs inside is checked: unordered accesses, memory that is given back too early,
         ...                   synchronisations of the host, bytes that are held
     seen.races                see tests/harness/clocks.py; `seen.check()` raises with both stacks
     seen.waits                each time the host waited for the device, with its stack
 
-Operators run at once, on the host; what is pretended is that they do not. So the watch does not depend on how long
+Operators run at once, on the host; what is simulated is that they do not. So the watch does not depend on how long
 something takes: what is not ordered is found in every run. Late messages are in tests/harness/late.py.
 
 `load` registers a device for the whole process, which then is one with an accelerator: only processes of the pool
@@ -53,13 +53,13 @@ def build(folder: Path | None = None) -> Path:
     if compiler is None:
         raise RuntimeError("the tests of devices expect a C++ compiler (g++ or c++), found none; install one")
     # Of the user alone: another one's library must not be loaded.
-    folder = folder or Path(tempfile.gettempdir()) / f"fullshard-pretend-{os.getuid()}"
+    folder = folder or Path(tempfile.gettempdir()) / f"fullshard-simulated-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise RuntimeError(f"{folder}: expected a folder of this user; remove it")
     root = Path(torch.__file__).parent
     key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {root}".encode()).hexdigest()[:16]
-    library = folder / f"pretend-{key}.so"
+    library = folder / f"simulated-{key}.so"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -102,7 +102,7 @@ class _Told(ctypes.Structure):
 
 
 class _Device(types.ModuleType):
-    """`torch.pretend`, with what `torch.cuda` has of this."""
+    """`torch.simulated`, with what `torch.cuda` has of this."""
 
     Stream = torch.Stream
     Event = torch.Event
@@ -175,8 +175,8 @@ def load() -> None:
     """Register the device in this process. Raises `RuntimeError` without a compiler."""
     path = str(build())
     torch.ops.load_library(path)
-    torch.utils.rename_privateuse1_backend("pretend")
-    torch._register_device_module("pretend", _Device("torch.pretend"))
+    torch.utils.rename_privateuse1_backend("simulated")
+    torch._register_device_module("simulated", _Device("torch.simulated"))
     torch.utils.generate_methods_for_privateuse1_backend()
     kernels = torch.library.Library("aten", "IMPL")
     for name in ("convolution", "convolution_backward"):
@@ -186,9 +186,9 @@ def load() -> None:
     _KEPT.append(kernels)
     library = ctypes.CDLL(path)
     told = _TELLING.told()
-    library.pretend_tells(ctypes.byref(told))
+    library.simulated_tells(ctypes.byref(told))
     # Threads of autograd may free memory when the interpreter has ended.
-    atexit.register(library.pretend_tells, None)
+    atexit.register(library.simulated_tells, None)
     _KEPT.extend([library, told])
 
 
@@ -206,12 +206,12 @@ def _convolution(operator: Any, *args: Any) -> Any:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor`, of this device, as a tensor of the host. Nothing is told of what reads or writes it."""
-    return torch.ops.pretend.on_host(tensor.detach()) if tensor.device.type == "pretend" else tensor
+    return torch.ops.simulated.on_host(tensor.detach()) if tensor.device.type == "simulated" else tensor
 
 
 def is_device(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is on this device."""
-    return tensor.device.type == "pretend"
+    return tensor.device.type == "simulated"
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -431,7 +431,7 @@ class _Lines:
 
 
 _lines: dict[int, _Lines] = {}
-_OWN_FILES = ("harness/pretend.py", "harness/late.py", "contextlib.py")
+_OWN_FILES = ("harness/simulated.py", "harness/late.py", "contextlib.py")
 
 
 _IS_PINNED = torch.ops.aten.is_pinned.default

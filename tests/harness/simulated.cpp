@@ -1,8 +1,8 @@
-// The device "pretend": real storages, streams and events whose memory is the host's, for tests without hardware.
+// The device "simulated": real storages, streams and events whose memory is the host's, for tests without hardware.
 //
 // Operators run at once, on the host, on the same memory (`run`): so their numbers are the CPU's. What they touched, on
 // which stream, and every event, allocation and synchronisation is reported to Python (`Told`), which keeps the clocks.
-// Compiled by tests/harness/pretend.py; includes no more of torch than it needs, since that is what takes the time.
+// Compiled by tests/harness/simulated.py; includes no more of torch than it needs, since that is what takes the time.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -369,11 +369,11 @@ at::Scalar item(const at::Tensor& t) {
   return on_host(t).item();
 }
 
-TORCH_LIBRARY(pretend, m) {
+TORCH_LIBRARY(simulated, m) {
   // Alias annotations would make it a view; nothing records it.
   m.def("on_host(Tensor t) -> Tensor");
 }
-TORCH_LIBRARY_IMPL(pretend, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(simulated, PrivateUse1, m) {
   m.impl("on_host", &on_host);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -392,7 +392,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // With null, Python is told no more, and no call is under way afterwards. At the end of the process that must be so: Python
 // ends a thread by force that asks for the interpreter then, autograd's for the device, and C++ then ends the process.
-extern "C" void pretend_tells(const Told* to) {
+extern "C" void simulated_tells(const Told* to) {
   told = to ? *to : Told{};
   while (!to && calls) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

@@ -1,6 +1,6 @@
-"""A pytest plugin: this session's machine has the device "pretend", and the backend "late" belongs to it.
+"""A pytest plugin: this session's machine has the device "simulated", and the backend "late" belongs to it.
 
-    python -m pytest -p tests.harness.pretended tests/gpu
+    python -m pytest -p tests.harness.on_simulated tests/gpu
 
 So the tests of the tier `gpu` run as they are where there is no hardware.
 """
