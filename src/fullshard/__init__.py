@@ -20,6 +20,7 @@ __all__ = [
     "FSDPModule",
     "GradScaler",
     "GradientCheck",
+    "GradientReductionHandle",
     "Installation",
     "InvariantBroken",
     "InvariantChecks",

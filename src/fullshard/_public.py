@@ -2,6 +2,7 @@
 
 from .api import Drift as Drift
 from .api import FSDPModule as FSDPModule
+from .api import GradientReductionHandle as GradientReductionHandle
 from .api import GradScaler as GradScaler
 from .api import Installation as Installation
 from .api import PeerFailed as PeerFailed

@@ -43,6 +43,7 @@ STAGES = (
     (
         "tests/pure/test_lifecycle_rules.py",
         "tests/pure/test_lifecycle_calls.py",
+        "tests/pure/test_lifecycle_finalize.py",
         "tests/pure/test_lifecycle_modules.py",
         "tests/pure/test_lifecycle_prefetch.py",
         "tests/pure/test_lifecycle_sending.py",

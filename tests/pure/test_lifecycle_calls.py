@@ -138,7 +138,7 @@ def test_a_backward_that_failed_leaves_sharded_parameters() -> None:
 def test_a_backward_inside_an_evaluation_may_be_one_of_several() -> None:
     """The use that the inner backward took is not forgotten a second time when the evaluation ends."""
     world = World("a")
-    world.feed(setting("is_last_backward", False))
+    world.feed(setting("is_last", False))
     says(world, "pre_forward root", "pre_forward a", "post_forward a inputs outputs")
     says(world, "pre_backward a", "inputs_reached a", "backward_end root", "post_forward root")
     assert world.run.order == [] and world["a"].uses == []

@@ -137,10 +137,10 @@ def test_every_split_of_forwards_into_backwards(reshard: bool | int | None) -> N
     for order, groups in product(ORDERS, groupings):
         uses = [model(*order) for _ in range(3)]
         program = [report for use in uses for report in forward(use, {})]
-        program += setting("is_last_backward", False)
+        program += setting("is_last", False)
         for group in groups[:-1]:
             program += [*backward([uses[i] for i in group], {}), Report("backward_end")]
-        program += setting("is_last_backward", True)
+        program += setting("is_last", True)
         program += [*backward([uses[i] for i in groups[-1]], {}), Report("backward_end")]
         run_to_the_end(World(*NAMES, reshard=reshard, depth=1), program)
 
@@ -202,14 +202,14 @@ def test_nothing_is_left_of_a_step_that_failed_at_any_point(
     commands = world.commands
     # As soon as a backward begins it is recorded.
     graph = [Report(k, u, (*f, "create_graph") if k == "pre_backward" else f) for k, u, f in good]
-    for before in ([], good, evaluation("a"), setting("is_last_backward", False) + step("b")):
+    for before in ([], good, evaluation("a"), setting("is_last", False) + step("b")):
         for failed in (*failures(good), *failures(graph)):
             world = fresh()
             world.feed(before + failed + [Report("reset")])
             assert world.state == fresh().state
             assert not world.full() and not world.arrived and world.run.generation == 1
             start = len(world.commands)
-            run_to_the_end(world, setting("is_last_backward", True) + good)
+            run_to_the_end(world, setting("is_last", True) + good)
             assert world.commands[start:] == commands
 
 
@@ -291,7 +291,7 @@ class AnyProgram(RuleBasedStateMachine):
         allowed = {n for n, u in world.units.items() if keeps_full or not u.plan.reshard_after_backward}
         allowed |= {name for name, _ in self.running}
         allowed |= {name for name, unit in world.units.items() if unit.pins.count and unit.full is not Full.FULL}
-        if world.run.is_last_backward:
+        if world.run.ending.ends_step:
             assert world.full() <= allowed
             assert not any(unit.full is Full.PENDING for unit in world.units.values())
             assert not world.run.order and not any(unit.uses for unit in world.units.values())
@@ -309,7 +309,7 @@ class AnyProgram(RuleBasedStateMachine):
                 "reshard_after_backward",
                 "keeps_secondary",
                 "frees_late",
-                "is_last_backward",
+                "is_last",
                 "keeps_in_evaluation",
             )
         ),
@@ -317,7 +317,7 @@ class AnyProgram(RuleBasedStateMachine):
     )
     def the_user_sets(self, name: str, field: str, value: bool) -> None:
         # A backward inside a forward is always the last one of what it is about.
-        if field != "is_last_backward" or value or not self.running:
+        if field != "is_last" or value or not self.running:
             self.hear(*setting(field, value, name))
 
     @rule(

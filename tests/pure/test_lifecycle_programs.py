@@ -51,13 +51,13 @@ def _interleaved() -> Program:
     return [
         *forward(first, {}),
         *forward(second, {}),
-        *setting("is_last_backward", False),
+        *setting("is_last", False),
         *backward([first], {}),
         end,
         *forward(third, {}),
         *backward([second], {}),
         end,
-        *setting("is_last_backward", True),
+        *setting("is_last", True),
         *backward([third], {}),
         end,
     ]

@@ -26,7 +26,7 @@ EACH_BACKWARD: dict[str, dict[str, tuple[bool, ...]]] = {
     "accumulation": {"sync": (False, True) * 2},
     "accumulation_keeping_full": {"sync": (False, True) * 2, "reshard_after_backward": (False, True) * 2},
     "keep_after_backward": {"reshard_after_backward": (False, False)},
-    "interleaved_micro_batches": {"is_last_backward": (False, False, True)},
+    "interleaved_micro_batches": {"is_last": (False, False, True)},
 }
 FORWARD_LISTS = {"root": (0, 1), "layers.0": (1, 2), "layers.1": (2, 3), "layers.2": (3,)}
 BACKWARD_LISTS = {"root": (3, 2), "layers.3": (2, 1), "layers.2": (1, 0), "layers.1": (0,)}
@@ -130,7 +130,7 @@ def test_rules_decide_what_torch_does(name: str, reshard: str, counted: bool) ->
     uses, backwards = Uses(fifo=name in FIFO), 0
     for number, moment in enumerate(expected):
         for field, values in EACH_BACKWARD.get(name, {}).items():
-            for record in (run,) if field == "is_last_backward" else [unit.plan for unit in run.units]:
+            for record in (run.ending,) if field == "is_last" else [unit.plan for unit in run.units]:
                 setattr(record, field, values[min(backwards, len(values) - 1)])
         commands = decide(run, moment, uses, counted=counted)
         found = tuple(str(command) for command in commands if command.kind not in OURS_ALONE)

@@ -279,24 +279,24 @@ def test_the_end_of_a_backward_ends_what_it_began() -> None:
 def test_r12_a_gather_that_nobody_needed_is_waited_for_and_dropped() -> None:
     """[R12] At the end of the last backward; before that, it may still be of use."""
     world = before_backward("a", "b")
-    world.feed(setting("is_last_backward", False))
+    world.feed(setting("is_last", False))
     assert says(world, "pre_backward root")[-1] == "unshard b"
     says(world, "inputs_reached b", "backward_end root")
     assert world["b"].full is Full.PENDING
-    world.feed(setting("is_last_backward", True))
+    world.feed(setting("is_last", True))
     assert says(world, "pre_backward root", "backward_end root")[-2:] == ["cancel b", "finish root"]
 
 
 def test_r13_each_step_has_an_order_of_its_own() -> None:
     """[R13] Emptied with all places in it; kept while backwards of the same step are to follow."""
     world = before_backward("a", "b")
-    world.feed(setting("is_last_backward", False))
+    world.feed(setting("is_last", False))
     says(world, "pre_backward root", "pre_backward b", "backward_end root")
     assert [unit.name for unit in world.run.order] == ["a", "b", "root"]
     assert (world["a"].uses, world["b"].uses) == ([0], [])
     # A use whose backward never came: in the next step units would wait for it.
     assert len(world["a"].sending.open) == 1
-    world.feed(setting("is_last_backward", True))
+    world.feed(setting("is_last", True))
     says(world, "pre_backward root", "backward_end root")
     assert world.run.order == [] and world["a"].uses == [] and world["a"].sending.open == []
 

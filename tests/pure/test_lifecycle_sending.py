@@ -104,9 +104,9 @@ def test_several_forwards_before_their_backwards(announced: bool, fifo: bool) ->
         first, second = model(*order), model(*order)
         both = [*forward(first, {}), *forward(second, {})]
         together = [*both, *backward([first, second], {}), end]
-        apart = [*both, *(setting("is_last_backward", False) if announced else [])]
+        apart = [*both, *(setting("is_last", False) if announced else [])]
         one, other = (first, second) if fifo else (second, first)
-        apart += [*backward([one], {}), end, *setting("is_last_backward", True), *backward([other], {}), end]
+        apart += [*backward([one], {}), end, *setting("is_last", True), *backward([other], {}), end]
         ranks([together, together], {}, [{}, *combinations(3)])
         ranks([apart, apart], {}, [{}, *combinations(3)], fifo=fifo)
 

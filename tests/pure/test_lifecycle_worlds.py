@@ -22,7 +22,7 @@ OURS_ALONE = ("shelve", "expose", "accumulate", "finish", "reset")
 
 
 # Fields of the records that no step writes. Every other one belongs to a step, and has to be gone with it.
-RUN_SETTINGS = frozenset({"units", "prefetch_depth", "is_last_backward", "generation"})
+RUN_SETTINGS = frozenset({"units", "prefetch_depth", "generation"})
 UNIT_SETTINGS = frozenset({"empty", "index", "name", "plan"})
 
 
@@ -271,7 +271,7 @@ class World:
             self.arrived.add(name)
             return []
         if kind == "set":
-            setattr(unit.plan if hasattr(unit.plan, flags[0]) else self.run, flags[0], "not" not in flags)
+            setattr(unit.plan if hasattr(unit.plan, flags[0]) else self.run.ending, flags[0], "not" not in flags)
             return []
         commands = self._decide(kind, unit, flags)
         self.log.append((kind, name, flags))
@@ -295,8 +295,10 @@ class World:
             return rules.pre_backward(run, unit, use=use, **facts)
         if kind == "inputs_reached":
             return rules.inputs_reached(run, unit, present=unit.name in self.arrived)
+        present = [u.name in self.arrived or (u.name in self.held and u.plan.sync) for u in run.units]
+        if kind == "finalize":
+            return rules.finalize(run, unit, present)
         if kind == "backward_end":
-            present = [u.name in self.arrived or (u.name in self.held and u.plan.sync) for u in run.units]
             return rules.backward_end(run, unit, present, spent="spent" in flags)
         if kind == "reset":
             self.uses.forget()
@@ -306,7 +308,7 @@ class World:
     def _execute(self, kind: str, name: str) -> None:
         self.log.append((kind, name))
         self.commands.append((kind, name))
-        if kind != "finish" or self.run.is_last_backward:
+        if kind != "finish" or self.run.ending.ends_step:
             # A gather may stay in flight between backwards of one step; the checker cannot know of that.
             self.checker.command(kind, name)
         if kind in ("reduce", "accumulate"):
@@ -319,8 +321,9 @@ class World:
     def state(self) -> dict[str, object]:
         """Everything the rules noted, without settings and without the generation."""
         found: dict[str, object] = {f: getattr(self.run, f) for f in RunRecord.__slots__ if f not in RUN_SETTINGS}
-        owed = found.pop("owed")
+        owed, ending = found.pop("owed"), found.pop("ending")
         found |= {f"owed.{f}": getattr(owed, f) for f in Owed.__slots__}
+        found |= {f"ending.{f}": getattr(ending, f) for f in ("active", "sent", "waits")}
         for name, unit in self.units.items():
             found |= {f"{name}.{f}": getattr(unit, f) for f in UnitRecord.__slots__ if f not in UNIT_SETTINGS}
             for part in ("pins", "sending"):

@@ -64,6 +64,9 @@ This package never calls torch's own FSDP2.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -147,6 +150,14 @@ from .modules import (
     swappable,
 )
 
+if TYPE_CHECKING:
+
+    class TorchGradientReductionHandle: ...
+
+else:
+    # torch has it from 2.15 on: handles are then instances of it.
+    TorchGradientReductionHandle = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
+
 __all__ = [
     "MIXED",
     "NcclWatchdog",
@@ -154,6 +165,7 @@ __all__ = [
     "TorchCPUOffloadPolicy",
     "TorchDispatchMode",
     "TorchFSDPModule",
+    "TorchGradientReductionHandle",
     "TorchMixedPrecisionPolicy",
     "TorchOffloadPolicy",
     "TorchUnshardHandle",

@@ -4,6 +4,7 @@ from ..guard import PeerFailed as PeerFailed
 from ..guard import RanksDisagree as RanksDisagree
 from .clip import GradScaler as GradScaler
 from .clip import clip_grad_norm_ as clip_grad_norm_
+from .finalization import GradientReductionHandle as GradientReductionHandle
 from .full_params import full_params as full_params
 from .fully_shard import fully_shard as fully_shard
 from .fully_shard import register_fsdp_forward_method as register_fsdp_forward_method

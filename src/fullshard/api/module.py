@@ -24,8 +24,9 @@ from ..engine.unit import WATCHED_FORWARDS, Shared
 from ..param import ShardedParam, Slot
 from ..policy.arguments import expect_flag
 from ..schedule import Full
-from . import settings, validate
+from . import finalization, settings, validate
 from .materialize import filling
+from .unknown import unknown_methods
 
 # ---- torch state -----------------------------------------------------------------------------------------------------
 # The state of a sharded module in the form that torch's own code reads.
@@ -66,6 +67,12 @@ class StateView:
         return None if root is None or root.provisional else root.units[0] is self._unit
 
     @property
+    def _comm_ctx(self) -> object:
+        """An object that models have in common after `share_comm_ctx`."""
+        root = formed(self._unit)
+        return self._unit.settings.shared or (self if root is None else root.shared)
+
+    @property
     def _state_ctx(self) -> ContextView:
         return ContextView(self._unit)
 
@@ -91,7 +98,7 @@ class ContextView:
     @property
     def is_last_backward(self) -> bool:
         root = formed(self._unit)
-        return self._unit.settings.is_last_backward if root is None else root.run.is_last_backward
+        return self._unit.settings.is_last_backward if root is None else root.run.ending.is_last
 
 
 def torch_state_of(module: nn.Module) -> StateView | None:
@@ -330,6 +337,11 @@ class FSDPModule(TorchFSDPModule):
     set_reduce_scatter_max_input_buffers = settings.set_reduce_scatter_max_input_buffers
     set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
 
+    # Steps that end where the user says, and storages that stay.
+    set_manual_backward_finalization = finalization.set_manual_backward_finalization
+    finalize_backward = finalization.finalize_backward
+    set_keep_unsharded_storage = settings.set_keep_unsharded_storage
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: more backwards through the same forwards follow; keep the recorded order that they need."""
         is_last_backward = expect_flag("is_last_backward", is_last_backward)
@@ -337,7 +349,7 @@ class FSDPModule(TorchFSDPModule):
         unit.settings.is_last_backward = is_last_backward
         root = formed(unit)
         if root is not None:
-            root.run.is_last_backward = is_last_backward
+            root.run.ending.is_last = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to reshard after forward, from the next forward on; also replaces an integer."""
@@ -522,6 +534,10 @@ def _reshard(unit: Unit) -> None:
         unit.root.reshard(unit)
 
 
+for _name, _method in unknown_methods(FSDPModule).items():
+    setattr(FSDPModule, _name, _method)
+
+
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """FSDP<Original>: a subclass of `FSDPModule` and `original`, made once per class."""
     made = _SHARDED_CLASSES.get(original)
@@ -530,7 +546,8 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         # between the module's class and the bases of that class.
         bases: tuple[type, ...] = (FSDPModule, original, nn.Module, TorchFSDPModule)
         bases = tuple(dict.fromkeys(bases))
-        members = {"__module__": original.__module__, **named_methods(original, FSDPModule), **checked_save(original)}
+        members = {"__module__": original.__module__, **unknown_methods(FSDPModule, original)}
+        members |= {**named_methods(original, FSDPModule), **checked_save(original)}
         made = type(f"FSDP{original.__name__}", bases, members)
         _SHARDED_CLASSES[original] = made
     return made

@@ -204,6 +204,18 @@ def set_separate_reduce_scatter_group(self: object, enable: bool = True, *, recu
         unit.link(apart)
 
 
+def set_keep_unsharded_storage(self: object, keep: bool, *, recurse: bool = True) -> None:
+    """True: keep the bytes of full parameters between uses, so that each stays at one address (CUDA graphs).
+
+    From the next gather on they take the bytes of the unsharded unit in the compute dtype, until False. Values are
+    gathered as before: between uses the bytes hold old ones. A conversion of the module (`to`, `to_empty`) makes other
+    storages. Set it alike on all ranks.
+    """
+    keep = expect_flag("keep", keep)
+    for unit in _units(self, recurse):
+        unit.keep_storage(keep)
+
+
 # ---- shared by the methods ------------------------------------------------------------------------------------
 
 

@@ -452,8 +452,12 @@ class Executor:
             self._collect(flight)
 
     def _collect(self, flight: InFlight) -> None:
-        if self._backward.unresolved:
-            self._drop_absent([flight.group])
+        # Of another root, where roots share their queues.
+        owner = flight.owner
+        assert isinstance(owner, Executor)
+        unresolved = owner._backward.unresolved
+        if unresolved:
+            owner._drop_absent([flight.group])
         parts = flight.reduction.collect()
         present = flight.reduction.present
         if present is not None:
@@ -461,7 +465,7 @@ class Executor:
             if flight.unit.gradients.stepper is None and all(
                 p.gradients.reduced is p.gradients.fresh_partial is None for p in params
             ):
-                self._backward.unresolved[flight.group] = (params, present)
+                unresolved[flight.group] = (params, present)
             else:
                 parts = [part if there else None for part, there in zip(parts, present.flags(), strict=True)]
         flight.group.receive(flight.trainable, parts, partial=flight.reduction.keeps)

@@ -26,6 +26,7 @@ from ..schedule import Command, Event, Full, RunRecord, UnitRecord, Use, rules
 from .agreement import Agreement
 from .backward import RunningBackward, SavedTensorHooks
 from .executor import Executor, OneStream
+from .finalization import note_under_way, refuse_below, refuse_unfinished
 from .optimizer_steps import clean_name, expect_backward, follow_steps, note_backward, parameter_names
 from .order import MessageOrder, own_by_root
 from .recovery import Peers, Recovery
@@ -62,9 +63,11 @@ class Root:
             self.executor.listeners.append(self._stream)
         self.run = RunRecord([unit.record for unit in self.units], prefetch_depth=options.prefetch_depth)
         self.limit_bytes()
-        self.run.is_last_backward = self.units[0].settings.is_last_backward
-        self.executor.may_stay_pending = lambda: not self.run.is_last_backward
-        self.executor.stepping.is_final = lambda: self.run.is_last_backward and self._backward.spends
+        ending = self.run.ending
+        ending.is_last = self.units[0].settings.is_last_backward
+        ending.manual = self.units[0].settings.manual_finalization
+        self.executor.may_stay_pending = lambda: not ending.ends_step
+        self.executor.stepping.is_final = lambda: (ending.is_last or ending.is_manual) and self._backward.spends
         self.watch = SavedTensorHooks(self._weight_needed, always=options.watch == "always")
         # Called with every event and every command, as they happen (observe/trace.py).
         self.event_listeners: list[Callable[[Event], None]] = []
@@ -79,6 +82,7 @@ class Root:
         # Pending comparisons with the other ranks; None when nothing is left.
         self.agreement: Agreement | None = Agreement(self, self.peers)
         self.agreement.refuse_other_structure()
+        refuse_below(self)
         for unit in self.units:
             self.settle_links(unit, unit.settings.controls)
         self.executor.scopes = self.peers.scopes
@@ -153,6 +157,7 @@ class Root:
             # After a meeting also discard what a successful forward left: other ranks may not have it.
             if self.peers.meet() or run.has_leftovers:
                 self.reset()
+            refuse_unfinished(self, f"the forward of {record.name}")
         nested = running(run.generation)
         if self.agreement is not None and not in_backward:
             trains = record.index == 0 and not nested and torch.is_grad_enabled() and unit.modules[0].training
@@ -267,6 +272,7 @@ class Root:
         self._backward.settle()
         if self.run.in_backward:
             self.reset()
+        refuse_unfinished(self, "a backward")
         self._backward.begin()
 
     def backward_end(self) -> None:
@@ -290,6 +296,8 @@ class Root:
             # No later report would publish this: for the rules the backward is over. User hooks run here, too.
             self.peers.publish(error, "the end of the backward")
             raise
+        if self.run.ending.is_manual:
+            note_under_way(self)
 
     def _backward_failed(self, error: BaseException | None) -> None:
         """The running backward raised `error`, or an unknown exception if None."""
@@ -299,18 +307,18 @@ class Root:
         if self.run.in_backward:
             self._do("backward_failed", self.run.units[0], rules.backward_failed(self.run, self.run.units[0]))
 
-    def reduce_held(self) -> None:
-        """Reduce the gradients held from no_sync backwards, outside of a backward (pipeline schedules).
+    def has_leftovers(self) -> bool:
+        """Whether a forward or a backward failed, or runs."""
+        self._backward.settle()
+        return self.run.has_leftovers
+
+    def finalize(self) -> None:
+        """Send what the backwards of the step kept; `wait_finalize` must follow.
 
         Zero-bubble schedules split the backward and assign weight gradients to the full parameters themselves. They
         look up these parameters before the backward: a unit that was resharded after forward shows shards and would get
         no gradients, which raises `RuntimeError`.
         """
-        if current_backward() != -1:
-            raise RuntimeError(
-                "held gradients: expected no backward to be running when they are reduced explicitly, found one; do it "
-                "after the backward, or let the last one reduce them with set_requires_gradient_sync(True)"
-            )
         inputs_only, self._backward.inputs_only = self._backward.inputs_only, set()
         for unit in self.units:
             unit.gradients.take_assigned()
@@ -327,14 +335,53 @@ class Root:
                 f"bubble) needs full weights between forward and backward; use "
                 f"fully_shard(..., reshard_after_forward=False), or a schedule that does not (1F1B, interleaved 1F1B)"
             )
-        self.backward_end()
+        note_backward(self)
+        must_send = self.executor.must_send
+        present = [unit.gradients.arrived != 0 or (unit.record.plan.sync and must_send(unit)) for unit in self.units]
+        first = self.run.units[0]
+        try:
+            self._do("finalize", first, rules.finalize(self.run, first, present))
+        except BaseException as error:
+            self.peers.publish(error, "finalize_backward")
+            self.reset()
+            raise
+        note_under_way(self)
+
+    def wait_finalize(self) -> None:
+        """Wait for the reductions of the step, and write `.grad`."""
+        first = self.run.units[0]
+        self._release_shared()
+        commands = rules.wait_finalize(self.run, first)
+        note_under_way(self)
+        try:
+            self._do("wait_finalize", first, commands)
+        except BaseException as error:
+            # As at the end of a backward: no later report would publish this.
+            self.peers.publish(error, "finalize_backward")
+            raise
+
+    def _release_shared(self) -> None:
+        if self.run.ending.waits:
+            self.shared.finalizing = None
+
+    def reduce_held(self) -> None:
+        """Reduce the gradients held from no_sync backwards, outside of a backward (pipeline schedules up to 2.14)."""
+        if current_backward() != -1:
+            raise RuntimeError(
+                "held gradients: expected no backward to be running when they are reduced explicitly, found one; do it "
+                "after the backward, or let the last one reduce them with set_requires_gradient_sync(True)"
+            )
+        self.finalize()
+        self.wait_finalize()
 
     def reset(self) -> None:
         """Discard the leftovers of an unfinished step."""
         failed_in_backward = self.run.in_backward
         self.watch.reset()
         self._backward.forget()
+        self._release_shared()
         self._do("reset", self.run.units[0], rules.reset(self.run, self.run.units[0]))
+        note_under_way(self)
         if failed_in_backward and self.options.watch == "auto":
             # The backward may have failed on weights read without a report: watch for that.
             for unit in self.units:
@@ -385,7 +432,11 @@ class Root:
         """Use the buffers and the in-flight queues of `shared` from now on."""
         if shared is self.shared:
             return
-        if self.executor.has_in_flight or any(unit.record.full is Full.PENDING for unit in self.units):
+        if (
+            self.run.ending.waits
+            or self.executor.has_in_flight
+            or any(unit.record.full is Full.PENDING for unit in self.units)
+        ):
             raise RuntimeError(
                 f"share_comm_ctx: expected {self.units[0].record.name} to have no message under way, found one; call "
                 f"it before the first forward, or between steps"

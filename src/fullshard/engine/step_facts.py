@@ -37,6 +37,7 @@ from .unit import AnyRoot, Unit
 # Values outside of units join the first and second comparison, then at intervals that grow eightfold.
 _SECOND_LOOK, _LOOKS = 2, 8
 _QUESTION = "facts"
+_FINALIZES = "set_manual_backward_finalization"
 _log = logging.getLogger("fullshard")
 _by_thread: dict[int, weakref.WeakSet[StepFacts]] = {}
 
@@ -304,6 +305,9 @@ class StepFacts:
             for each in self._meshes.values():
                 for unit in each.members:
                     each.ledger.stand(Fact("settings", f"settings of {unit.record.name}", unit.settings.controls.text))
+        ending = self._root.run.ending
+        if ending.is_manual or mesh.ledger.stands(_FINALIZES):
+            mesh.ledger.stand(Fact("settings", _FINALIZES, str(ending.is_manual)))
         source = "" if mesh.scope is None else steps_taken(mesh.scope).source
         if source:
             mesh.ledger.stand(Fact("load", "state that was loaded", source))

@@ -38,7 +38,7 @@ from ..param import (
 )
 from ..policy import Controls, MixedPrecisionPolicy, Offload, Options, Precision, resolve_precision
 from ..policy.policies import MixedPrecisionLike
-from ..schedule import Full, UnitRecord
+from ..schedule import Full, RunRecord, UnitRecord
 from .channels import UnitChannels
 from .gradients import UnitGradients
 from .optimizer_steps import follow_steps, note_full, optimizer_steps
@@ -59,7 +59,8 @@ from .optimizer_steps import follow_steps, note_full, optimizer_steps
 def memory_of(group: ParamGroup) -> UnitMemory:
     """The memory of the all-gather of `group`."""
     storage, compute, wire = (group.precision.storage, group.precision.compute, group.precision.wire)
-    return UnitMemory("", group.pack, group.plan, storage.itemsize, compute.itemsize, wire.itemsize)
+    sizes = storage.itemsize, compute.itemsize, wire.itemsize
+    return UnitMemory("", group.pack, group.plan, *sizes, stays=group.memory.keeps)
 
 
 def gather_nbytes(group: ParamGroup) -> int:
@@ -101,6 +102,8 @@ class Shared:
         self.replicating: deque[InFlight] = deque()
         # Both, in the order of a reduction's messages.
         self.all_in_flight = self.in_flight, self.replicating
+        # What `finalize_backward(async_op=True)` of one of the roots left under way.
+        self.finalizing: object | None = None
 
 
 # ---- unit ------------------------------------------------------------------------------------------------------------
@@ -136,9 +139,13 @@ class UnitSettings:
     # How gradients are reduced, and whether they are all-reduced among replicas.
     controls: Controls = Controls()
     all_reduces: bool = True
-    # Only for the root: whether the next backward ends the step; shared buffers; the event its next forward waits for;
-    # byte limits of prefetched gathers, and of gradients with their messages (None: default).
+    # Whether the bytes of full parameters stay between uses.
+    keeps_storage: bool = False
+    # Only for the root: whether the next backward ends the step, or `finalize_backward` does; shared buffers; the event
+    # its next forward waits for; byte limits of prefetched gathers, and of gradients with their messages (None:
+    # default).
     is_last_backward: bool = True
+    manual_finalization: bool = False
     shared: Shared | None = None
     post_optim_event: torch.Event | None = None
     prefetch_nbytes: int | None = None
@@ -167,6 +174,7 @@ class AnyRoot(Protocol):
     """The interface of a root (root.py) for units and for code that only knows units."""
 
     units: list[Unit]
+    run: RunRecord
     options: Options
     guard_mode: str
     thread: int
@@ -289,8 +297,11 @@ class Unit:
     def _make_channels(self) -> None:
         self.channels.make(self.links, self.settings.controls)
         note_full(self)
-        self.record.plan.gather_nbytes = sum(gather_nbytes(group) for group in self.groups)
+        self._note_gather_nbytes()
         self.gradients.is_known = False
+
+    def _note_gather_nbytes(self) -> None:
+        self.record.plan.gather_nbytes = sum(gather_nbytes(group) for group in self.groups)
 
     def control(self, controls: Controls) -> None:
         """Reduce, and gather, as `controls` say from now on."""
@@ -312,6 +323,13 @@ class Unit:
         """Communicate over `links` from now on: one per group, with the same ranks."""
         self.links = list(links)
         self.control(self.settings.controls)
+
+    def keep_storage(self, keep: bool) -> None:
+        """Keep the bytes of the full parameters between uses, or free them after each."""
+        self.settings.keeps_storage = keep
+        for group in self.groups:
+            group.keep_storage(keep, is_used=self.record.full not in (Full.SHARDED, Full.SECONDARY))
+        self._note_gather_nbytes()
 
     # ---- external changes ----------------------------------------------------------------------------------
 
@@ -373,6 +391,8 @@ class Unit:
         self.links = [links for links, groups in zip(self.links, made, strict=True) for _ in groups]
         # The unit's own list, which others hold.
         self.groups[:] = [group for groups in made for group in groups]
+        if self.settings.keeps_storage:
+            self.keep_storage(True)
 
     def is_stale(self) -> bool:
         """Whether shards were written or replaced since the gather. Raises `RuntimeError` on a write that versions do

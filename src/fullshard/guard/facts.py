@@ -290,6 +290,10 @@ class Ledger:
             self._standing[fact.name] = fact
             self._stands = None
 
+    def stands(self, name: str) -> bool:
+        """Whether a standing fact has this name."""
+        return name in self._standing
+
     def do(self, deed: Deed) -> None:
         """Append `deed`."""
         if len(self.deeds) >= _MOST_DEEDS:

@@ -71,6 +71,8 @@ class UnitMemory:
     held_itemsize: int = 0
     # Shards and their gradients are on the host.
     offloaded: bool = False
+    # The bytes of the full parameters stay between uses (`set_keep_unsharded_storage`).
+    stays: bool = False
 
     def __post_init__(self) -> None:
         if self.kept is not None and not self.reshard:
@@ -96,7 +98,12 @@ class UnitMemory:
     @property
     def arriving_nbytes(self) -> int:
         """Full parameters while their gather is in flight: a direct gather arrives in them, a packed one does not."""
-        return self.full_nbytes if self.pack.world > 1 and self.plan.direct else 0
+        return self.transient_nbytes if self.pack.world > 1 and self.plan.direct else 0
+
+    @property
+    def transient_nbytes(self) -> int:
+        """The full parameters, if their bytes are freed after use."""
+        return 0 if self.stays else self.full_nbytes
 
     @property
     def staging_nbytes(self) -> int:
@@ -115,8 +122,8 @@ class UnitMemory:
 
     @property
     def gather_nbytes(self) -> int:
-        """All memory of a gather: full parameters and staging. Casting shards needs no buffer."""
-        return self.full_nbytes + self.staging_nbytes
+        """The memory that a gather takes: full parameters and staging. Casting shards needs no buffer."""
+        return self.transient_nbytes + self.staging_nbytes
 
     @property
     def uploaded_nbytes(self) -> int:
@@ -210,9 +217,11 @@ def total(terms: Sequence[Term]) -> int:
 
 
 def shard_terms(units: Sequence[UnitMemory]) -> list[Term]:
-    """What exists all the time: the flat buffers, one term per unit, and gradients that earlier backwards left."""
+    """What exists all the time: the flat buffers, one term per unit, storages that stay, and gradients that
+    earlier backwards left."""
     return [
         *(Term(f"shards of {unit.name}", unit.shard_nbytes) for unit in units if not unit.offloaded),
+        *(Term(f"storage of full {unit.name}", unit.full_nbytes) for unit in units if unit.stays),
         *(Term(f"held gradients of {unit.name}", unit.held_nbytes) for unit in units if unit.held_nbytes),
     ]
 
@@ -230,7 +239,7 @@ def forward_terms(
     return [
         *shard_terms(units),
         *_kept(units, current),
-        Term(f"full {units[current].name}", units[current].full_nbytes),
+        Term(f"full {units[current].name}", units[current].transient_nbytes),
         *_gathering(units, ahead),
     ]
 
@@ -252,7 +261,7 @@ def resharding_terms(
         terms = [
             *shard_terms(units),
             *_kept(others, len(others)),
-            Term(f"full {unit.name}", unit.full_nbytes),
+            Term(f"full {unit.name}", unit.transient_nbytes),
         ]
     return [*terms, Term(f"kept part of {unit.name}", unit.kept_nbytes)]
 
@@ -282,7 +291,7 @@ def backward_terms(
     return [
         *shard_terms(units),
         *_kept(units, current),
-        Term(f"full {units[current].name}", units[current].full_nbytes),
+        Term(f"full {units[current].name}", units[current].transient_nbytes),
         *_gathering(units, _next_in_backward(units, current, prefetch_nbytes), from_secondary=True),
         Term(f"gradients of {units[current].name}", units[current].gradient_nbytes),
         *units_behind,
@@ -410,7 +419,7 @@ def _kept(units: Sequence[UnitMemory], current: int) -> list[Term]:
     # An outer unit keeps its part after all others and is gathered before them: while they run it is full.
     parts = [u for u in units[:current] if u.kept_nbytes and not u.outer]
     return [
-        *(Term(f"full {u.name} (kept)", u.full_nbytes) for u in full),
+        *(Term(f"full {u.name} (kept)", u.transient_nbytes) for u in full),
         *(Term(f"kept part of {u.name}", u.kept_nbytes) for u in parts),
     ]
 

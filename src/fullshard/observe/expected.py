@@ -94,6 +94,7 @@ def _memory(unit: Unit, position: int, name: str, communication: str) -> UnitMem
         frozen=not any(standing(param).requires_grad for param in group.params),
         held_itemsize=precision.reduce.itemsize if held else 0,
         offloaded=unit.host_link is not None,
+        stays=unit.settings.keeps_storage,
     )
 
 

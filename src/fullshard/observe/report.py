@@ -84,6 +84,9 @@ def _below(report: Report) -> list[str]:
             f"kept between forward and backward, of an integer reshard_after_forward: {human(kept)}; now {human(live)}"
         )
     resident = [_name(unit) for unit in report.units if unit.resident]
+    stays = [_name(unit) for unit in report.units if unit.keeps_storage]
+    if stays:
+        lines.append(f"storage of full parameters kept (set_keep_unsharded_storage): {', '.join(stays)}")
     if resident:
         lines.append(f"kept full within set_memory_budget(resident): {', '.join(resident)}")
     for unit in report.units:
@@ -162,6 +165,7 @@ class UnitReport:
     expected: Bytes  # after a backward, before `zero_grad`, once the optimizer stepped
     measured: Bytes  # now
     full_nbytes_live: int  # full parameters that are allocated now
+    keeps_storage: bool  # the bytes of full parameters stay between uses, by `set_keep_unsharded_storage`
     resident: bool  # kept full between forward and backward, by `set_memory_budget(resident=)`
     # Bytes that an integer `reshard_after_forward` keeps between forward and backward: expected, and allocated now.
     kept_nbytes: int
@@ -321,6 +325,7 @@ def _unit_report(
             None if optimizer is None else _held_nbytes(_state(optimizer.optimizer, shards)),
         ),
         full_nbytes_live=sum(group.memory.live_nbytes for group in unit.groups),
+        keeps_storage=unit.settings.keeps_storage,
         resident=unit.record.plan.resident,
         kept_nbytes=kept_nbytes(unit),
         kept_nbytes_live=unit.channels.secondary.live_nbytes,

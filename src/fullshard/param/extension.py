@@ -154,6 +154,7 @@ class ExtensionGroup(ParamGroup):
         an empty placeholder is used, which is never put on a module."""
         (param,) = self.params
         self.memory = TrackedMemory()
+        self.memory.keeps = self._keeps_storage
         self._outputs, self._signature, self._is_made = [], (), False
         self._set_full(nn.Parameter(torch.empty(0), requires_grad=param.sharded.requires_grad))
         self.trainable = ()

@@ -69,6 +69,9 @@ class ParamGroup:
     """See the module. `params` keep the order of the modules; `trainable` are the positions that get gradients. The
     modules stay unchanged until `take_back`."""
 
+    # The user's setting, which outlives `memory`.
+    _keeps_storage = False
+
     def __init__(self, found: Sequence[Found], precision: Precision, placing: Placing) -> None:
         self.placing = placing
         self.params = [
@@ -177,6 +180,7 @@ class ParamGroup:
             self.full_ids.add(id(param.full))
             if param.own_spec is not None:
                 self.full_ids.add(id(view))
+        self.memory.keeps = self._keeps_storage
         self.memory.release()
         self.trainable: tuple[int, ...] = ()
         self._note_shards()
@@ -220,6 +224,13 @@ class ParamGroup:
         start = layout.start(rank)
         with torch.no_grad():
             param.local.copy_(source.detach().narrow(layout.dim, start, layout.rows(rank)))
+
+    def keep_storage(self, keep: bool, *, is_used: bool) -> None:
+        """Keep the bytes of the full parameters between uses, at one address, or free them as usual. `is_used`: they
+        hold full parameters now, or soon."""
+        self._keeps_storage = self.memory.keeps = keep
+        if not keep and not is_used:
+            self.memory.release()
 
     # ---- alias repair --------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ class OwnedMemory:
         self.flat = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.size()
+        # The bytes stay between uses, at one address (`set_keep_unsharded_storage`).
+        self.keeps = False
 
     @property
     def live_nbytes(self) -> int:
@@ -41,7 +43,8 @@ class OwnedMemory:
             self._storage.resize_(self._nbytes)
 
     def release(self) -> None:
-        self._storage.resize_(0)
+        if not self.keeps:
+            self._storage.resize_(0)
 
 
 class SharedMemory:
@@ -49,6 +52,7 @@ class SharedMemory:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat.detach()
+        self.keeps = False  # has no effect: it never moves
 
     @property
     def live_nbytes(self) -> int:
@@ -67,6 +71,7 @@ class TrackedMemory:
 
     def __init__(self) -> None:
         self.owned: list[OwnedMemory] = []
+        self.keeps = False
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def track(self, memory: OwnedMemory) -> None:
@@ -91,6 +96,8 @@ class TrackedMemory:
                 storage.resize_(nbytes)
 
     def release(self) -> None:
+        if self.keeps:
+            return
         for memory in self.owned:
             memory.release()
         for storage, _ in self._storages.values():

@@ -16,6 +16,8 @@ use it, too. The root is written `root`.
     inputs_reached   the gradients of the unit's inputs are complete: the backward of this use is over
     backward_end     the whole backward is over
     backward_failed  it ended with an exception
+    finalize         the user called finalize_backward: all backwards of the step are over
+    wait_finalize    the user waits for what it sent
     unshard, wait_unshard, reshard    the user called these
     reset            a step did not finish; its leftovers must be discarded
 
@@ -52,6 +54,8 @@ EVENTS = (
     "inputs_reached",
     "backward_end",
     "backward_failed",
+    "finalize",
+    "wait_finalize",
     "unshard",
     "wait_unshard",
     "reshard",

@@ -186,17 +186,49 @@ class Owed:
         self.units: list[UnitRecord] = []
 
 
+class Ending:
+    """When a backward hands its gradients over: at its end, or at the user's `finalize_backward`."""
+
+    __slots__ = ("active", "is_last", "manual", "sent", "waits")
+
+    def __init__(self) -> None:
+        # False: a later backward of the same step will use the leftovers of this one.
+        self.is_last = True
+        # The user's setting: gradients are handed over by `finalize_backward` alone.
+        self.manual = False
+        # The setting under which the running step began its first backward; None: no backward since the last one
+        # that handed over.
+        self.active: bool | None = None
+        # Messages were sent that nothing waited for yet; the wait is left to the handle of `finalize_backward`.
+        self.sent = self.waits = False
+
+    @property
+    def is_manual(self) -> bool:
+        """The setting that holds for the running step."""
+        return self.manual if self.active is None else self.active
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the end of the running backward is that of the step, so that its order and prefetches are over."""
+        return self.is_last and not self.is_manual
+
+    def step_is_over(self) -> None:
+        """Gradients were handed over, or a failed step was discarded."""
+        self.active = None
+        self.sent = self.waits = False
+
+
 class RunRecord:
     """The state of all units of one root."""
 
     __slots__ = (
+        "ending",
         "forward_log",
         "forward_plan",
         "forward_plans",
         "forward_root",
         "generation",
         "in_backward",
-        "is_last_backward",
         "keep_full",
         "open_passes",
         "order",
@@ -229,8 +261,7 @@ class RunRecord:
         self.forward_plans: dict[int, list[UnitRecord]] = {}
         self.owed = Owed()
         self.in_backward = False
-        # False: a later backward of the same step will use the leftovers of this one.
-        self.is_last_backward = True
+        self.ending = Ending()
         # The running backward builds a graph (create_graph), whose own backward will need the weights.
         self.keep_full = False
         # Counts the times that leftovers of a failed step were discarded.

@@ -158,12 +158,13 @@ def pre_backward(
     """`use`: the forward whose backward begins, if known. `create_graph`: the backward records a graph, whose own
     backward will need the weights again. `needed`: a saved weight is about to be read."""
     run.in_backward = True
+    run.ending.active = run.ending.is_manual
     run.keep_full = run.keep_full or create_graph
     unit.in_backward = True
     commands: Commands = []
     if not unit.empty:
         # [R29] Due messages go before any gather, on every rank, whether or not all gradients arrived.
-        _send(visit(run, unit, use), commands, "R29")
+        _send(run, visit(run, unit, use), commands, "R29")
     # [R25] The user may declare that backward does not read the weights (an embedding). If it does, a watched read
     # unshards them anyway.
     gathers = unit.plan.gathers_in_backward or needed
@@ -210,30 +211,29 @@ def backward_end(run: RunRecord, root: UnitRecord, present: Sequence[bool], *, s
     for unit in owing:
         # [R30] In the order in which they owe.
         _reshard_after_backward(run, unit, commands, "R30")
-        _send((unit,), commands, "R30")
+        _send(run, (unit,), commands, "R30")
     for unit in run.units:
         # [R11] Free units that the backward did not reach, or that recomputation gathered after their gradients; send
         # gradients that came after the message, or that an earlier backward held.
         _reshard_after_backward(run, unit, commands, "R11")
         if present[unit.index] and unit not in owing:
-            _send((unit,), commands, "R11")
+            _send(run, (unit,), commands, "R11")
         if unit in aside:
             _shelve(unit, commands, "R31")
         # [R32] A forward that differentiates inside continues with its weights.
         unit.phase = Phase.FORWARD if unit.pins.running else Phase.IDLE
         unit.in_backward = False
-        if run.is_last_backward:
-            if unit.full is Full.PENDING:
-                # [R12] An unused prefetch. Every rank issued it, so every rank waits for it.
-                unit.full = Full.SHARDED
-                commands.append(Command("cancel", unit, "R12"))
-            unit.uses.clear()
-            unit.sending.open.clear()
-    if run.is_last_backward:
-        # [R13] The next forward starts a new order.
-        run.order.clear()
+    if run.ending.ends_step:
+        _end_step(run, commands)
     run.in_backward = False
     run.keep_full = False
+    if run.ending.is_manual and run.ending.sent:
+        # [R38] The user says where messages are waited for. Gradients that were only accumulated are kept now, so that
+        # a later backward that fails leaves them.
+        return commands
+    run.ending.sent = False
+    if run.ending.ends_step:
+        run.ending.step_is_over()
     # [R37] Messages are waited for, and gradients handed over, where no compute is left that could hide them.
     commands.append(Command("finish", root, "R37"))
     return commands
@@ -247,6 +247,26 @@ def backward_failed(run: RunRecord, root: UnitRecord) -> Commands:
 
 
 # ---- the user's calls, and failure --------------------------------------------------------------------------
+
+
+def finalize(run: RunRecord, root: UnitRecord, present: Sequence[bool]) -> Commands:
+    """All backwards of the step are over: send what they kept, in the order of the units. `present[i]`: units[i] has
+    gradients to send; `wait_finalize` waits for them."""
+    commands: Commands = []
+    for unit in run.units:
+        # [R39] What the settings are now decides: schedules switch synchronisation and resharding on for this call.
+        _reshard_after_backward(run, unit, commands, "R39")
+        if present[unit.index]:
+            _send(run, (unit,), commands, "R39")
+    _end_step(run, commands)
+    run.ending.waits = True
+    return commands
+
+
+def wait_finalize(run: RunRecord, root: UnitRecord) -> Commands:
+    """The user waits for the reductions that `finalize` left under way."""
+    run.ending.step_is_over()
+    return [Command("finish", root, "R37")]
 
 
 def unshard(run: RunRecord, unit: UnitRecord, *, stale: bool = False) -> Commands:
@@ -296,6 +316,7 @@ def reset(run: RunRecord, root: UnitRecord) -> Commands:
     run.forward_plans.clear()
     run.in_backward = False
     run.keep_full = False
+    run.ending.step_is_over()
     run.generation += 1
     commands.append(Command("reset", root, "R14"))
     return commands
@@ -430,7 +451,7 @@ def _hand_over(run: RunRecord, unit: UnitRecord) -> Commands:
     unit.phase = Phase.DONE
     # [R17] Weights go before the messages come, so that both need not exist together.
     _reshard_after_backward(run, unit, commands)
-    _send(settle(run, unit), commands)
+    _send(run, settle(run, unit), commands)
     return commands
 
 
@@ -444,7 +465,21 @@ def _reshard_after_backward(run: RunRecord, unit: UnitRecord, commands: Commands
         _reshard(unit, commands, rule)
 
 
-def _send(units: Sequence[UnitRecord], commands: Commands, rule: str = "R18") -> None:
+def _end_step(run: RunRecord, commands: Commands) -> None:
+    """No backward of this step follows."""
+    for unit in run.units:
+        if unit.full is Full.PENDING:
+            # [R12] An unused prefetch. Every rank issued it, so every rank waits for it.
+            unit.full = Full.SHARDED
+            commands.append(Command("cancel", unit, "R12"))
+        unit.uses.clear()
+        unit.sending.open.clear()
+    # [R13] The next forward starts a new order.
+    run.order.clear()
+
+
+def _send(run: RunRecord, units: Sequence[UnitRecord], commands: Commands, rule: str = "R18") -> None:
     for unit in units:
         # [R18] Gradients are reduced, or accumulated unreduced for a later backward (no_sync).
+        run.ending.sent = run.ending.sent or unit.plan.sync
         commands.append(Command("reduce" if unit.plan.sync else "accumulate", unit, rule))
