@@ -39,8 +39,8 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "What `from fullshard import ...` gives.",
         {
             "Shard a model": (
-                "fully_shard", "FSDPModule", "UnshardHandle", "replicate", "register_fsdp_forward_method",
-                "share_comm_ctx", "ShardPlacementResult", "DataParallelMeshDims",
+                "fully_shard", "FSDPModule", "UnshardHandle", "GradientReductionHandle", "replicate",
+                "register_fsdp_forward_method", "share_comm_ctx", "ShardPlacementResult", "DataParallelMeshDims",
             ),
             "Shard a whole model by a configuration": (
                 "prepare_fully_shard", "Prepared", "ShardingConfig", "checkpoint_activations",

@@ -343,6 +343,7 @@ FUNCTIONS: dict[str, Call] = {
 }
 # Of the model; those of other classes have their object in front.
 METHODS: dict[str, dict[str, Argument]] = {
+    "finalize_backward": {"async_op": _is(False, "True")},
     "set_all_reduce_hook": {"hook": _is(None, CALLABLE), "stream": MAYBE},
     "set_allocate_memory_from_process_group_for_comm": {"enable": FLAG},
     "set_communication": {"strategy": _is("auto"), "recurse": FLAG},
@@ -354,6 +355,8 @@ METHODS: dict[str, dict[str, Argument]] = {
     "set_gradient_bytes": {"nbytes": _is(1, BYTES, "gradients")},
     "set_prefetch_bytes": {"nbytes": _is(1, BYTES, "prefetch")},
     "set_resident_bytes": {"nbytes": _is(1, BYTES, "resident")},
+    "set_keep_unsharded_storage": {"keep": FLAG, "recurse": FLAG},
+    "set_manual_backward_finalization": {"enabled": FLAG},
     "set_memory_budget": {name: _is(1, BYTES) for name in ("prefetch", "gradients", "resident")},
     "set_is_last_backward": {"is_last_backward": FLAG},
     "set_modules_to_backward_prefetch": {"modules": Argument(lambda given: [given.model[0]], "list")},

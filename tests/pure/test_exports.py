@@ -67,6 +67,7 @@ def test_the_promised_names_are_there() -> None:
         "OffloadPolicy",
         "UnitInfo",
         "UnitReport",
+        "GradientReductionHandle",
         "UnshardHandle",
         "clip_grad_norm_",
         "full_params",

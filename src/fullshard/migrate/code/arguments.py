@@ -28,6 +28,7 @@ FSDP2_NAMES = (
     "CPUOffloadPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "GradientReductionHandle",
     "DataParallelMeshDims",
     "register_fsdp_forward_method",
     "share_comm_ctx",
