@@ -39,6 +39,8 @@ SETUPS = {
     "micro-batches": Setup("wide", micro=2),
     "micro-batches, mixed precision": Setup("wide", micro=2, **MIXED),
     "one collective each": Setup("wide", calls=(("set_communication", "torch"),)),
+    "kept storages": Setup("wide", calls=(("set_keep_unsharded_storage", True),)),
+    "kept storages, packed": Setup("packed", calls=(("set_keep_unsharded_storage", True),), **MIXED),
     "two send buffers": Setup("wide", calls=(("set_reduce_scatter_max_input_buffers", 2),)),
 }
 ALONE = {
@@ -88,7 +90,15 @@ class Found:
 
 
 # In `make test`; the others have no term that these have not, or two of theirs together.
-FIRST = ("ZeRO-3, packed", "ZeRO-2", "mixed precision", "offload, mixed precision", "recomputation", "micro-batches")
+FIRST = (
+    "ZeRO-3, packed",
+    "kept storages, packed",
+    "ZeRO-2",
+    "mixed precision",
+    "offload, mixed precision",
+    "recomputation",
+    "micro-batches",
+)
 
 
 @pytest.mark.quick(6)
