@@ -463,3 +463,36 @@ def _(rank: int, title: str) -> None:
     step(model, optimizer, 1)
     for (name, mine), theirs in zip(model.named_parameters(), trained.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
+
+
+# ---- what people report ----------------------------------------------------------------------------------------
+
+
+class Collects(nn.Module):
+    """Layers that write into their second argument as `edit` says."""
+
+    def __init__(self, edit: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.edit = edit
+
+    def forward(self, x: Tensor, aux: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            self.edit(aux, x.float().mean())
+        return x
+
+
+@symptom("Losses that layers collect are missing")
+def _(rank: int, title: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(seeded(lambda: Collects(lambda aux, loss: aux.append(loss))), mp_policy=policy)
+    row = Row(title, model=model, tokens=torch.ones(2, 4))
+    assert row.see() == [4]
+    in_place = lambda aux, loss: aux[0].add_(loss.detach())  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"aux\[0\] to be left as it is in forward, found it edited in place"):
+        fully_shard(seeded(lambda: Collects(in_place)), mp_policy=policy)(torch.ones(2, 4), [torch.zeros(1)])
+    row.mend()
+    model, aux = fully_shard(seeded(lambda: Collects(in_place)), mp_policy=row["policy"]), [torch.zeros(1)]
+    model(torch.ones(2, 4, dtype=torch.bfloat16), aux)
+    assert aux[0] != 0

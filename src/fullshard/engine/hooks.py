@@ -13,10 +13,9 @@ backward of the unit that produced the input begins.
 
 from __future__ import annotations
 
-import dataclasses
-import operator
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -27,89 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import current_backward
 from .._torch.modules import call, outside_graphs
 from ..schedule import Use
+from .arguments import Arguments, cast_floating, tensors_requiring_grad
 from .backward import State, refuse_writes, state_before
 from .full_params import opened_of
 from .root import Root, formed, module_units, root_of
 from .unit import Unit
-
-# ---- tree ------------------------------------------------------------------------------------------------------------
-# Tensors in arguments and outputs: nested tuples, lists, dicts, named tuples and dataclasses, as in FSDP2.
-#
-# Sets and other objects are not searched. A container without changed tensors is returned as is, which keeps its
-# identity and subclass.
-
-_MAX_DEPTH = 64
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0) -> Any:
-    """`value` with `function` applied to its tensors; the same object if nothing changed."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if value is None or isinstance(value, (str, bytes, int, float)):
-        return value
-    if depth > _MAX_DEPTH:
-        raise RuntimeError(
-            f"arguments and outputs: expected at most {_MAX_DEPTH} levels of nesting, found more; flatten the structure"
-        )
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item, depth + 1) for item in value]
-        if all(map(operator.is_, items, value)):
-            return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: map_tensors(function, item, depth + 1) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        made = _like_dict(value)
-        for key, new in changed.items():
-            if new is not value[key]:
-                made[key] = new  # item by item: transformers' ModelOutput refuses `update`
-        return made
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changes = {
-            name: new for name, old in fields.items() if (new := map_tensors(function, old, depth + 1)) is not old
-        }
-        return dataclasses.replace(value, **changes) if changes else value
-    return value
-
-
-def _like_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    try:
-        made = value.copy()  # keeps a subclass (OrderedDict, ModelOutput) and its defaults
-    except Exception:
-        made = dict(value)
-    return made
-
-
-def tensors_requiring_grad(value: Any) -> list[Tensor]:
-    """The tensors in `value` that require a gradient, in order."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-        if not isinstance(item, Tensor):
-            map_tensors(look, item)
-        elif item.requires_grad:
-            found.append(item)
-    return found
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors in `dtype`."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, value)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`."""
-    return map_tensors(lambda t: t if t.device == device else t.to(device, non_blocking=True), value)
-
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
@@ -129,6 +50,8 @@ class _Running(NamedTuple):
     inputs: Sequence[_InputHook]
     # State of the full parameters when the forward began.
     before: State | None
+    # Arguments of which the forward got copies.
+    arguments: Arguments | None
 
 
 def hooks_of(unit: Unit) -> UnitHooks:
@@ -145,6 +68,8 @@ class UnitHooks:
         self._generation = 0
         # No forward ran yet.
         self._first = True
+        # It was said that a forward edits a tensor argument that is a copy.
+        self._warned_of_edit = False
         # The open pass over several modules: modules that did not run yet, and its inputs.
         self._left: set[nn.Module] = set()
         self._inputs: _InputsReached | None = None
@@ -200,11 +125,16 @@ class UnitHooks:
             root = root_of(unit)
         if unit.opened is not None:
             return args, kwargs  # only this unit is a plain module; the units below communicate as usual
-        if unit.record.index == 0 and unit.device.type != "cpu":
-            args, kwargs = to_device(args, unit.device), to_device(kwargs, unit.device)
         policy = unit.settings.policy
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        device = unit.device if unit.record.index == 0 and unit.device.type != "cpu" else None
+        arguments = None
+        if dtype is not None or device is not None:
+            arguments = Arguments(args, kwargs, device, dtype)
+            args, kwargs = arguments.args, arguments.kwargs
+            # Recomputation writes what the original forward wrote.
+            if current_backward() != -1 or not arguments.has_copies:
+                arguments = None
         own_use, nested = root.pre_forward(unit, self.running, in_method=bool(self._running) and self.in_method)
         watched = False
         inputs: Sequence[_InputHook] = ()
@@ -217,7 +147,7 @@ class UnitHooks:
         if own_use and not nested:
             before = state_before(unit, sums=self._first or root.options.check)
             self._first = False
-        self._running.append(_Running(sys.exception(), own_use, nested, method, watched, inputs, before))
+        self._running.append(_Running(sys.exception(), own_use, nested, method, watched, inputs, before, arguments))
         return args, kwargs
 
     def _forward_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -229,8 +159,17 @@ class UnitHooks:
         if running.watched:
             root.watch.end()
         if sys.exception() is not running.handling:
+            if running.arguments is not None:
+                with suppress(RuntimeError):  # the forward's own exception says more
+                    self._carry_back(module, running, running.arguments)
             root.forward_failed(unit, nested=running.nested)
             return None
+        if running.arguments is not None:
+            try:
+                self._carry_back(module, running, running.arguments)
+            except BaseException:
+                root.forward_failed(unit, nested=running.nested)
+                raise
         if running.before is not None:
             try:
                 refuse_writes(unit, running.before)
@@ -248,6 +187,11 @@ class UnitHooks:
         if unit.settings.policy.output_dtype is not None:
             output = cast_floating(output, unit.settings.policy.output_dtype)
         return output
+
+    def _carry_back(self, module: nn.Module, running: _Running, arguments: Arguments) -> None:
+        callee = None if running.method else module
+        if arguments.carry_back(self._unit.record.name, callee, warn=not self._warned_of_edit):
+            self._warned_of_edit = True
 
     def _ran(self, module: nn.Module) -> bool:
         """Note that `module` ran; return whether other modules of the unit did not run yet in this pass."""
