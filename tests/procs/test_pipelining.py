@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.behaviours import behaviour
@@ -29,7 +34,14 @@ SCHEDULES = {
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
+    "looped_bfs": ScheduleLoopedBFS,
+    "zbv": ScheduleZBVZeroBubble,
+    "dual_pipe_v": ScheduleDualPipeV,
 }
+# These split the backward, and one of them only that of some micro-batches.
+SPLITS = ("zero_bubble", "zbv", "dual_pipe_v")
+# A rank has the first and the last stage, the other one those between.
+V_SHAPED = ("zbv", "dual_pipe_v")
 TIMEOUT = 120.0
 WIDTH, MICRO_BATCHES, STEPS = 5, 4, 3
 # What a reduction of a unit is, in the names of torch's dispatcher.
@@ -93,6 +105,12 @@ def _plain(stages: int) -> list[Trained]:
     return [collect(stage, optimizer) for stage, optimizer in zip(model, optimizers, strict=True)]
 
 
+def _stages_of(rank: int, schedule: str, chunks: int) -> tuple[int, ...]:
+    if schedule in V_SHAPED:
+        return (0, 3) if rank == 0 else (1, 2)
+    return tuple(range(rank, 2 * chunks, 2))
+
+
 def _pipelined(
     rank: int, impl: str, schedule: str, chunks: int, options: dict[str, Any]
 ) -> tuple[dict[int, Trained], list[int]]:
@@ -100,7 +118,7 @@ def _pipelined(
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     pipeline, shard = mesh["pipeline"], mesh["shard"].get_local_rank()
     number = 2 * chunks
-    mine = {i: _model(number)[i] for i in range(pipeline.get_local_rank(), number, 2)}
+    mine = {i: _model(number)[i] for i in _stages_of(pipeline.get_local_rank(), schedule, chunks)}
     fully_shard = IMPLEMENTATIONS[impl].fully_shard
     for stage in mine.values():
         for block in stage.blocks:
@@ -168,3 +186,22 @@ def test_a_split_backward_trains_stages_that_stay_full(impl: Implementation) -> 
 def test_a_split_backward_of_stages_that_are_freed_says_what_it_needs(impl: Implementation) -> None:
     with pytest.raises(RanksFailed, match=r"splits the backward .*\n?.*reshard_after_forward=False"):
         pool(4).run(_pipelined, impl.name, "zero_bubble", 2, {}, timeout=TIMEOUT)
+
+
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("reshard", [True, None, False])
+@pytest.mark.parametrize(
+    "schedule", ["dual_pipe_v", "zbv", "zero_bubble", "looped_bfs", "interleaved", "gpipe", "1f1b"]
+)
+def test_every_schedule_trains_as_the_whole_model_or_is_refused(schedule: str, reshard: bool | None) -> None:
+    """torch's seven public schedules, with weights freed after forward, kept, and freed below the root."""
+    chunks = 1 if schedule in ("gpipe", "1f1b") else 2
+    options = {"reshard_after_forward": reshard}
+    if schedule in SPLITS and reshard is not False:
+        with pytest.raises(RanksFailed, match=r"splits the backward .*\n?.*reshard_after_forward=False"):
+            pool(4).run(_pipelined, "fullshard", schedule, chunks, options, timeout=TIMEOUT)
+        return
+    expected = _plain(2 * chunks)
+    for trained, _ in pool(4).run(_pipelined, "fullshard", schedule, chunks, options, timeout=TIMEOUT):
+        for i, found in trained.items():
+            assert_same_training(found, expected[i])

@@ -33,9 +33,13 @@ from .._torch import (
 )
 from .._torch.modules import outside_graphs
 from ..param import ExtensionGroup, ShardedParam, holds_bits
+from ..schedule import Use
 from .unit import Unit, sum_of_bits
 
 # ---- running ---------------------------------------------------------------------------------------------------------
+# A unit and one of its uses, if that is known.
+Reached = tuple[Unit, Use | None]
+
 # A dead reference: no backward is running.
 _NONE: Any = weakref.ref(set())
 
@@ -55,14 +59,31 @@ class RunningBackward:
         self.end: weakref.ref[_End] = _NONE
         # The last one frees its graph; some parameter got a gradient.
         self.spends, self.brought = True, False
-        # Units without gradient sync, reached by backwards in which no weight got a gradient.
-        self.inputs_only: set[Unit] = set()
+        # The uses that it reached, and whether the module showed shards when it did.
+        self.reached: dict[Reached, bool] = {}
+        # Of earlier backwards of the step, which brought no gradient and kept their graph: the uses whose module showed
+        # shards, without gradient sync. A schedule that splits the backward found no weights there.
+        self.inputs_only: set[Reached] = set()
 
     def begin(self) -> None:
         self.spends, self.brought = not keeps_graph(), False
+        self.reached = {}
         end = _End(self)
         self.end = weakref.ref(end, self._dropped)
         queue_backward_callback(partial(self._when_it_ends, end))
+
+    def note_split(self, *, more_follow: bool) -> None:
+        """The backward is over; `more_follow`: another one of the same step may."""
+        if self.brought:
+            self.inputs_only.difference_update(self.reached)
+        elif not self.spends:
+            for reached, freed in self.reached.items():
+                unit, _ = reached
+                if freed and not unit.record.plan.sync and unit.gradients.expected:
+                    self.inputs_only.add(reached)
+        if not more_follow:
+            self.inputs_only.clear()
+        self.reached = {}
 
     def forget(self) -> None:
         """The backward ended, or its leftovers were discarded."""

@@ -225,6 +225,7 @@ class Root:
             self._notice_backward()
         if self.executor.waiting.limit is not None:
             self.executor.expect_gradient(unit)
+        self._backward.reached.setdefault((unit, use), unit.record.full is not Full.FULL)
         flags = {"create_graph": torch.is_grad_enabled(), "needed": needed}
         self._do("pre_backward", unit.record, rules.pre_backward(self.run, unit.record, use=use, **flags), **flags)
 
@@ -283,9 +284,7 @@ class Root:
         backward = self._backward
         if backward.brought:
             note_backward(self)
-        else:
-            held = (unit for unit in self.units if not unit.record.plan.sync)
-            backward.inputs_only.update(unit for unit in held if unit.record.in_backward and unit.gradients.expected)
+        backward.note_split(more_follow=self.executor.may_stay_pending())
         spent = backward.spends and backward.brought
         # Most backwards are spent: record the flag in traces only if it matters.
         matters = any([unit.record.pins.count for unit in self.units])
@@ -322,11 +321,8 @@ class Root:
         inputs_only, self._backward.inputs_only = self._backward.inputs_only, set()
         for unit in self.units:
             unit.gradients.take_assigned()
-        lost = [
-            unit
-            for unit in self.units
-            if unit in inputs_only and not unit.gradients.arrived and not unit.gradients.are_held()
-        ]
+        without = {unit for unit, _ in inputs_only}
+        lost = [unit for unit in self.units if unit in without]
         if lost:
             self.reset()
             raise RuntimeError(
